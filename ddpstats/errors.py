@@ -98,19 +98,18 @@ class CollectiveMismatch(DdpstatsError):
         self,
         message: str,
         *,
-        group: str | None = None,
         seq: int = 0,
         by_rank: Mapping[int, Any] | None = None,
         culprit_ranks: Iterable[int] = (),
         missing_ranks: Iterable[int] = (),
-        path: str | None = None,
-        ranks: Iterable[int] = (),
+        **where: Any,
     ) -> None:
         self.seq = seq
         self.by_rank: Mapping[int, Any] = dict(by_rank or {})
         self.culprit_ranks: tuple[int, ...] = tuple(sorted(culprit_ranks))
         self.missing_ranks: tuple[int, ...] = tuple(sorted(missing_ranks))
-        super().__init__(message, ranks={*self.by_rank, *self.missing_ranks} or ranks, path=path, group=group)
+        ranks = {*self.by_rank, *self.missing_ranks} or where.get("ranks", ())
+        super().__init__(message, **{**where, "ranks": ranks})
 
 
 class SentinelAlarm(DdpstatsError):
@@ -129,14 +128,12 @@ class SentinelAlarm(DdpstatsError):
         step: int = 0,
         layers: Iterable[str] = (),
         culprit_ranks: Iterable[int] = (),
-        ranks: Iterable[int] = (),
-        path: str | None = None,
-        group: str | None = None,
+        **where: Any,
     ) -> None:
         self.step = step
         self.layers: tuple[str, ...] = tuple(layers)
         self.culprit_ranks: tuple[int, ...] = tuple(sorted(map(int, culprit_ranks)))
-        super().__init__(message, ranks=self.culprit_ranks or ranks, path=path, group=group)
+        super().__init__(message, **{**where, "ranks": self.culprit_ranks or where.get("ranks", ())})
 
 
 class BundleError(DdpstatsError):

@@ -14,7 +14,6 @@ torch may have been imported in between.
 - ``torch._C._TorchDispatchModeKey``, ``torch._C._get_dispatch_mode``: whether tensors have values. Without them nothing
   is refused, and torch's own error says that a value was asked for.
 - ``torch._subclasses.fake_tensor.FakeTensor``: the same for one tensor.
-- ``torch._dynamo.utils.counters``: whether anything was compiled so far. Without it, something may have been.
 """
 
 from __future__ import annotations
@@ -91,14 +90,6 @@ def compiler_probe() -> Callable[[], object]:
     for name in ("_dynamo", "eval_frame", "get_eval_frame_callback"):
         probe = getattr(probe, name, None)
     return probe or (lambda: True)
-
-
-def has_compiled() -> bool:
-    """Return whether this process has compiled anything so far; true if that is unknown."""
-    if DYNAMO not in sys.modules:
-        return False
-    counters = getattr(sys.modules.get(f"{DYNAMO}.utils"), "counters", None)
-    return counters is None or any(counters.values())
 
 
 def refuse_without_values(what: str) -> None:

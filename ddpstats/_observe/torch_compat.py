@@ -13,6 +13,7 @@ once, so that a caller on a hot path pays no call of ours.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpstats._base.lazy import DYNAMO
 from ddpstats._observe import torch_groups as torch_groups
 from ddpstats._observe.torch_names import attribute, find, lacking as lacking, note_lack, refuse
 
@@ -343,3 +345,17 @@ copy_each: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = find(
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The dict of a module's own buffers, in which another may be put in the place of one. No torch lacks it."""
     return module._buffers
+
+
+# -- what was compiled ------------------------------------------------------------------------------------------------
+
+
+def has_compiled() -> bool:
+    """Return whether this process has compiled anything so far; true if that is unknown.
+
+    ``torch._dynamo.utils.counters`` says so; without it, something may have been.
+    """
+    if DYNAMO not in sys.modules:
+        return False
+    counters = getattr(sys.modules.get(f"{DYNAMO}.utils"), "counters", None)
+    return counters is None or any(counters.values())

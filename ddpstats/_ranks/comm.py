@@ -295,19 +295,12 @@ def group_store(group: dist.ProcessGroup) -> BoundedStore:
     torchrun's they begin again: ranks that died had not come through the same groups.
     """
     refuse_fake(group)
-    store = store_of(group)
-    rank, name, group_words = dist.get_rank(), group.group_name, describe_group(group)
+    prefix, rank = f"ddpstats{attempt_prefix()}", dist.get_rank()
 
-    def connect() -> Any:
-        connected = own_connection(store, name)
-        with _as_config_error(group_words):
-            prefix = f"ddpstats{attempt_prefix()}"
-            generation = connected.add(f"{prefix}/generation/{rank}", 1)
-            part = part_of(connected, f"{prefix}/{generation}")
-            _try_out(part, rank)
-        return part
+    def own_part(connected: Any) -> str:
+        return f"{prefix}/{connected.add(f'{prefix}/generation/{rank}', 1)}"
 
-    return BoundedStore(connect, host_rank=_host_rank())
+    return _bounded_part(store_of(group), group.group_name, describe_group(group), own_part)
 
 
 _connections: weakref.WeakKeyDictionary[Any, BoundedStore] = weakref.WeakKeyDictionary()
@@ -323,17 +316,25 @@ def world_store(prefix: str, limit_sec: float | None = None) -> BoundedStore:
     """
     world = dist.group.WORLD
     if world not in _connections:
-        store, rank = default_store(), dist.get_rank()
-
-        def connect() -> Any:
-            # A wait in a TCPStore keeps all users of that object waiting: two groups could wait for each other.
-            connected = own_connection(store, "world")
-            with _as_config_error("the default group"):
-                _try_out(dist.distributed_c10d.PrefixStore("ddpstats/world", connected), rank)
-            return connected
-
-        _connections[world] = BoundedStore(connect, host_rank=_host_rank())
+        _connections[world] = _bounded_part(default_store(), "world", "the default group", lambda _: "ddpstats/world")
     return _connections[world].part(attempt_prefix() + prefix, limit_sec)
+
+
+def _bounded_part(store: Any, name: str, group_words: str, prefix_of: Callable[[Any], str]) -> BoundedStore:
+    """Return the keys of ``store`` below a prefix, over a connection of its own.
+
+    A wait in a TCPStore keeps all users of that object waiting: two groups could wait for each other.
+    """
+    rank = dist.get_rank()
+
+    def connect() -> Any:
+        connected = own_connection(store, name)
+        with _as_config_error(group_words):
+            part = part_of(connected, prefix_of(connected))
+            _try_out(part, rank)
+        return part
+
+    return BoundedStore(connect, host_rank=_host_rank())
 
 
 def _try_out(store: Any, rank: int) -> None:

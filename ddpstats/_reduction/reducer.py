@@ -181,12 +181,7 @@ class StatsReducer:
         `result`.
         """
         channel = self._usable_channel()
-        call, counters = self._call, self._counters
-        prepared = Prepared(stats, weight, per_rank=call.per_rank)
-
-        def work(agreement: Agreement) -> Reduced:
-            return Reduction(agreement, call, True, counters).reduce(prepared)
-
+        work = self._work(Prepared(stats, weight, per_rank=self._call.per_rank))
         future = channel.submit(work, self._timeout_sec)
         self._started = weakref.ref(future), weakref.ref(channel)
         return PendingReduction(future, channel)
@@ -201,12 +196,13 @@ class StatsReducer:
         self, channel: Channel, prepared: ReductionInput, *, divide: bool = True, call: Call | None = None
     ) -> Reduced:
         """The reduction of ``prepared``, on this thread. ``call``: None for this reducer's own."""
+        return channel.run(self._work(prepared, divide, call), self._timeout_sec)
+
+    def _work(
+        self, prepared: ReductionInput, divide: bool = True, call: Call | None = None
+    ) -> Callable[[Agreement], Reduced]:
         call, counters = call or self._call, self._counters
-
-        def work(agreement: Agreement) -> Reduced:
-            return Reduction(agreement, call, divide, counters).reduce(prepared)
-
-        return channel.run(work, self._timeout_sec)
+        return lambda agreement: Reduction(agreement, call, divide, counters).reduce(prepared)
 
     @property
     def counters(self) -> ReductionCounters:

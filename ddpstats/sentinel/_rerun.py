@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._base.lazy import has_compiled
+from ddpstats._observe.torch_compat import has_compiled
 from ddpstats._rerun.module_state import put_back, set_buffers
 from ddpstats._rerun.numerics_settings import as_in, switches
 from ddpstats._rerun.runner import Cause, Runner, RunSettings, alone, attempt, cause_of, from_rank_on

@@ -190,7 +190,7 @@ def test_a_capture_leaves_a_compiled_program_as_it_is(tmp_path: Path, how: str, 
 def test_has_compiled_is_true_after_torch_compile_ran() -> None:
     code = (
         "import sys, torch\n"
-        "from ddpstats._base.lazy import has_compiled\n"
+        "from ddpstats._observe.torch_compat import has_compiled\n"
         "told = [has_compiled()]\n"
         "model = torch.nn.Linear(2, 1); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "model(torch.ones(2)).sum().backward(); optimizer.step()\n"
