@@ -66,7 +66,7 @@ class Channel:
         self.ranks, self.rank, self.group_name = ranks, rank, group_name  # global ranks, ascending; this process's own
         self._process, self._connect = os.getpid(), connect
         self._worker = Worker("ddpstats")
-        self._turn, self._is_busy = threading.Condition(), False  # while a call is performed
+        self._turn = threading.Lock()  # held while a call is performed
         self._performers: set[int] = set()  # the threads that perform a call, or try to
         self._detector: FailureDetector | None = None  # alone there is no rank to miss
         if len(ranks) > 1:
@@ -86,21 +86,14 @@ class Channel:
         thread, is_free = threading.get_ident(), False
         self._performers.add(thread)  # first: the handler of a signal may come in between, and may raise
         try:
-            with self._turn:
-                if not self._is_busy and self._worker.is_idle():
-                    self._is_busy = is_free = True
+            is_free = self._worker.is_idle() and self._turn.acquire(blocking=False)
             if is_free:
                 return self._perform(work, timeout_sec)
         finally:
             self._performers.discard(thread)
             if is_free:
-                self._end_turn()
+                self._turn.release()
         return self.submit(work, timeout_sec).result()
-
-    def _end_turn(self) -> None:
-        with self._turn:
-            self._is_busy = False
-            self._turn.notify()
 
     def submit(self, work: Work[T], timeout_sec: float) -> Future[T]:
         """Run ``work`` in turn on the worker's thread; at once returns a future."""
@@ -108,16 +101,13 @@ class Channel:
         return self._worker.submit(lambda: self._run_in_turn(work, timeout_sec))
 
     def _run_in_turn(self, work: Work[T], timeout_sec: float) -> T:
-        with self._turn:
-            self._turn.wait_for(lambda: not self._is_busy)  # the call under way has a deadline
-            self._is_busy = True
         thread = threading.get_ident()
-        self._performers.add(thread)
-        try:
-            return self._perform(work, timeout_sec)
-        finally:
-            self._performers.discard(thread)
-            self._end_turn()
+        with self._turn:  # the call under way has a deadline
+            self._performers.add(thread)
+            try:
+                return self._perform(work, timeout_sec)
+            finally:
+                self._performers.discard(thread)
 
     def refuse_inside(self) -> None:
         """Raise where this thread is in the middle of a reduction on this group: what it waits for cannot come."""

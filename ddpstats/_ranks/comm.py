@@ -61,7 +61,7 @@ class CommFailed(Exception):
 
 
 class Comm(Protocol):
-    """The connection of one rank to the others; `_ranks.threads` has one for threads, and one suite tests both.
+    """The connection of one rank to the others; `testing._thread_comm` has one for threads, and one suite tests both.
 
     ``ranks`` are global ranks in the order of the group; ``rank`` is this process's own global rank. ``watch`` is
     called about once a second by a rank that waits.

@@ -155,19 +155,15 @@ def are_in_step(statuses: Statuses) -> bool:
 
 
 def _refuse_different_calls(statuses: Statuses, group_name: str) -> None:
-    ranks_of: dict[str, list[int]] = {}
-    for status, ranks in statuses:
-        ranks_of.setdefault(_call_text(status.call), []).extend(ranks)
-    if len(ranks_of) < 2:
+    by_rank = {rank: _call_text(status.call) for status, ranks in statuses for rank in ranks}
+    if len(set(by_rank.values())) < 2:
         return
-    lines = [f"ranks of {group_name} met in one collective with different calls:"]
-    lines += [f"  {ranks_text(ranks)}: {text}" for text, ranks in ranks_of.items()]
+    lines = [f"ranks of {group_name} met in one collective with different calls:", *holders_lines(by_rank)]
     lines.append(
         "All ranks must make the same calls in the same order. A rank with one call more or less than the others, "
         "or a call that only some ranks reach, is the usual cause. Nothing was reduced."
     )
-    involved = [rank for _, ranks in statuses for rank in ranks]
-    raise ProtocolMismatch("\n".join(lines), ranks=involved, group=group_name)
+    raise ProtocolMismatch("\n".join(lines), ranks=by_rank, group=group_name)
 
 
 def _call_text(call: Call) -> str:

@@ -87,7 +87,6 @@ _MAX_DEPTH = 200
 _MAX_DIMENSIONS = 1000
 _MAX_ELEMENTS = 1 << 58
 _TOO_LARGE = f"which cannot be sent to other ranks: it has more than {_MAX_DIMENSIONS} dimensions or too many elements"
-_PADDING = torch.zeros(_ALIGN, dtype=torch.uint8, device="cpu")
 _DTYPES = {
     dtype_name(dtype): dtype
     for dtype in (
@@ -116,13 +115,12 @@ def encode(tree: Any) -> bytearray:
     start = _LENGTH.pack(len(head)) + head
     start = start.ljust(_aligned(len(start)), b"\0")
     raw = list(map(_raw, tensors))
-    sizes = [_aligned(part.numel()) for part in raw]
-    out = bytearray(len(start) + sum(sizes))
-    out[: len(start)] = start
-    if len(out) > len(start):
-        gaps = [_PADDING[: size - part.numel()] for size, part in zip(sizes, raw, strict=True)]
-        pieces = [piece for pair in zip(raw, gaps, strict=True) for piece in pair]
-        torch.cat(pieces, out=torch.frombuffer(out, dtype=torch.uint8, offset=len(start)))
+    out, at = bytearray(len(start) + sum(_aligned(part.numel()) for part in raw)), len(start)
+    out[:at] = start
+    for part in raw:
+        if part.numel():
+            torch.frombuffer(out, dtype=torch.uint8, offset=at, count=part.numel()).copy_(part)
+        at += _aligned(part.numel())
     return out
 
 

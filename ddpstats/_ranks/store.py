@@ -215,19 +215,6 @@ class _Connection:
             self._connect, self._store, self._worker = self._store.clone, None, Worker("ddpstats-store")
 
 
-class _InProcess(_Connection):
-    """A store in the memory of this process, which threads that play ranks share: it answers at once."""
-
-    def __init__(self, store: Any) -> None:
-        self.limits, self._store = threading.local(), store
-
-    def ask(self, question: Callable[[Any], T], *_: Any, **__: Any) -> T:
-        return question(self._store)
-
-    def renew(self) -> None:
-        pass
-
-
 class BoundedStore:
     """A part of a store: torch's methods, each with a limit. Parts of one store share a connection.
 
@@ -342,12 +329,7 @@ class BoundedStore:
 
 def bounded(store: Any) -> BoundedStore:
     """Return ``store`` itself where it has a limit already; otherwise one that asks it, over its own connection."""
-    if isinstance(store, BoundedStore):
-        return store
-    made = BoundedStore(lambda: store)
-    if type(store).__name__ == "HashStore":
-        made._connection = _InProcess(store)
-    return made
+    return store if isinstance(store, BoundedStore) else BoundedStore(lambda: store)
 
 
 class StoreLog:

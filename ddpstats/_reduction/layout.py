@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ddpstats._base.paths import Path, Step, format_path, unique_names
-from ddpstats._base.text import ranks_text
+from ddpstats._base.text import holders_lines
 from ddpstats._reduction.flatten import CONTAINERS, DICT, DTYPE_TAGS, LIST, LeafKey, Structure, Tag
 from ddpstats._reduction.ops import NONE, OPS
 from ddpstats.errors import SchemaConflict
@@ -342,16 +342,13 @@ def _conflict_error(conflicts: list[Path], held: Held, group_name: str) -> Schem
     lines: list[str] = []
     involved: set[int] = set()
     for number, path in enumerate(shown):
-        ranks_of: dict[str, list[int]] = {}
-        for structure, ranks in held:
-            what = describe(structure, path)
-            if what is not None:
-                ranks_of.setdefault(what, []).extend(ranks)
-        involved.update(rank for ranks in ranks_of.values() for rank in ranks)
+        described = [(describe(structure, path), ranks) for structure, ranks in held]
+        by_rank = {rank: what for what, ranks in described if what is not None for rank in ranks}
+        involved.update(by_rank)
         if number < _SHOWN_CONFLICTS:
             what = f"different things under {format_path(path)!r}" if path else "different stats"
             lines.append(f"ranks of {group_name} hold {what}:")
-            lines += [f"  {ranks_text(ranks)}: {what}" for what, ranks in ranks_of.items()]
+            lines += holders_lines(by_rank)
     if len(shown) > _SHOWN_CONFLICTS:
         lines.append(f"and {len(shown) - _SHOWN_CONFLICTS} more paths")
     lines.append(

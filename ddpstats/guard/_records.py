@@ -24,6 +24,7 @@ from ddpstats._base.files import (
 from ddpstats._base.marks import Mark
 from ddpstats.errors import ConfigError
 from ddpstats.guard._events import Event, Evidence, event_of, line_of, text_of
+from ddpstats.guard._mark_lines import mark_as_dict, mark_from_dict
 
 FORMAT = 1
 _MAX_LINE_BYTES = 1 << 20
@@ -69,7 +70,7 @@ class RecordWriter:
 
     def write_mark(self, mark: Mark) -> None:
         """Append what another part of ddpstats found, if that is one line that can be read again."""
-        line = _line_of(mark.as_dict())
+        line = _line_of(mark_as_dict(mark))
         if len(line) <= _MAX_LINE_BYTES:
             self._append(line)
 
@@ -238,7 +239,7 @@ def _read_rank(path: Path) -> RankRecord:
                     if numbers:
                         known[alike] = events[-1]
                 elif "mark" in entry:
-                    marks.append(Mark.from_dict(entry))
+                    marks.append(mark_from_dict(entry))
                 elif "ddpstats" in entry:
                     head, end, before = _checked_head(entry), None, None
                 elif "new_group" in entry:

@@ -23,6 +23,7 @@ from ddpstats._base.text import (
     shorten,
     write_file,
 )
+from ddpstats.guard._mark_lines import mark_as_dict
 from ddpstats.guard._report import findings_as_json
 from ddpstats.report._page import page_of
 from ddpstats.report._perfetto import trace_of
@@ -182,7 +183,7 @@ def as_json(timeline: Timeline) -> dict[str, Any]:
             for lane in timeline.lanes
         ],
         "findings": _findings_as_json(timeline),
-        "marks": [mark.as_dict() for mark in timeline.marks],
+        "marks": list(map(mark_as_dict, timeline.marks)),
         "keys": [key_as_json(key) for key in timeline.keys],
         "verdict": timeline.verdict,
         "not_compared": list(timeline.not_compared),

@@ -1,6 +1,6 @@
 """Ranks that are threads of this process: reductions of this library over hundreds of ranks, without a socket.
 
-The channel, the protocol and the failure detector are the real ones; only the `Comm` (`threads`) and the store are
+The channel, the protocol and the failure detector are the real ones; only the `Comm` (`_thread_comm`) and the store are
 not. So this tests what ranks say to each other, not gloo.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpstats._ranks.calls import Channel
-from ddpstats._ranks.threads import ThreadWorld
 from ddpstats._reduction.reducer import StatsReducer
 from ddpstats.testing._rank_outcomes import RankOutcome, RankOutcomes, RankTimedOut
+from ddpstats.testing._thread_comm import ThreadWorld
 
 
 class ThreadGroup:

@@ -14,7 +14,7 @@ from ddpstats._base.text import members
 from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.comm import Watch, wait_in_slices
 from ddpstats._ranks.failure import PROCESS_ID_BYTES, Membership, ProcessId
-from ddpstats._ranks.store import bounded
+from ddpstats.testing._thread_comm import InProcessStore
 
 
 class Clock:
@@ -99,11 +99,11 @@ class LonelyGroup:
         came_sec: float = 0.0,
         reduced_sec: float | None = None,
     ) -> None:
-        ranks, store = members(ranks), HashStore()
+        ranks, store = members(ranks), InProcessStore(HashStore())
 
         def join() -> None:
             for rank in ranks[1:]:
-                Membership(bounded(store), rank, ranks).join()
+                Membership(store, rank, ranks).join()
 
         if came and came_sec:
             clock.at(came_sec, join)

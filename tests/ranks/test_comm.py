@@ -31,9 +31,9 @@ from ddpstats._ranks.comm import (
 from ddpstats._ranks.gloo import own_connection, part_of
 from ddpstats._ranks.grid import GridComm, gloo_comm, sides_of
 from ddpstats._ranks.store import BoundedStore, bounded
-from ddpstats._ranks.threads import ThreadWorld
 from ddpstats.errors import ConfigError
 from ddpstats.testing import RankPool, sleep_past
+from ddpstats.testing._thread_comm import ThreadWorld
 
 LIMIT_SEC = 60.0
 LONG_SEC = 30.0

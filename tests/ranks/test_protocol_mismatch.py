@@ -22,11 +22,11 @@ import ddpstats
 from ddpstats import All, Max, Mean, Min, StatsReducer, Sum, any_rank
 from ddpstats._ranks import calls
 from ddpstats._ranks.exchange import PROTOCOL_VERSION, Call, Failure, Status, decode_status, encode_status
-from ddpstats._ranks.threads import ThreadComm
 from ddpstats._reduction.flatten import Structure, decode, flatten
 from ddpstats._reduction.layout import Layout, agree, place
 from ddpstats.errors import DdpstatsError, InvalidStats, NonFiniteStat, ProtocolMismatch, RankMissing, SchemaConflict
 from ddpstats.testing import RankPool, ThreadGroup, run_threads
+from ddpstats.testing._thread_comm import ThreadComm
 from ddpstats.testing.strategies import RankStats, uneven_stats
 
 LIMIT_SEC = 60.0

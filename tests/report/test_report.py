@@ -15,6 +15,7 @@ import pytest
 from ddpstats._base.marks import Mark
 from ddpstats.capture._manifest import read_manifest
 from ddpstats.guard._events import Event, Evidence
+from ddpstats.guard._mark_lines import mark_from_dict
 from ddpstats.guard._records import RecordWriter, read_records
 from ddpstats.report._sources import read_timeline
 from ddpstats.testing import run_ranks
@@ -193,7 +194,7 @@ def test_mark_is_read_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["1e999", "1" + "0" * 400, "[1]", '"1"'])
 def test_mark_whose_value_is_no_number_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match="a mark whose value is no number"):
-        Mark.from_dict({"mark": "values", "time": 1.0, "values": {"loss": json.loads(value)}})
+        mark_from_dict({"mark": "values", "time": 1.0, "values": {"loss": json.loads(value)}})
 
 
 def test_equal_lines_of_different_events_are_read_independently(tmp_path: Path) -> None:

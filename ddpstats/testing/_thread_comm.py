@@ -8,14 +8,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ddpstats._ranks.comm import CommFailed, Watch, wait_in_slices
+from ddpstats._ranks.store import BoundedStore
 
 Combine = Callable[[list[Any]], Any]
+T = TypeVar("T")
+
+
+class InProcessStore(BoundedStore):
+    """A store in the memory of this process, which threads that are ranks share: it answers at once."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(lambda: store)
+        self._store = store
+
+    def use(
+        self,
+        question: Callable[[Any, str], T],
+        limit_sec: float | None = None,
+        watch: Callable[[], None] | None = None,
+    ) -> T:
+        return question(self._store, "")
 
 
 class ThreadWorld:
@@ -23,7 +41,7 @@ class ThreadWorld:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.store = dist.HashStore()  # type: ignore[attr-defined]
+        self.store = InProcessStore(dist.HashStore())  # type: ignore[attr-defined]
         self._changed = threading.Condition()
         self._parts: dict[int, Any] = {}
         self._round = 0
