@@ -25,14 +25,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.failure import FailureDetector, Membership, ProcessId, Verdict
-from ddpstats._ranks.store import BoundedStore, bounded
-from ddpstats._ranks.threads import ThreadComm, ThreadWorld
+from ddpstats._ranks.store import BoundedStore
 from ddpstats._reduction.reducer import StatsReducer
 from ddpstats.guard import _exchange
 from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._failure_agreement import Alarm, FailureAgreement
 from ddpstats.guard._status import RankStatus
 from ddpstats.guard._store_notes import Note
+from ddpstats.testing._thread_comm import InProcessStore, ThreadComm, ThreadWorld
 
 RANKS_OF_A_HOST = 8
 MOST_ON_A_HOST = 256  # a guard of more ranks than that shares no memory
@@ -161,7 +161,7 @@ class CountingStore:
 
 
 def counting_store(tally: Tally) -> BoundedStore:
-    store = bounded(HashStore())
+    store = InProcessStore(HashStore())
     store._connection._store = CountingStore(tally)
     return store
 
@@ -237,7 +237,9 @@ def reductions(world_size: int, keys: int, played: int = PLAYED) -> list[Phase]:
     def play(rank: int) -> None:
         world.tally.plays(rank)
         comm = world.comm(rank)
-        channel = Channel(world.all_ranks, rank, "threads", lambda timeout_sec, watch: comm, HashStore())
+        channel = Channel(
+            world.all_ranks, rank, "threads", lambda timeout_sec, watch: comm, InProcessStore(HashStore())
+        )
         channel._detector = None  # the store is counted by itself
 
         def phase(name: str, call: Callable[[], object], calls: int = 1) -> None:

@@ -39,3 +39,8 @@ def test_names_do_not_depend_on_the_order_of_paths(examples: list[Path]) -> None
     forward = dict(zip(map(identity, distinct), unique_names(distinct), strict=True))
     backward = dict(zip(map(identity, distinct[::-1]), unique_names(distinct[::-1]), strict=True))
     assert forward == backward
+
+
+def test_names_that_clash_are_escaped_and_no_other() -> None:
+    paths = [("a/b",), ("a", "b"), ("c",), ("0",), (0,)]
+    assert unique_names(paths) == [r"a\/b", "a/b", "c", r"\0", "0"]
