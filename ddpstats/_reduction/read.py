@@ -204,7 +204,7 @@ class Plan:
         if structure.reading == "numbers":
             return array("d", leaves)
         if structure.reading != "tensors":
-            return array("d", [leaf.item() if type(leaf) is torch.Tensor else leaf for leaf in leaves])
+            return array("d", [leaf.item() if type(leaf) is _TENSOR else leaf for leaf in leaves])
         if structure.one_dtype and len(leaves) >= MANY and leaves[0].numel() == 1:
             stacked = array("d", bytes(8 * len(leaves)))
             as_tensor(stacked).copy_(torch.stack(leaves).detach().view(-1))  # refuses tensors that differ in shape
@@ -212,7 +212,7 @@ class Plan:
         return array("d", [*map(_ITEM, leaves)])
 
 
-_ITEM = torch.Tensor.item
+_TENSOR, _ITEM = torch.Tensor, torch.Tensor.item
 _NO_WEIGHT = frozenset({type(None)})
 _plans: BoundedCache[Structure, Plan] = BoundedCache(max_entries=64, max_cost=65_536)
 
