@@ -37,7 +37,7 @@ class _Verb(NamedTuple):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports missing arguments with an example of the command, not with its usage. The parser of verbs is one, too."""
+    """Reports missing arguments with an example of the command, not with its usage. Verbs have such a parser, too."""
 
     def error(self, message: str) -> NoReturn:
         example = re.search(rf"\b{self.prog} .*?(?=;|  |$)", self.epilog or "", re.MULTILINE)  # words follow some
@@ -83,11 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "ddpstats.guard._ending" in sys.modules:  # DDPSTATS_GUARD is for programs
         sys.modules["ddpstats.guard._ending"].cancel()
     words = sys.argv[1:] if argv is None else argv
-    args = _parser(words).parse_args(words)
-    verb = args.verb
+    verb = next(iter(words), "")
     if verb != _RUN and isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # characters that its encoding lacks are escaped
     try:
+        args = _parser(words).parse_args(words)
         status: int = args.run(args)
         sys.stdout.flush()
         return status

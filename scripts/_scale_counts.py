@@ -32,7 +32,7 @@ from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._failure_agreement import Alarm, FailureAgreement
 from ddpstats.guard._status import RankStatus
 from ddpstats.guard._store_notes import Note
-from ddpstats.testing._thread_comm import InProcessStore, ThreadComm, ThreadWorld
+from ddpstats.testing._thread_comm import ThreadComm, ThreadWorld, in_process
 
 RANKS_OF_A_HOST = 8
 MOST_ON_A_HOST = 256  # a guard of more ranks than that shares no memory
@@ -161,9 +161,7 @@ class CountingStore:
 
 
 def counting_store(tally: Tally) -> BoundedStore:
-    store = InProcessStore(HashStore())
-    store._connection._store = CountingStore(tally)
-    return store
+    return in_process(CountingStore(tally))
 
 
 class CountingWorld(ThreadWorld):
@@ -237,9 +235,7 @@ def reductions(world_size: int, keys: int, played: int = PLAYED) -> list[Phase]:
     def play(rank: int) -> None:
         world.tally.plays(rank)
         comm = world.comm(rank)
-        channel = Channel(
-            world.all_ranks, rank, "threads", lambda timeout_sec, watch: comm, InProcessStore(HashStore())
-        )
+        channel = Channel(world.all_ranks, rank, "threads", lambda timeout_sec, watch: comm, in_process(HashStore()))
         channel._detector = None  # the store is counted by itself
 
         def phase(name: str, call: Callable[[], object], calls: int = 1) -> None:

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 import ddpstats
 from ddpstats import ConfigError, Max, NaNCapture, Sentinel, StatsDump, StatsReducer, StatsWindow, StepChecks, Sum
+from ddpstats.errors import InvalidStats
 from ddpstats.guard import collective_guard
 from ddpstats.testing import RankPool
-from tests.reduction.away import tensors_away
+from tests.reduction.off_host import tensors_off_host
 
 
 class Keeping(torch.nn.Linear):
@@ -80,12 +81,21 @@ def test_an_equal_window_gives_the_same_bits() -> None:
 
 def test_copy_of_a_window_waits_for_values_on_a_device() -> None:
     window = StatsWindow()
-    with tensors_away(), mock.patch("ddpstats._reduction.read.Snapshot.is_ready", return_value=False):
+    with tensors_off_host(), mock.patch("ddpstats._reduction.read.Snapshot.is_ready", return_value=False):
         window.add({"a": torch.ones(1)})
         copies = [way(window) for way in WAYS]
         window.add({"a": torch.tensor(3.0)})
     assert [copied.flush().values for copied in copies] == [{"a": 1.0}] * len(WAYS)
     assert window.flush().values == {"a": 2.0}
+
+
+def test_copy_of_a_window_keeps_what_is_wrong_with_a_value_on_a_device() -> None:
+    window = StatsWindow()
+    with tensors_off_host():
+        window.add({"a": Sum(torch.tensor(2e200, dtype=torch.float64))})
+    for copied in [*(way(window) for way in WAYS), window]:
+        with pytest.raises(InvalidStats, match="'a': the value is 2e"):
+            copied.flush()
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: str(way.__name__))

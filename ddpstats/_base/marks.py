@@ -53,8 +53,14 @@ class KeyListener(Protocol):
     def renegotiated(self, name: str | None, new_keys: Sequence[str]) -> None:
         """All ranks have a new layout. ``new_keys``: paths that the one before lacked."""
 
-    def reduced(self, name: str | None, structure: Any, layout: Any) -> None:
-        """One call has ended. ``structure``: what this rank held in it; ``layout``: what the ranks have agreed on."""
+    def reduced(self, site: tuple[str, str, str | None], structure: Any, layout: Any) -> None:
+        """One call has ended.
+
+        Args:
+            site: the group in words, the kind of the call and its name.
+            structure: what this rank held in it: a `ddpstats._reduction.flatten.Structure`.
+            layout: what the ranks have agreed on: a `ddpstats._reduction.layout.Layout`.
+        """
 
 
 key_listeners: list[KeyListener] = []

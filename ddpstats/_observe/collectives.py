@@ -56,8 +56,8 @@ from ddpstats._observe.torch_compat import (
     profiler_enabled,
     schema,
 )
-from ddpstats._observe.torch_groups import backend_of, operators_tell_reduce_op, unbox_group, unbox_work
-from ddpstats._ranks.gloo import done_within, group_of_one
+from ddpstats._observe.torch_groups import backend_of, group_of_one, operators_tell_reduce_op, unbox_group, unbox_work
+from ddpstats._ranks.gloo import done_within
 from ddpstats.errors import ConfigError
 
 

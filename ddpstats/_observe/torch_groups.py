@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpstats._observe.torch_names import find, note_lack, refuse
+from ddpstats._ranks.gloo import gloo_backend, group_around, store_of
 
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
 
@@ -158,3 +160,27 @@ def longest_timeout_sec(group: Any) -> float:
         return float(max(backend.options._timeout.total_seconds() for backend in backends_of(group)))
     except (AttributeError, RuntimeError, ValueError):
         return 0.0
+
+
+@contextmanager
+def group_of_one(name: str) -> Iterator[list[Any]]:
+    """Yield a group of this rank alone, to try on this torch what works: the only entry of a list. Local; milliseconds.
+
+    In a list, for the group has to end before its backend does, which ends without the GIL. torch 2.6's group would end
+    it with the GIL, for which gloo's threads may be waiting.
+    """
+    stores: Any = dist  # whose annotations do not name this class
+    backend = gloo_backend(stores.HashStore(), 0, 1, 10.0)
+    only = [group_around(backend, stores.HashStore(), 0, 1, name)]
+    try:
+        yield only
+    finally:
+        only.clear()
+
+
+def default_store() -> Any:
+    """Return the store that all ranks met on. Without ``_get_default_store`` that of the default group."""
+    ask = getattr(dist.distributed_c10d, "_get_default_store", None)
+    world = dist.group.WORLD
+    assert world is not None
+    return store_of(world) if ask is None else ask()

@@ -66,8 +66,8 @@ class Channel:
         self.ranks, self.rank, self.group_name = ranks, rank, group_name  # global ranks, ascending; this process's own
         self._process, self._connect = os.getpid(), connect
         self._worker = Worker("ddpstats")
-        self._turn = threading.Lock()  # held while a call is performed
-        self._performers: set[int] = set()  # the threads that perform a call, or try to
+        self._turn = threading.Condition()
+        self._performer: int | None = None  # the thread that performs a call
         self._detector: FailureDetector | None = None  # alone there is no rank to miss
         if len(ranks) > 1:
             closing = "Reductions on this group are closed."
@@ -83,17 +83,23 @@ class Channel:
         """Run ``work`` in turn; on this thread if nothing is pending."""
         self.refuse_inside()
         self._refuse_here()
-        thread, is_free = threading.get_ident(), False
-        self._performers.add(thread)  # first: the handler of a signal may come in between, and may raise
+        thread = threading.get_ident()
         try:
-            is_free = self._worker.is_idle() and self._turn.acquire(blocking=False)
-            if is_free:
+            with self._turn:
+                if self._performer is None and self._worker.is_idle():
+                    self._performer = thread
+            if self._performer == thread:
                 return self._perform(work, timeout_sec)
         finally:
-            self._performers.discard(thread)
-            if is_free:
-                self._turn.release()
+            self._end_turn(thread)
         return self.submit(work, timeout_sec).result()
+
+    def _end_turn(self, thread: int) -> None:
+        """End the turn if it is this thread's: the handler of a signal may have raised before it began."""
+        with self._turn:
+            if self._performer == thread:
+                self._performer = None
+                self._turn.notify()
 
     def submit(self, work: Work[T], timeout_sec: float) -> Future[T]:
         """Run ``work`` in turn on the worker's thread; at once returns a future."""
@@ -102,16 +108,17 @@ class Channel:
 
     def _run_in_turn(self, work: Work[T], timeout_sec: float) -> T:
         thread = threading.get_ident()
-        with self._turn:  # the call under way has a deadline
-            self._performers.add(thread)
-            try:
-                return self._perform(work, timeout_sec)
-            finally:
-                self._performers.discard(thread)
+        try:
+            with self._turn:
+                self._turn.wait_for(lambda: self._performer is None)  # the call under way has a deadline
+                self._performer = thread
+            return self._perform(work, timeout_sec)
+        finally:
+            self._end_turn(thread)
 
     def refuse_inside(self) -> None:
         """Raise where this thread is in the middle of a reduction on this group: what it waits for cannot come."""
-        if threading.get_ident() in self._performers:
+        if threading.get_ident() == self._performer:
             raise Reentered(
                 f"a reduction on {self.group_name} was asked for in the middle of another one, on the same thread: by "
                 "the handler of a signal, or by what runs when an object is collected. It cannot wait for the one that "

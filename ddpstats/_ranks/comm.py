@@ -18,7 +18,6 @@ import math
 import os
 import re
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,7 +29,6 @@ import torch.distributed as dist
 from ddpstats._base.text import first_line, members
 from ddpstats._ranks.gloo import (
     OWN_GROUP,
-    default_store,
     done_within,
     gloo_backend,
     group_around,
@@ -300,27 +298,10 @@ def group_store(group: dist.ProcessGroup) -> BoundedStore:
     def own_part(connected: Any) -> str:
         return f"{prefix}/{connected.add(f'{prefix}/generation/{rank}', 1)}"
 
-    return _bounded_part(store_of(group), group.group_name, describe_group(group), own_part)
+    return bounded_part(store_of(group), group.group_name, describe_group(group), own_part)
 
 
-_connections: weakref.WeakKeyDictionary[Any, BoundedStore] = weakref.WeakKeyDictionary()
-
-
-def world_store(prefix: str, limit_sec: float | None = None) -> BoundedStore:
-    """Return a part of the default group's store. Local: it connects at the first request.
-
-    All parts share one connection, so no request may wait there for another rank. One connection for all, for they are
-    dear: torch 2.13 asks the name service for the name of each address, on both sides, and the thread that serves all
-    ranks waits for the answer (strace: 5 s for each one that was lost, and with 64 ranks on one host the store was
-    silent for 90 s).
-    """
-    world = dist.group.WORLD
-    if world not in _connections:
-        _connections[world] = _bounded_part(default_store(), "world", "the default group", lambda _: "ddpstats/world")
-    return _connections[world].part(attempt_prefix() + prefix, limit_sec)
-
-
-def _bounded_part(store: Any, name: str, group_words: str, prefix_of: Callable[[Any], str]) -> BoundedStore:
+def bounded_part(store: Any, name: str, group_words: str, prefix_of: Callable[[Any], str]) -> BoundedStore:
     """Return the keys of ``store`` below a prefix, over a connection of its own.
 
     A wait in a TCPStore keeps all users of that object waiting: two groups could wait for each other.

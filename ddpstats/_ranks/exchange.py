@@ -1,6 +1,6 @@
 """The statuses that ranks send each other when the control lanes of a call were not clean, and their errors.
 
-A status is a line of JSON, then what calls of its kind say besides, in UTF-8. Whatever `decode_status` reads comes from
+A status is a line of JSON, then what calls of its kind add, in UTF-8. Whatever `decode_status` reads comes from
 another process: `ProtocolMismatch` where it is not what `encode_status` writes. Pure functions: each rank runs them on
 the same statuses and comes to the same end.
 """
@@ -18,7 +18,7 @@ from ddpstats._base.files import parse_json
 from ddpstats._base.text import holders_lines, ranks_text
 from ddpstats.errors import InvalidStats, ProtocolMismatch
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 GATHER = "gather"
 """The kind of a gather's calls: they have no stats, and a name that says what is gathered."""
@@ -66,7 +66,7 @@ class Call:
     name: str | None
     nonfinite: str
     per_rank: bool = False
-    """Whether every rank gets every rank's values besides: a collective more, so all ranks must ask for it."""
+    """Whether every rank gets every rank's values, at the cost of one more collective; the same on all ranks."""
 
     @cached_property
     def skips(self) -> bool:
@@ -88,7 +88,7 @@ class Status:
     Attributes:
         agreed: 8 bytes that stand for what ranks must have in common before the call.
         failure: why this rank could not prepare its part.
-        body: what calls of this kind say besides; read only once it is known that all ranks made the same call.
+        body: what calls of this kind add; read only once it is known that all ranks made the same call.
     """
 
     call: Call
@@ -110,8 +110,7 @@ def encode_status(status: Status) -> bytes:
     return json.dumps([PROTOCOL_VERSION, *head]).encode() + b"\n" + status.body
 
 
-_NONE = type(None)
-_FIELDS = ((str,), (str, _NONE), (str,), (bool,), (str,), (list, _NONE), (bool,))
+_FIELDS = ((str,), (str, type(None)), (str,), (bool,), (str,), (list, type(None)), (bool,))
 
 
 def decode_status(payload: bytes) -> Status:
@@ -120,14 +119,14 @@ def decode_status(payload: bytes) -> Status:
     try:
         fields: Any = parse_json(head)
         if not newline or not isinstance(fields, list) or not fields:
-            raise ValueError("a status that is not one")
+            raise ValueError("malformed status")
         if fields[0] != PROTOCOL_VERSION:
             refuse(f"protocol {str(fields[0])[:20]}, this rank speaks {PROTOCOL_VERSION}")
         if not all(type(value) in types for value, types in zip(fields[1:], _FIELDS, strict=True)):
-            raise TypeError("a status of other fields")
+            raise TypeError("malformed status")
         kind, name, nonfinite, per_rank, agreed, why, stale = fields[1:]
         if why is not None and [*map(type, why)] != [str, str]:
-            raise TypeError("a failure of other fields")
+            raise TypeError("malformed failure")
         failure = None if why is None else Failure(*why)
         status = Status(Call(kind, name, nonfinite, per_rank), bytes.fromhex(agreed), failure, stale, body)
     except (TypeError, ValueError) as error:

@@ -184,11 +184,6 @@ class Membership:
         peers = self.peers.copy().items()  # another thread may be in `learn`
         return {rank for rank, process in peers if (ranks is None or rank in ranks) and process.is_dead()}
 
-    def are_dead(self, ranks: Iterable[int]) -> bool:
-        """Return whether all of these are ranks of this host whose process is gone. Asks no store."""
-        ranks = set(ranks)
-        return self.dead(ranks) == ranks
-
     def alive(self) -> list[int]:
         """Return this rank and the ranks of this host whose process is alive. Asks no store."""
         return [self.rank, *(rank for rank, process in self.peers.copy().items() if process.is_alive())]

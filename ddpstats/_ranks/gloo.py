@@ -7,15 +7,13 @@
   on. Without either the first use of a group raises `ConfigError`.
 - ``Store.clone`` (newer than torch 2.6): another connection to the same store. Without it one is made to a `TCPStore`'s
   host and port, and any other store is shared with the program.
-- ``distributed_c10d._get_default_store``: the store of all ranks. Without it, that of the default group.
 - ``distributed_c10d._default_pg_init_method``: whether torch made that store. Without it no rank is known to serve it,
   and the death of rank 0 is called a store that does not answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -48,22 +46,6 @@ def group_around(backend: Any, store: Any, rank: int, size: int, name: str) -> A
         if hasattr(made, set_it):
             getattr(made, set_it)(name)
     return made
-
-
-@contextmanager
-def group_of_one(name: str) -> Iterator[list[Any]]:
-    """Yield a group of this rank alone, to try on this torch what works: the only entry of a list. Local; milliseconds.
-
-    In a list, for the group has to end before its backend does, which ends without the GIL. torch 2.6's group would end
-    it with the GIL, for which gloo's threads may be waiting.
-    """
-    stores: Any = dist  # whose annotations do not name this class
-    backend = gloo_backend(stores.HashStore(), 0, 1, 10.0)
-    only = [group_around(backend, stores.HashStore(), 0, 1, name)]
-    try:
-        yield only
-    finally:
-        only.clear()
 
 
 def done_within(work: Any, limit: timedelta, wait: Callable[..., Any] | None = None) -> bool:
@@ -132,14 +114,6 @@ def _client_of(server: Any) -> Any:
     return type(server)(
         server.host, server.port, None, False, server.timeout, wait_for_workers=False, use_libuv=server.libuvBackend
     )
-
-
-def default_store() -> Any:
-    """Return the store that all ranks met on."""
-    ask = getattr(dist.distributed_c10d, "_get_default_store", None)
-    world = dist.group.WORLD
-    assert world is not None
-    return store_of(world) if ask is None else ask()
 
 
 def init_method() -> str | None:

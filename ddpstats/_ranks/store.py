@@ -156,7 +156,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_active.clear)  # their threads belong to the parent
 
 
-class _Connection:
+class Connection:
     """One connection to a store, shared by all parts of that store."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
@@ -225,7 +225,7 @@ class BoundedStore:
         self, connect: Callable[[], Any], *, host_rank: int | None = None, limit_sec: float = LIMIT_SEC
     ) -> None:
         self.host_rank, self.limit_sec = host_rank, limit_sec
-        self._connection, self._prefix = _Connection(connect), ""
+        self._connection, self._prefix = Connection(connect), ""
 
     def part(self, prefix: str, limit_sec: float | None = None) -> BoundedStore:
         """Return a part of this part, over the same connection."""

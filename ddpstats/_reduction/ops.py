@@ -28,7 +28,7 @@ class Op:
         name: as other ranks and `Entry.op` spell it.
         finish: (total, weight) -> value; the weight is positive. Of an op other than the mean, the weight is the number
             of adds that hold the leaf, over all ranks.
-        prepare: applied to each element first, a float or a float64 tensor; ``lambda x: x * x`` for a sum of squares.
+        prepare: applied to each element first, a float; ``lambda x: x * x`` for a sum of squares.
         elements: how the elements of a 1-d leaf are folded; unused where ``is_weighted``.
         over: how adds and ranks are folded. "min" and "max" need a second collective.
         is_weighted: whether an element is multiplied by its weight, as in a mean.

@@ -1,6 +1,6 @@
 """Read the values of the leaves in float64: one rank's part of a reduction, or of one add to a window.
 
-1. `snapshot_if_away` starts one copy to the host for everything that lives on an accelerator, and waits for nothing.
+1. `snapshot_if_off_host` starts one copy to the host for all tensors on accelerators, and does not wait for it.
 2. `read_row` reads every leaf: all together where they are plain scalars, otherwise one by one.
 3. `Prepared` is a reduction's part. It never raises: what is wrong with this rank's stats becomes a `Failure`, so that
    the rank still takes part in the collective and says so.
@@ -15,7 +15,8 @@ import math
 import numbers
 from array import array
 from collections.abc import Callable
-from operator import attrgetter
+from contextlib import suppress
+from operator import attrgetter, mul
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,7 +24,7 @@ import torch
 from ddpstats._base.caches import BoundedCache
 from ddpstats._base.lazy import is_fake
 from ddpstats._ranks.exchange import Failure
-from ddpstats._reduction.flatten import INTERCHANGEABLE, CannotRead, Flat, Structure, flatten, is_numpy
+from ddpstats._reduction.flatten import INTERCHANGEABLE, NUMBERS, CannotRead, Flat, Structure, flatten, is_numpy
 from ddpstats._reduction.ops import NONE, OPS, Marker, Mean, Op, identity
 from ddpstats.errors import ConfigError
 
@@ -76,25 +77,27 @@ class Prepared:
         self._part: Part | Failure
         try:
             flat = flatten(stats, keep_dtypes)
-            self._snapshot = snapshot_if_away(flat, weight)
+            self._snapshot = snapshot_if_off_host(flat, weight)
             if self._snapshot is None:
                 self._part = _part_of(flat, weight, per_rank)
-        except CannotRead as error:
-            self._part = error.failure
         except Exception as error:  # whatever a foreign leaf type raises: this rank must still take part
-            self._part = Failure("", f"the stats cannot be read: {type(error).__name__}: {error}")
+            self._part = _failure_of(error, "read")
 
     def part(self) -> Part | Failure:
         """Wait for the copy to the host, if there is one; never raises."""
         if self._snapshot is not None:
             try:
                 self._part = _part_of(*self._snapshot.wait(), self._per_rank)
-            except CannotRead as error:
-                self._part = error.failure
             except Exception as error:
-                self._part = Failure("", f"the stats cannot be copied to the host: {type(error).__name__}: {error}")
+                self._part = _failure_of(error, "copied to the host")
             self._snapshot = None
         return self._part
+
+
+def _failure_of(error: Exception, what: str) -> Failure:
+    if isinstance(error, CannotRead):
+        return error.failure
+    return Failure("", f"the stats cannot be {what}: {type(error).__name__}: {error}")
 
 
 def _part_of(flat: Flat, weight: Any, per_rank: bool) -> Part:
@@ -265,23 +268,18 @@ def _read_leaf(
     try:
         inner = leaf.value if isinstance(leaf, Marker) else leaf
         if isinstance(leaf, Mean) and leaf.weight is not None:
-            total, elements = _read_own_weight(leaf.weight)
+            total, elements = read_weight(leaf.weight)
         values = elements_of(inner)
         if op.is_weighted:
             return _weigh(op, values, total, elements)
         summed = _combine(op, values)
+    except CannotRead as error:  # of the marker's own weight
+        raise CannotRead(path, f"the value is a Mean for which {error}") from None
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CannotRead(path, f"the value is {error}") from None
     except Exception as error:  # of a foreign type's code
         raise CannotRead(path, f"the value cannot be read: {type(error).__name__}: {error}") from None
     return summed, 1.0, float(op.finish(summed, 1.0))
-
-
-def _read_own_weight(weight: Any) -> tuple[float, list[float] | None]:
-    try:
-        return read_weight(weight)
-    except CannotRead as error:
-        raise ValueError(f"a Mean for which {error}") from None
 
 
 def _weigh(
@@ -294,7 +292,9 @@ def _weigh(
     if elements is None or len(values) != len(elements):
         has = "is a single number" if elements is None else f"has {len(elements)}"
         raise ValueError(f"a 1-d tensor of {len(values)} elements, while the weight {has}: their lengths must be equal")
-    summed = sum((op.prepare(v) * w for v, w in zip(values, elements, strict=True) if w > 0), 0.0)
+    summed = sum(map(mul, values, elements), 0.0) if op.prepare is identity else math.nan
+    if not math.isfinite(summed):  # an element of weight 0 may be infinite
+        summed = sum((op.prepare(v) * w for v, w in zip(values, elements, strict=True) if w > 0), 0.0)
     return summed, total, summed / total if total else math.nan
 
 
@@ -334,13 +334,14 @@ def elements_of(value: Any) -> float | list[float]:
         return _checked(float(value))
     if isinstance(value, torch.Tensor):
         _refuse_tensor(value)
-        items = [float(item) for item in _vector(value).tolist()]
+        items = list(map(float, _vector(value).tolist()))
     elif is_numpy(value):
         items = _numpy_elements(value)
     else:
         return _checked(_number(value))
-    for item in items:
-        _checked(item)
+    if not math.hypot(*items) <= LARGEST:
+        for item in items:
+            _checked(item)
     return items[0] if len(items) == 1 else items
 
 
@@ -412,9 +413,14 @@ def accelerator_in_use() -> bool:
     return accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def snapshot_if_away(flat: Flat, weight: Any) -> Snapshot | None:
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+def snapshot_if_off_host(flat: Flat, weight: Any) -> Snapshot | None:
     """Return a snapshot that copies what is not in host memory; None where everything is."""
-    if not accelerator_in_use() and not isinstance(weight, torch.Tensor):
+    if not accelerator_in_use():
         return None
     reading = flat.structure.reading
     is_weight_on_host = not isinstance(weight, torch.Tensor) or _is_cpu(weight)
@@ -423,14 +429,25 @@ def snapshot_if_away(flat: Flat, weight: Any) -> Snapshot | None:
     tensors: list[torch.Tensor] = []
 
     def collect(value: Any) -> None:
-        if isinstance(value, torch.Tensor) and is_away(value):
+        if isinstance(value, torch.Tensor) and is_off_host(value):
             tensors.append(value)
 
-    _changed(flat, weight, collect)
+    _map_values(flat, weight, collect)
     return Snapshot(flat, weight, tensors) if tensors else None
 
 
-class _Away(NamedTuple):
+def is_off_host(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor must be copied; one that is no leaf is refused later, with its path."""
+    if tensor.is_cpu:
+        return False
+    try:
+        _refuse_tensor(tensor)
+    except ValueError:
+        return False
+    return True
+
+
+class _OffHost(NamedTuple):
     """Stands for a tensor on an accelerator, which would keep its graph alive."""
 
     key: int
@@ -444,63 +461,67 @@ class Snapshot:
     """
 
     def __init__(self, flat: Flat, weight: Any, tensors: list[torch.Tensor]) -> None:
-        self._pieces = [_Piece(device, tensors) for device in dict.fromkeys(tensor.device for tensor in tensors)]
-        away = {id(tensor): _Away(id(tensor), tensor.shape) for tensor in tensors}
+        self._copies = [_DeviceCopy(device, tensors) for device in dict.fromkeys(tensor.device for tensor in tensors)]
+        off_host = {id(tensor): _OffHost(id(tensor), tensor.shape) for tensor in tensors}
 
         def kept(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                return away.get(id(value)) or (value.detach().clone() if value.is_cpu else value)
-            return value.copy() if is_numpy(value) else value
+                return off_host.get(id(value)) or (value.detach().clone() if value.is_cpu else value)
+            if is_numpy(value):
+                return value.copy()
+            if value is None or type(value) in NUMBERS:
+                return value
+            with suppress(Exception):  # a foreign type; what it refuses is refused when it is read
+                return elements_of(value)
+            return value
 
-        self._flat, self._weight = _changed(flat, weight, kept)
+        self._flat, self._weight = _map_values(flat, weight, kept)
 
     def is_ready(self) -> bool:
         """Return whether `wait` would return at once."""
-        return all(piece.is_ready() for piece in self._pieces)
+        return all(copy.is_ready() for copy in self._copies)
 
     def wait(self) -> tuple[Flat, Any]:
         """Return the stats and the weight, with float64 copies in host memory in place of tensors on accelerators."""
-        copies: dict[int, torch.Tensor] = {}
-        for piece in self._pieces:
-            copies.update(piece.wait())
-        return _changed(
-            self._flat, self._weight, lambda value: copies[value.key] if isinstance(value, _Away) else value
-        )
+        on_host: dict[int, torch.Tensor] = {}
+        for copy in self._copies:
+            on_host.update(copy.wait())
+        return self._with(lambda value: on_host[value.key])
 
     def check(self) -> None:
         """Raise `CannotRead` for what is wrong whatever the values on accelerators are: each of them reads as 1."""
-        read_row(
-            *_changed(
-                self._flat,
-                self._weight,
-                lambda value: _ONE.expand(value.shape) if isinstance(value, _Away) else value,
-            )
+        read_row(*self._with(lambda value: _ONE.expand(value.shape)))
+
+    def _with(self, replace: Callable[[_OffHost], torch.Tensor]) -> tuple[Flat, Any]:
+        return _map_values(
+            self._flat, self._weight, lambda value: replace(value) if isinstance(value, _OffHost) else value
         )
 
 
 _ONE = torch.ones((), dtype=torch.float64, device="cpu")
 
 
-def _changed(flat: Flat, weight: Any, change: Callable[[Any], Any]) -> tuple[Flat, Any]:
-    leaves = [_with_inner(leaf, change) if isinstance(leaf, Marker) else change(leaf) for leaf in flat.leaves]
-    return Flat(flat.structure, leaves), change(weight)
+def _map_values(flat: Flat, weight: Any, change: Callable[[Any], Any]) -> tuple[Flat, Any]:
+    """Return the stats and the weight with ``change`` of each value and of each marker's own weight."""
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Mean):
+            return Mean(change(leaf.value), change(leaf.weight))
+        return type(leaf)(change(leaf.value)) if isinstance(leaf, Marker) else change(leaf)
+
+    return Flat(flat.structure, list(map(changed, flat.leaves))), change(weight)
 
 
-def _with_inner(marker: Marker, change: Callable[[Any], Any]) -> Marker:
-    """Return the marker around changed contents: value, and weight where it has one."""
-    if isinstance(marker, Mean):
-        return Mean(change(marker.value), change(marker.weight))
-    return type(marker)(change(marker.value))
-
-
-class _Piece:
+class _DeviceCopy:
     """The tensors of one device, as one float64 vector on its way to the host.
 
     They are concatenated on their device per dtype, widened there, and copied into pinned memory. An event marks the
-    end of the copy.
+    end of the copy. MPS is waited for.
     """
 
     def __init__(self, device: torch.device, tensors: list[torch.Tensor]) -> None:
+        if is_capturing():
+            raise ConfigError("a CUDA graph is captured: only its replays compute. Add, and reduce, outside of it")
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:
             if tensor.device == device:
@@ -509,17 +530,14 @@ class _Piece:
         vector = torch.cat([torch.cat(list(map(_vector, group))).to(wide) for group in by_dtype.values()])
         self._parts = [(id(tensor), tensor.shape) for group in by_dtype.values() for tensor in group]
         self._event: Any = None
-        if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                raise ConfigError(
-                    "stats were taken while a CUDA graph is captured: only its replays compute. Do it outside."
-                )
-            self._host = torch.empty(vector.shape, dtype=wide, pin_memory=True, device="cpu")
-            self._host.copy_(vector, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
-        else:
+        if device.type in ("cpu", "mps"):
             self._host = vector.cpu()
+            return
+        self._host = torch.empty(vector.shape, dtype=wide, pin_memory=True, device="cpu")
+        self._host.copy_(vector, non_blocking=True)
+        is_cuda = device.type == "cuda"
+        self._event = torch.cuda.Event() if is_cuda else torch.Event(device)  # type: ignore[no-untyped-call]
+        self._event.record((torch.cuda if is_cuda else torch.accelerator).current_stream(device))
 
     def is_ready(self) -> bool:
         return self._event is None or self._event.query()
@@ -530,15 +548,3 @@ class _Piece:
             self._event.synchronize()
         vectors = torch.split(self._host.to(torch.float64), [shape.numel() for _, shape in self._parts])
         return {key: vector.reshape(shape) for (key, shape), vector in zip(self._parts, vectors, strict=True)}
-
-
-def is_away(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor must be copied; what is no number or has no value is refused later, with its path."""
-    return not tensor.is_cpu and not (
-        tensor.is_complex()
-        or tensor.is_meta
-        or hasattr(tensor, "placements")
-        or tensor.is_nested
-        or tensor.is_quantized
-        or is_fake(tensor)
-    )

@@ -212,7 +212,8 @@ class Reduction:
     def _after(self, part: Part, reduced: Reduced, columns: Columns | None) -> None:
         call = self._call
         for listener in tuple(marks.key_listeners):
-            listener.reduced(call.name, part.structure, self._site.layout)
+            site = self._agreement.group_name, call.kind, call.name
+            listener.reduced(site, part.structure, self._site.layout)
         if columns is not None and marks.listeners:
             position = columns.ranks.index(self._agreement.comm.rank)
             of_path = reduced.flat_by_rank().items()

@@ -188,14 +188,14 @@ class StatsReducer:
 
     @breaks_graph
     def _reduce(self, stats: Any, weight: Any, *, keep_dtypes: bool = False, divide: bool = True) -> Reduced:
-        """`__call__`, and what `recursive_op` needs besides: the dtypes of the leaves, and sums instead of means."""
+        """Do what `__call__` does, with the dtypes of the leaves, or sums in place of means, for `recursive_op`."""
         channel = self._usable_channel()
         return self._run(channel, Prepared(stats, weight, keep_dtypes, self._call.per_rank), divide=divide)
 
     def _run(
         self, channel: Channel, prepared: ReductionInput, *, divide: bool = True, call: Call | None = None
     ) -> Reduced:
-        """The reduction of ``prepared``, on this thread. ``call``: None for this reducer's own."""
+        """Return the reduction of ``prepared``, made on this thread. ``call``: None for this reducer's own."""
         return channel.run(self._work(prepared, divide, call), self._timeout_sec)
 
     def _work(
@@ -293,7 +293,7 @@ def reduce_stats(
 def kept_reducer(
     group: Any, name: str | None, nonfinite: NonFinitePolicy, kind: str = "reduce_stats", *, per_rank: bool = False
 ) -> StatsReducer:
-    """The reducer that `reduce_stats` keeps for these arguments. Local.
+    """Return the reducer that `reduce_stats` keeps for these arguments. Local.
 
     Ranks that pair reductions of different ``kind``, the name of the public function, get `ProtocolMismatch`.
     """

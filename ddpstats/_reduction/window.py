@@ -32,7 +32,7 @@ from ddpstats._base.config import check_flag
 from ddpstats._base.lazy import breaks_graph, compiler_probe, never_traced, refuse_without_values
 from ddpstats._base.paths import Path, format_path
 from ddpstats._ranks.exchange import Failure
-from ddpstats._reduction.flatten import LIST, CannotRead, Flat, LeafKey, Structure, Tag, flatten
+from ddpstats._reduction.flatten import LIST, NUMBERS, CannotRead, Flat, LeafKey, Structure, Tag, flatten
 from ddpstats._reduction.layout import describe, merge_sorts, sorts_of
 from ddpstats._reduction.ops import NONE, OPS, Mean
 from ddpstats._reduction.read import (
@@ -43,9 +43,10 @@ from ddpstats._reduction.read import (
     Row,
     accelerator_in_use,
     as_tensor,
+    is_capturing,
     plan_of,
     read_row,
-    snapshot_if_away,
+    snapshot_if_off_host,
 )
 from ddpstats._reduction.reducer import NonFinitePolicy, ReductionCounters, StatsReducer
 from ddpstats._reduction.result import Reduced
@@ -121,7 +122,7 @@ class StatsWindow:
 
     @breaks_graph
     def _add_untraced(self, stats: Any, weight: Any) -> None:
-        """`add` where the frames that it calls would be compiled, too."""
+        """Add without letting Dynamo compile the frames that this calls."""
         with self._exclusive():
             self._add(stats, weight)
 
@@ -130,25 +131,20 @@ class StatsWindow:
         refuse_without_values("StatsWindow.add")
         try:
             self._content.add(stats, weight)
-        except CannotRead as error:
-            failure = error.failure
+        except SchemaConflict as error:
+            raise self._conflict(error) from None
+        except DdpstatsError:
+            raise
+        except Exception as error:
+            own = error.failure if isinstance(error, CannotRead) else None  # otherwise of a foreign type's code
+            failure = own or Failure("", f"{type(error).__name__}: {error}")
             where = f" at {failure.path!r}" if failure.path else ""
             raise InvalidStats(
                 f"stats that cannot be added{where}: {failure.message}\n{_call_site()}"
                 "Nothing was added; the window goes on working.",
                 ranks=self._own_rank(),
                 path=failure.path or None,
-            ) from None
-        except SchemaConflict as error:
-            raise self._conflict(error) from None
-        except DdpstatsError:
-            raise
-        except Exception as error:  # of a foreign type's code
-            raise InvalidStats(
-                f"stats that cannot be added: {type(error).__name__}: {error}\n{_call_site()}"
-                "Nothing was added; the window goes on working.",
-                ranks=self._own_rank(),
-            ) from error
+            ) from (None if own else error)
 
     @breaks_graph
     def flush(self, *, per_rank: bool = False) -> Reduced:
@@ -290,7 +286,8 @@ class StatsWindow:
 # -- what was added ---------------------------------------------------------------------------------------------------
 
 _MOST_ROWS, _MOST_NUMBERS = 2_048, 16_384  # of one structure, before they are folded
-_MOST_STRUCTURES = 8  # with rows; the rows of one that is not used any more are folded
+_MOST_STRUCTURES = 8  # with rows; where there are more, the rows of the oldest are folded
+_MOST_PENDING = 4_096  # adds whose copies have not reached the host; from here on the oldest is waited for
 
 # For each slot: what is added up, and the smallest value (of a maximum the negated one).
 _SUM, _WEIGHT, _NONFINITE, _SEEN, _LEAST = range(5)
@@ -311,15 +308,14 @@ class _Rows:
         self.is_extreme = torch.tensor([over != "sum" for over in overs], dtype=torch.bool, device="cpu")
         self.sign = torch.tensor([-1.0 if over == "max" else 1.0 for over in overs], dtype=torch.float64, device="cpu")
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return sums and weights [adds, leaves], and forget them."""
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return sums and weights [adds, leaves]."""
         sums, weights = self._matrix(self.sums), self.weights
         try:
             matrix = as_tensor(array("d", weights)).unsqueeze(1).expand_as(sums)  # type: ignore[arg-type]
         except TypeError:  # some rows have a weight for each leaf
             each = [array("d", [weight]) * self.width if isinstance(weight, float) else weight for weight in weights]
             matrix = self._matrix(each)
-        self.sums, self.weights = [], []
         return (sums if self.has_sums else sums * matrix), matrix
 
     def _matrix(self, rows: list[array[float]]) -> torch.Tensor:
@@ -331,6 +327,7 @@ class _Recent(NamedTuple):
 
     keys: list[str]
     types: list[type]
+    may_be_off_host: bool
     plan: Plan
     rows: _Rows
 
@@ -356,8 +353,8 @@ class _Content:
         self._rows: dict[tuple[Structure, bool], _Rows] = {}
         self._recent: _Recent | None = None
         self._lanes = _empty_lanes(0)
-        self._pending: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()  # has it arrived; read it
-        self._failure: CannotRead | None = None  # of what only the values on a device show
+        self._pending: deque[tuple[Callable[[], bool], Callable[[], object]]] = deque()  # has it arrived; read it
+        self._failure: Failure | None = None  # what only the values on a device show
 
     # -- adding -------------------------------------------------------------------------------------------------------
 
@@ -368,7 +365,9 @@ class _Content:
         if recent is None or type(stats) is not dict or [*stats] != recent.keys or not is_number:
             return False
         leaves = [*stats.values()]
-        if [*map(type, leaves)] != recent.types or not LIGHTEST <= weight <= HEAVIEST or accelerator_in_use():
+        if [*map(type, leaves)] != recent.types or not LIGHTEST <= weight <= HEAVIEST:
+            return False
+        if recent.may_be_off_host and accelerator_in_use():
             return False
         row = recent.plan.read(leaves, float(weight))
         if row is None:
@@ -379,29 +378,31 @@ class _Content:
 
     def add(self, stats: Any, weight: Any) -> None:
         """Take one add. Raises `CannotRead` and `SchemaConflict`, and then nothing has changed."""
+        if self._pending:
+            self.read_pending()
         flat = flatten(stats)
-        snapshot, self._recent = snapshot_if_away(flat, weight), None
+        snapshot, self._recent = snapshot_if_off_host(flat, weight), None
         if snapshot is None:
             row = read_row(flat, weight)
             rows = self._take(flat.structure, row)
             is_flat = type(stats) is dict and len(stats) == len(flat.leaves) and {*map(type, stats)} == {str}
             if is_flat and row.sums is None:
-                self._recent = _Recent([*stats], [*map(type, flat.leaves)], plan_of(flat), rows)
+                types = [*map(type, flat.leaves)]
+                self._recent = _Recent([*stats], types, not NUMBERS.issuperset(types), plan_of(flat), rows)
         else:
             snapshot.check()
             self._learn(flat.structure)
-            self._pending.append((snapshot.is_ready, lambda: self._read(*snapshot.wait())))
+            self._pending.append((snapshot.is_ready, lambda: self._take(flat.structure, read_row(*snapshot.wait()))))
         self.adds += 1
-        if self._pending:
-            self.read_pending()
 
     def add_time(self, name: str, seconds: float) -> None:
         """Take one use of a part of the step that is timed; it is not one of the adds."""
-        flat = flatten({"time": {name: Mean(seconds, 1.0)}})
+        flat = _time_of(name, seconds)
         self._take(flat.structure, read_row(flat, 0.0))
 
     def add_device_time(self, name: str, seconds: float, start_event: Any, end_event: Any) -> None:
         """Take such a use once the device has reached its end."""
+        self._learn(_time_of(name, seconds).structure)
 
         def read() -> None:
             end_event.synchronize()
@@ -411,15 +412,21 @@ class _Content:
         self.read_pending()
 
     def read_pending(self, wait: bool = False) -> None:
-        """Read what has arrived from the devices by now; ``wait``: everything."""
-        while self._pending and (wait or self._pending[0][0]()):
-            self._pending.popleft()[1]()
-
-    def _read(self, flat: Flat, weight: Any) -> None:
-        try:
-            self._take(flat.structure, read_row(flat, weight))
-        except CannotRead as error:
-            self._failure = self._failure or error
+        """Read what has arrived from the devices by now; ``wait``: everything. What is wrong the flush reports."""
+        if not wait and is_capturing():  # the device may not be asked then
+            return
+        while self._pending:
+            has_arrived, read = self._pending[0]
+            try:
+                if not wait and len(self._pending) <= _MOST_PENDING and not has_arrived():
+                    return
+                read()
+            except CannotRead as error:
+                self._failure = self._failure or error.failure
+            except Exception as error:  # of a device
+                what = f"what was added cannot be read: {type(error).__name__}: {error}"
+                self._failure = self._failure or Failure("", what)
+            self._pending.popleft()
 
     def _take(self, structure: Structure, row: Row) -> _Rows:
         self._learn(structure)
@@ -477,17 +484,19 @@ class _Content:
             missing = len(self._slot_of) - self._lanes.shape[1]
             if missing:
                 self._lanes = torch.cat([self._lanes, _empty_lanes(missing)], 1)
-            sums, weights = rows.take()
+            sums, weights = rows.matrices()
             finite = sums.isfinite()
             counted = finite if self._skip else torch.ones_like(finite)
             added = sums.where(counted, 0.0)
             if rows.has_extremes:
                 is_extreme = counted & rows.is_extreme & ~sums.isnan()
                 least = (sums * rows.sign).where(is_extreme, math.inf).amin(0)
-                self._lanes[_LEAST, rows.slots] = torch.minimum(self._lanes[_LEAST, rows.slots], least)
                 added = added.where(~is_extreme, 0.0)
             lanes = [added, weights.where(counted, 0.0), ~finite, counted]
             self._lanes[:_LEAST].index_add_(1, rows.slots, torch.stack([lane.sum(0).to(sums) for lane in lanes]))
+            if rows.has_extremes:
+                self._lanes[_LEAST, rows.slots] = torch.minimum(self._lanes[_LEAST, rows.slots], least)
+            rows.sums, rows.weights = [], []
 
     def fold_all(self) -> None:
         """Fold all rows: an add of a structure that was there begins with an empty row again."""
@@ -498,15 +507,15 @@ class _Content:
 
     # -- flushing -----------------------------------------------------------------------------------------------------
 
-    def part(self, known: Structure | None, per_rank: bool) -> Part:
-        """Return this rank's part of one reduction. ``known``: the structure of the last flush, to be used again.
+    def part(self, known: Structure | None, per_rank: bool) -> Part | Failure:
+        """Return this rank's part of one reduction, or what was found only now. Waits for the devices.
 
-        Waits for the devices. Raises `CannotRead` for what was found only now.
+        ``known``: the structure of the last flush, to be used again.
         """
         self.read_pending(wait=True)
         self.fold_all()
         if self._failure is not None:
-            raise self._failure
+            return self._failure
         structure, columns = self._structure(known), self._lanes.t().tolist()
         sums, weights, nonfinite = array("d"), array("d"), []
         for index, leaf in enumerate(structure.leaves):
@@ -549,6 +558,10 @@ class _Content:
         return Structure(leaves, tags)
 
 
+def _time_of(name: str, seconds: float) -> Flat:
+    return flatten({"time": {name: Mean(seconds, 1.0)}})
+
+
 def _empty_lanes(count: int) -> torch.Tensor:
     lanes = torch.zeros(_LEAST + 1, count, dtype=torch.float64, device="cpu")
     lanes[_LEAST] = math.inf
@@ -567,13 +580,10 @@ class _Flushed:
         self.is_taken = True
         try:
             part = self._content.part(self.structure, self._per_rank)
-        except CannotRead as error:
-            return error.failure
-        except DdpstatsError as error:
-            return Failure(error.path or "", str(error))
-        except Exception as error:  # of a device: this rank must still take part
+        except Exception as error:  # this rank must still take part
             return Failure("", f"what was added cannot be read: {type(error).__name__}: {error}")
-        self.structure = part.structure
+        if isinstance(part, Part):
+            self.structure = part.structure
         return part
 
 
@@ -589,7 +599,7 @@ def _call_site() -> str:
 
 def _cuda_event() -> Any:
     """Return an event on the current stream; None where CUDA is not in use, or a graph is captured."""
-    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized() or is_capturing():  # type: ignore[no-untyped-call]
         return None
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream())

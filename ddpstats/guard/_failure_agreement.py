@@ -300,7 +300,7 @@ class FailureAgreement:
     def are_dead(self, ranks: Collection[int]) -> bool:
         """Whether none of them, all on this host, has a process any more."""
         self.roster.learn()
-        return self.roster.are_dead(ranks)
+        return self.roster.dead(ranks) == set(ranks)
 
     def last_known(self, rank: int, group: str) -> RankStatus:
         """What is known of a rank that is not asked."""

@@ -1,4 +1,4 @@
-"""Marks as lines of a record: numbers that JSON lacks are words, and what is read back is checked."""
+"""Marks as lines of a record: NaN and infinities are written as strings, and what is read back is checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpstats._base.marks import Mark
 
 def mark_as_dict(mark: Mark) -> dict[str, Any]:
     """Return a mark as a line of a record, or of a report, holds it."""
-    values = {name: _finite_or_word(value) for name, value in mark.values.items()}
+    values = {name: _finite_or_str(value) for name, value in mark.values.items()}
     optional = {"step": mark.step, "ranks": list(mark.ranks), "text": mark.text, "values": values}
     held = {key: value for key, value in optional.items() if value or value == 0}
     return {"mark": mark.kind, "time": mark.time, **held}
@@ -34,7 +34,7 @@ def mark_from_dict(content: Mapping[str, Any]) -> Mark:
     return Mark(kind, text, float(when), step, tuple(ranks), read_values)
 
 
-def _finite_or_word(value: float | None) -> float | str | None:
+def _finite_or_str(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(float(value))
 
 

@@ -24,7 +24,7 @@ from ddpstats._base import config
 from ddpstats._base.version import __version__
 from ddpstats._observe.c10d_operators import GroupView
 from ddpstats._observe.torch_groups import longest_timeout_sec
-from ddpstats._ranks.comm import refuse_fake, world_store
+from ddpstats._ranks.comm import refuse_fake
 from ddpstats._ranks.exchange import PROTOCOL_VERSION, different_versions
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import LIMIT_SEC, STORE_ERRORS
@@ -37,6 +37,7 @@ from ddpstats.guard._p2p import Messages
 from ddpstats.guard._spoken import read
 from ddpstats.guard._status import GuardFinding
 from ddpstats.guard._summary import FROM_ANYBODY, NOT_RECEIVED, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
+from ddpstats.guard._world_store import world_store
 
 _KEPT_DESTROYED = 64
 _MAX_VERSION = 80  # characters

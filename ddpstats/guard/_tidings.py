@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpstats._base import marks
 from ddpstats._base.marks import Mark
 from ddpstats._base.text import ranks_text, shorten
 from ddpstats.guard._held_keys import HeldKeys
 
+if TYPE_CHECKING:
+    from ddpstats._reduction.flatten import Structure
+    from ddpstats._reduction.layout import Layout
+
 _SHOWN_KEYS = 5
 _MOST_NAMES, _MOST_KINDS = 8, 4  # of reductions, of alarms: those that were told of last
 _MOST_LINES = 8
-_MOST_REDUCTIONS = 256
+_MOST_SITES = 1024  # of reductions
 _TEXT_CHARS = 1000
 _TEXT_BYTES = 6000  # as JSON: a text may be nothing but escapes
 
@@ -29,7 +33,7 @@ class Tidings:
         self.renegotiations = 0
         self.new_keys = ""
         self._alarms: dict[str, str] = {}  # kind -> the last one's text
-        self._held: dict[str | None, HeldKeys] = {}  # by the name of a reduction
+        self._held: dict[tuple[str, str, str | None], HeldKeys] = {}  # by the site of a reduction
         self._not_held: dict[str | None, str] = {}  # name of a reduction -> keys
         self._changed = changed
 
@@ -47,12 +51,13 @@ class Tidings:
         self.new_keys = clipped(f"{_some(new_keys) or 'none'} (name={name!r})")
         self._changed()
 
-    def reduced(self, name: str | None, structure: Any, layout: Any) -> None:
+    def reduced(self, site: tuple[str, str, str | None], structure: Structure, layout: Layout) -> None:
         """Note one call of a reduction, and what this rank held in it."""
-        keys = self._held.setdefault(name, HeldKeys()).take(structure, layout)
-        _keep_newest(self._held, _MOST_REDUCTIONS)
+        if len(self._held) > _MOST_SITES:
+            self._held.clear()
+        keys = self._held.setdefault(site, HeldKeys()).take(structure, layout)
         if keys is not None:
-            self.stopped_holding(name, keys)
+            self.stopped_holding(site[2], keys)
 
     def stopped_holding(self, name: str | None, keys: Sequence[str]) -> None:
         """Note all that this rank held once in reductions of that name, and does not hold any more."""

@@ -14,26 +14,30 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._ranks.comm import CommFailed, Watch, wait_in_slices
-from ddpstats._ranks.store import BoundedStore
+from ddpstats._ranks.store import BoundedStore, Connection
 
 Combine = Callable[[list[Any]], Any]
 T = TypeVar("T")
 
 
-class InProcessStore(BoundedStore):
+class _InProcess(Connection):
     """A store in the memory of this process, which threads that are ranks share: it answers at once."""
 
     def __init__(self, store: Any) -> None:
-        super().__init__(lambda: store)
-        self._store = store
+        self.limits, self._store = threading.local(), store
 
-    def use(
-        self,
-        question: Callable[[Any, str], T],
-        limit_sec: float | None = None,
-        watch: Callable[[], None] | None = None,
-    ) -> T:
-        return question(self._store, "")
+    def ask(self, question: Callable[[Any], T], *_: Any, **__: Any) -> T:
+        return question(self._store)
+
+    def renew(self) -> None:
+        """Do nothing: no request goes on."""
+
+
+def in_process(store: Any) -> BoundedStore:
+    """Return a store whose requests are answered by ``store`` at once, on the thread that asks."""
+    made = BoundedStore(lambda: store)
+    made._connection = _InProcess(store)
+    return made
 
 
 class ThreadWorld:
@@ -41,7 +45,7 @@ class ThreadWorld:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.store = InProcessStore(dist.HashStore())  # type: ignore[attr-defined]
+        self.store = in_process(dist.HashStore())  # type: ignore[attr-defined]
         self._changed = threading.Condition()
         self._parts: dict[int, Any] = {}
         self._round = 0

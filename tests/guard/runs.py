@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import ddpstats
 from ddpstats._observe import collectives
-from ddpstats._ranks.comm import world_store
 from ddpstats.guard import _exchange, _session, collective_guard
+from ddpstats.guard._world_store import world_store
 from tests.guard.scenarios import Ending, probe
 from tests.integrations import espnet_runs
 from tests.training import logged

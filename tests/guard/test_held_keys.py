@@ -52,6 +52,20 @@ def in_turns() -> Reports:
     return listener.reports
 
 
+def two_sites() -> Reports:
+    """A reducer and a window of one name hold different keys all the time."""
+    with listening() as listener, ddpstats.StatsWindow(name="train") as window:
+        for _ in range(4 * ROUNDS):
+            ddpstats.reduce_stats({"loss": 1.0, "acc": 1.0}, name="train")
+            window.add({"loss": 1.0} if dist.get_rank() else {"loss": 1.0, "acc": 1.0})
+            window.flush()
+    return listener.reports
+
+
+def test_two_call_sites_of_one_name_are_two(two_ranks: RankPool) -> None:
+    assert two_ranks.run(two_sites).values() == [[], []]
+
+
 def test_a_key_is_told_of_when_it_is_held_no_more_and_when_it_comes_back(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(held_and_not).values()
     assert first == []

@@ -193,7 +193,7 @@ def test_a_torch_without_a_name_loses_what_is_reported_and_nothing_else() -> Non
             def after(self, call, work): pass
             def waiting(self, work, limited): return False
         collectives.subscribe(seen := Seen())
-        from ddpstats._ranks.gloo import group_of_one
+        from ddpstats._observe.torch_groups import group_of_one
         with group_of_one("test") as only:
             only[0].allreduce([torch.ones(1)]).wait()
         collectives.unsubscribe(seen)

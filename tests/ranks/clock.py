@@ -14,7 +14,7 @@ from ddpstats._base.text import members
 from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.comm import Watch, wait_in_slices
 from ddpstats._ranks.failure import PROCESS_ID_BYTES, Membership, ProcessId
-from ddpstats.testing._thread_comm import InProcessStore
+from ddpstats.testing._thread_comm import in_process
 
 
 class Clock:
@@ -99,7 +99,7 @@ class LonelyGroup:
         came_sec: float = 0.0,
         reduced_sec: float | None = None,
     ) -> None:
-        ranks, store = members(ranks), InProcessStore(HashStore())
+        ranks, store = members(ranks), in_process(HashStore())
 
         def join() -> None:
             for rank in ranks[1:]:

@@ -28,7 +28,7 @@ from ddpstats._ranks.failure import (
     find_missing,
 )
 from ddpstats._ranks.store import BoundedStore, StoreSilent, bounded
-from ddpstats.testing._thread_comm import InProcessStore
+from ddpstats.testing._thread_comm import in_process
 from tests.programs import Program
 from tests.ranks.clock import Clock
 from tests.ranks.processes import LINUX, id_of, state_of, wait_until_ended
@@ -86,7 +86,7 @@ def membership(store: BoundedStore, rank: int) -> Membership:
 
 
 def test_ranks_that_joined_are_known_and_garbage_is_not() -> None:
-    store = InProcessStore(HashStore())
+    store = in_process(HashStore())
     for rank in (1, 2):
         membership(store, rank).join()
     store.set("here/2", "abc")
@@ -98,7 +98,7 @@ def test_ranks_that_joined_are_known_and_garbage_is_not() -> None:
 
 
 def test_ranks_that_join_later_are_learnt_and_then_the_store_is_not_asked() -> None:
-    store = InProcessStore(HashStore())
+    store = in_process(HashStore())
     first = membership(store, 0)
     first.join()
     for rank in range(1, 4):
@@ -113,7 +113,7 @@ def test_ranks_that_join_later_are_learnt_and_then_the_store_is_not_asked() -> N
 
 
 def test_store_that_is_silent_for_a_moment_loses_no_rank_of_this_host() -> None:
-    store = InProcessStore(HashStore())
+    store = in_process(HashStore())
     members = [membership(store, rank) for rank in range(4)]
     for each in members:
         each.join()
@@ -125,7 +125,7 @@ def test_store_that_is_silent_for_a_moment_loses_no_rank_of_this_host() -> None:
 
 
 def test_rank_that_died_while_it_joined_hides_no_other() -> None:
-    store = InProcessStore(HashStore())
+    store = in_process(HashStore())
     store.add(f"host/{ProcessId.mine().machine.hex()}", 1)  # and no more
     membership(store, 1).join()
     first = membership(store, 0)
@@ -135,14 +135,13 @@ def test_rank_that_died_while_it_joined_hides_no_other() -> None:
 
 @LINUX
 def test_only_ranks_of_this_host_are_known_to_be_alive_or_dead(child: Program) -> None:
-    first = membership(InProcessStore(HashStore()), 0)
+    first = membership(in_process(HashStore()), 0)
     first.set_processes({0: ProcessId.mine(), 1: id_of(child.pid), 2: ELSEWHERE, 3: ELSEWHERE})
     assert (first.alive(), first.dead()) == ([0, 1], set())
     os.kill(child.pid, signal.SIGKILL)
     wait_until_ended(child.pid)
     assert (first.alive(), first.dead()) == ([0], {1})
-    assert first.are_dead([1])
-    assert not first.are_dead([1, 2])
+    assert first.dead([1, 2]) == {1}
     assert first.dead([2, 3]) == set()
 
 
@@ -234,7 +233,7 @@ def test_missing_ranks_are_those_that_neither_wait_nor_are_seen(
 
 
 def detector(store: Any, rank: int, ranks: tuple[int, ...] = (0, 1), **options: Any) -> FailureDetector:
-    store = InProcessStore(store) if isinstance(store, HashStore) else store
+    store = in_process(store) if isinstance(store, HashStore) else store
     return FailureDetector(store, rank, ranks, "the test", closing="The group is closed.", **options)
 
 
@@ -421,7 +420,7 @@ def test_rank_that_only_waits_believes_the_connection_that_broke_on_another(cloc
 
 def test_rank_that_serves_the_store_stays_until_the_others_have_read_the_verdict() -> None:
     """It may raise and exit: the others would find no store, and name this rank."""
-    store, ranks = InProcessStore(HashStore()), (0, 1, 2, 3)
+    store, ranks = in_process(HashStore()), (0, 1, 2, 3)
     store.host_rank = 0
     servant, second, third = (detector(store, rank, ranks) for rank in (0, 1, 2))
     for rank in (1, 2):
@@ -439,7 +438,7 @@ def test_rank_that_serves_the_store_stays_until_the_others_have_read_the_verdict
 
 
 def test_rank_that_serves_the_store_does_not_stay_for_a_rank_that_never_reads(clock: Clock) -> None:
-    store = InProcessStore(HashStore())
+    store = in_process(HashStore())
     store.host_rank = 0
     decide(detector(store, 0, (0, 1, 2), peers={2: HERE}), within_sec=10.0)
     assert clock.now < 13.0

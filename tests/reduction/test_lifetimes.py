@@ -18,7 +18,7 @@ from ddpstats._reduction import read
 from ddpstats._reduction.flatten import Flat, Structure
 from ddpstats.testing import RankPool, run_ranks
 from tests.reduction import lifetime_runs as runs
-from tests.reduction.away import tensors_away
+from tests.reduction.off_host import tensors_off_host
 
 
 def test_a_reducer_may_be_dropped_before_its_reductions_are_done(two_ranks: RankPool) -> None:
@@ -47,10 +47,10 @@ def test_host_values_are_taken_when_the_reduction_starts_also_beside_an_accelera
     away, host, weight = torch.tensor(1.0), torch.tensor(5.0), torch.tensor([2.0])
     array = np.array([3.0])
 
-    def is_away(tensor: torch.Tensor) -> bool:
+    def is_off_host(tensor: torch.Tensor) -> bool:
         return tensor is away
 
-    with tensors_away(is_away), StatsReducer() as reducer:
+    with tensors_off_host(is_off_host), StatsReducer() as reducer:
         stats = {"away": away, "host": host, "array": array, "mean": Mean(host, weight=host)}
         first, second = reducer.start(stats, weight), reducer.start(stats, weight)
         host.fill_(-100.0)

@@ -17,7 +17,7 @@ from ddpstats._reduction.flatten import decode, flatten
 from ddpstats._reduction.ops import OPS, Marker, Op
 from ddpstats.errors import ProtocolMismatch, SchemaConflict
 from ddpstats.testing import PerRank, RankPool, ThreadGroup, run_threads
-from tests.reduction.away import tensors_away
+from tests.reduction.off_host import tensors_off_host
 
 NORM = Op("test norm", finish=lambda total, weight: math.sqrt(total), prepare=lambda value: value * value)
 SPREAD = Op("test largest size", finish=lambda total, weight: total, prepare=abs, elements="max", over="max")
@@ -50,7 +50,7 @@ def test_marker_from_outside_is_reduced_over_ranks(two_ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("device", ["host", "device"])
 def test_marker_from_outside_is_added_up_in_a_window(device: str) -> None:
-    with tensors_away() if device == "device" else nullcontext(), StatsWindow() as window:
+    with tensors_off_host() if device == "device" else nullcontext(), StatsWindow() as window:
         for value in (3.0, -4.0, 12.0):
             window.add({"norm": Norm(torch.tensor(value)), "size": LargestSize(torch.tensor(-value))}, weight=7.0)
         flushed = window.flush()

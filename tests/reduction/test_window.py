@@ -8,6 +8,7 @@ import re
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,11 +18,12 @@ from torch.autograd import forward_ad
 
 import ddpstats
 from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsWindow, Sum
+from ddpstats._reduction import read
 from ddpstats.errors import ConfigError, InvalidStats, NonFiniteStat, SchemaConflict
 from ddpstats.testing import RankPool
 from tests import programs
 from tests.reduction import window_runs as runs
-from tests.reduction.away import tensors_away
+from tests.reduction.off_host import tensors_off_host
 from tests.reduction.shapes import Point, Scores
 from tests.reduction.window_pairs import Draw, check, flushed
 
@@ -47,7 +49,7 @@ def alike(outcomes: Any) -> Any:
 @pytest.fixture
 def as_if_on_a_device() -> Iterator[None]:
     """Every tensor takes the way of one on an accelerator."""
-    with tensors_away():
+    with tensors_off_host():
         yield
 
 
@@ -198,19 +200,29 @@ def test_sum_of_the_largest_elements_is_a_sum() -> None:
 # -- local, and nothing kept ------------------------------------------------------------------------------------------
 
 
+class NeverArrives(read._DeviceCopy):
+    """A copy that stays on its device."""
+
+    def __init__(self, device: torch.device, tensors: list[torch.Tensor]) -> None:
+        self._host = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+        self._parts, self._event = [(id(tensor), tensor.shape) for tensor in tensors], None
+
+    def is_ready(self) -> bool:
+        return False
+
+
 def test_no_add_reads_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the device meta have no value: whoever asks for one gets an error from torch."""
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor)  # a copy that never reaches the host
-    monkeypatch.setattr("ddpstats._reduction.read.Snapshot.is_ready", lambda snapshot: False)
+    monkeypatch.setattr(read, "_DeviceCopy", NeverArrives)
     window = StatsWindow(nonfinite="skip")
-    with tensors_away(lambda tensor: not tensor.is_cpu):
+    with tensors_off_host(lambda tensor: not tensor.is_cpu):
         for weight in (8, 0, torch.ones(1, device="meta"), torch.ones((), device="meta")):
             runs.train(window, "meta", weight=weight)
     assert window.adds == 36
     loss = torch.ones((), device="meta")
-    for read in (float, bool, torch.Tensor.item, torch.Tensor.tolist):  # the control: each would have raised
+    for reading in (float, bool, torch.Tensor.item, torch.Tensor.tolist):  # the control: each would have raised
         with pytest.raises(RuntimeError, match=r"(?i)meta"):
-            read(loss)
+            reading(loss)
     with pytest.raises(RuntimeError, match=r"(?i)meta"):
         loss.isfinite().nonzero()
     with pytest.raises(InvalidStats, match=r"(?i)the (value|weight) is .*meta"):
@@ -239,6 +251,41 @@ def test_values_are_taken_at_the_add(way: str, request: pytest.FixtureRequest) -
             found = window.flush().values
             assert set(found.values()) == {1.0, 3.0}
             assert found["sum"] == 3.0
+
+
+class Changing:
+    """A number of a foreign type that changes."""
+
+    value = 1.0
+
+    def __float__(self) -> float:
+        return self.value
+
+
+def test_values_of_foreign_types_are_taken_at_the_add_beside_tensors_on_a_device() -> None:
+    number = Changing()
+    with tensors_off_host(), mock.patch("ddpstats._reduction.read.Snapshot.is_ready", return_value=False):
+        window = StatsWindow()
+        window.add({"a": number, "b": t(1.0)}, weight=number)
+        number.value = 100.0
+        assert window.flush().values == {"a": 1.0, "b": 1.0}
+
+
+def test_error_of_a_device_is_reported_by_the_flush() -> None:
+    with tensors_off_host(), mock.patch("ddpstats._reduction.read.Snapshot.wait", side_effect=RuntimeError("sticky")):
+        window = StatsWindow()
+        window.add({"a": t(1.0)})
+        window.add({"a": 1.0})
+        assert window.adds == 2
+        with pytest.raises(InvalidStats, match="what was added cannot be read: RuntimeError: sticky"):
+            window.flush()
+
+
+def test_tensor_of_a_wrong_shape_on_a_device_is_refused_at_the_add() -> None:
+    with tensors_off_host(), StatsWindow() as window:
+        with pytest.raises(InvalidStats, match=r"'a': the value is a tensor of shape \(2, 2\)"):
+            window.add({"a": torch.ones(2, 2), "b": t(1.0)})
+        assert window.adds == 0
 
 
 def test_inference_tensors_in_and_out_of_inference_mode() -> None:
@@ -418,6 +465,34 @@ def test_training_is_not_touched(two_ranks: RankPool) -> None:
 
 
 # -- times ------------------------------------------------------------------------------------------------------------
+
+
+class PendingEvent:
+    """Stands for an event of CUDA that the device has not reached until it is waited for."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: PendingEvent) -> float:
+        return 5_000.0
+
+
+def test_time_on_a_device_that_fits_no_earlier_stats_is_an_error_on_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpstats._reduction.window._cuda_event", PendingEvent)
+    with StatsWindow() as window:
+        window.add({"time": 1.0})
+        with pytest.raises(SchemaConflict, match="'time'"), window.timed("data"):
+            pass
+        assert window.flush().values == {"time": 1.0}
+        with window.timed("data"):
+            pass
+        with pytest.raises(SchemaConflict, match="'time'"):
+            window.add({"time": 1.0})
+        assert window.adds == 0
+        assert window.flush().values == {"time": {"data": 5.0}}
 
 
 def test_times_are_means_over_uses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import ddpstats
 from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsWindow, Sum
 from ddpstats.errors import ConfigError, DdpstatsError
 from ddpstats.testing import count_collectives
-from tests.reduction.away import tensors_away
+from tests.reduction.off_host import tensors_off_host
 
 t = torch.tensor
 
@@ -107,7 +107,7 @@ def faults() -> list[Any]:
         t(2e200, dtype=torch.float64) if first else 1.0,  # too large, as only a device knows
     ):
         for _ in range(2):
-            with tensors_away():
+            with tensors_off_host():
                 window.add({"a": mine, "b": 1.0})
         try:
             found.append(window.flush().values)
