@@ -204,15 +204,17 @@ class Plan:
     def _values(self, leaves: list[Any]) -> array[float]:
         """Return float64 values of numbers and tensors of one element. Raises what torch raises for any other."""
         structure = self._structure
-        if structure.reading == "numbers":
-            return array("d", leaves)
-        if structure.reading != "tensors":
-            return array("d", [leaf.item() if type(leaf) is _TENSOR else leaf for leaf in leaves])
         if structure.one_dtype and len(leaves) >= MANY and leaves[0].numel() == 1:
             stacked = array("d", bytes(8 * len(leaves)))
             as_tensor(stacked).copy_(torch.stack(leaves).detach().view(-1))  # refuses tensors that differ in shape
             return stacked
-        return array("d", [*map(_ITEM, leaves)])
+        if structure.reading == "tensors":
+            leaves = [*map(_ITEM, leaves)]
+        elif structure.reading != "numbers":
+            leaves = [leaf.item() if type(leaf) is _TENSOR else leaf for leaf in leaves]
+        values = array("d")
+        values.fromlist(leaves)  # twice as fast as to make an array of them
+        return values
 
 
 _TENSOR, _ITEM = torch.Tensor, torch.Tensor.item

@@ -143,7 +143,7 @@ class Reduction:
             selection = site.selection(bytes(buffer.lanes[start + 2 * size : site.lanes]))
             weights = _pick(buffer.lanes[start + size : start + 2 * size], selection.slots)
         sums = _pick(buffer.lanes[start : start + size], selection.slots)
-        has_extremes = not layout.extremes.keys().isdisjoint(selection.slots)
+        has_extremes = bool(layout.extremes) and not layout.extremes.keys().isdisjoint(selection.slots)
         extremes = self._extremes(part, placement) if has_extremes else {}
         if call.nonfinite == "raise" and selection.nonfinite is not None:
             raise self._nonfinite_error(part, placement)
