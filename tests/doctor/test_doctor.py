@@ -111,6 +111,12 @@ def test_process_without_rank_is_told_how_to_compare_ranks(
     assert "RANK is set without WORLD_SIZE" in capsys.readouterr().err
 
 
+def test_only_rank_of_a_job_is_examined_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor", "--no-libraries"]) == 0
+
+
 @pytest.mark.parametrize(("rank", "size", "port"), [("one", "2", "29500"), ("2", "2", "29500"), ("0", "2", "")])
 def test_impossible_rank_or_port_is_an_error(
     rank: str, size: str, port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -11,9 +11,11 @@ from tests.programs import run
 
 def test_switches_are_set_and_put_back() -> None:
     before = switches()
-    with as_in({**before, "default_dtype": "torch.float64", "cudnn_deterministic": True}):
+    wanted = {"default_dtype": "torch.float64", "cudnn_deterministic": True, "matmul_precision": "high"}
+    with as_in({**before, **wanted}):
         assert torch.get_default_dtype() is torch.float64
         assert torch.backends.cudnn.deterministic
+        assert torch.get_float32_matmul_precision() == "high"
     assert switches() == before
 
 

@@ -82,7 +82,8 @@ class Sample:
 def test_the_batch_is_kept_by_reference_in_containers_of_its_own() -> None:
     record = StepRecord(nn.Linear(1, 1))
     x, array = torch.ones(2), numpy.ones(2)
-    batch = {"x": x, "pair": Pair(x, [x]), "sample": Sample(x, "a"), "array": array}
+    names = {"a"}
+    batch = {"x": x, "pair": Pair(x, [x]), "sample": Sample(x, "a"), "array": array, "names": names}
     kept = record.begin(batch)
     batch.clear()
     array[0] = 5
@@ -94,8 +95,10 @@ def test_the_batch_is_kept_by_reference_in_containers_of_its_own() -> None:
         "batch['sample'].x",
         "batch['sample'].name",
         "batch['array']",
+        "batch['names']",
     ]
     assert kept.batch["x"] is x
+    assert kept.batch["names"] is names  # of a type that is not known: the caller's own object
     assert type(kept.batch["pair"]) is Pair
     assert kept.batch["sample"].x is x
     assert kept.batch["array"].tolist() == [1, 1]
