@@ -274,7 +274,7 @@ def refuse_fake(group: Any) -> None:
 
 
 def attempt_prefix() -> str:
-    """Return what keeps this attempt of a torchrun job apart from those before; the same on all ranks, often empty.
+    """Return the prefix of this attempt of a torchrun job, which earlier attempts do not use; on all ranks the same.
 
     Ranks of a new attempt meet on the store of the one before. Each of torchrun's agents counts for itself (torch 2.13:
     one whose ranks were ended because those of another host had died counts nothing), so on several hosts the numbers

@@ -235,7 +235,7 @@ class Verdict:
 
     @classmethod
     def unpack(cls, payload: bytes | str) -> Verdict:
-        """Read a verdict from the store; raises ValueError for anything else."""
+        """Read a verdict from the store; raises ValueError for any other bytes."""
         if len(payload) > _MAX_VERDICT_BYTES:
             raise ValueError("the verdict in the store is too long to be one")
         fields = parse_json(payload)
@@ -256,7 +256,7 @@ class Answer:
 
     @classmethod
     def unpack(cls, payload: bytes) -> Answer:
-        """Read an answer from the store; raises ValueError for anything else."""
+        """Read an answer from the store; raises ValueError for any other bytes."""
         fields = parse_json(payload)
         if not isinstance(fields, list) or len(fields) != 2 or type(fields[0]) is not int:
             raise ValueError("the answer of a rank in the store is not one")

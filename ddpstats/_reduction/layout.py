@@ -30,7 +30,7 @@ PRESENT, NONFINITE, IS_NONE = 1, 1 << 17, 1 << 34
 _COUNT = (1 << 17) - 1
 
 _KEPT_UNUSED = 1024
-"""A layout may have this many slots, or twice as many as ranks hold, before what nobody holds is dropped."""
+"""A layout may have this many slots, or twice as many as ranks hold, before what no rank holds is dropped."""
 _SHOWN_CONFLICTS = 5
 
 # -- 1. layout --------------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def read_row(flat: Flat, weight: Any) -> Row:
 
 
 class Plan:
-    """How to read the leaves of one structure together: scalars, of which some may have a marker."""
+    """A way to read the leaves of one structure together: scalars, of which some may have a marker."""
 
     def __init__(self, flat: Flat) -> None:
         structure, ops = flat.structure, flat.structure.ops
