@@ -179,7 +179,8 @@ class Plan:
             values = self._values(leaves)
         except (RuntimeError, TypeError, ValueError, OverflowError):
             return None
-        if not _are_small(values) and any(LARGEST < abs(value) < math.inf for value in values):
+        size = math.hypot(*values) if len(values) < MANY else as_tensor(values).abs().max().item()
+        if not size <= LARGEST and any(LARGEST < abs(value) < math.inf for value in values):
             return None
         if self._flags and any(values[index] not in (0.0, 1.0) for index in self._flags):
             return None
@@ -247,13 +248,6 @@ def _are_finite(values: array[float]) -> bool:
     """Return whether there is no NaN and no infinity: a finite sum proves it; otherwise each element is checked."""
     total = sum(values) if len(values) < MANY else as_tensor(values).sum().item()
     return math.isfinite(total) or all(map(math.isfinite, values))
-
-
-def _are_small(values: array[float]) -> bool:
-    """Return whether no value is NaN, infinite or larger than `LARGEST` in size."""
-    if len(values) < MANY:
-        return math.hypot(*values) <= LARGEST
-    return as_tensor(values).abs().max().item() <= LARGEST
 
 
 # -- leaf by leaf -----------------------------------------------------------------------------------------------------
