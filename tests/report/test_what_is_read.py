@@ -93,6 +93,13 @@ def test_damaged_bundle_is_left_out_and_named(tmp_path: Path, report: Report) ->
     assert f"note: {bundle.name} is left out: " in report(tmp_path, status=0)
 
 
+def test_damaged_dump_is_left_out_and_named(tmp_path: Path, report: Report) -> None:
+    records.write(tmp_path, 2, 1, parts=False)
+    (tmp_path / "step3" / "rank0").mkdir(parents=True)
+    (tmp_path / "step3" / "rank0" / "dump.json").write_text("{")
+    assert "note: step3 is left out: " in report(tmp_path, status=0)
+
+
 def test_long_lists_are_cut_and_counted(tmp_path: Path, report: Report) -> None:
     for rank in (0, 1):
         events = [records.event(seq, f"key {seq} of rank {rank}", rank) for seq in range(1, 11)]
