@@ -136,9 +136,9 @@ def read_row(flat: Flat, weight: Any) -> Row:
     """Read all leaves. Raises `CannotRead`."""
     total, elements = read_weight(weight)
     if elements is None and total:
-        row = plan_of(flat).read(flat.leaves, total)
-        if row is not None:
-            return row
+        together = plan_of(flat).read(flat.leaves, total)
+        if together is not None:
+            return Row(*together, total)
     sums, weights, values = array("d"), array("d"), array("d")
     for index, leaf in enumerate(flat.leaves):
         summed, own_weight, value = _read_leaf(leaf, flat.structure, index, total, elements)
@@ -162,8 +162,11 @@ class Plan:
         self._is_weighted = [op.is_weighted for op in ops]
         self._last = math.nan, array("d")
 
-    def read(self, leaves: list[Any], total: float) -> Row | None:
-        """Read the leaves; None where they must be read one by one. ``total``: the weight of the call, not 0."""
+    def read(self, leaves: list[Any], total: float) -> tuple[array[float], float | array[float]] | None:
+        """Return values and weights as of `Row`; None where the leaves must be read one by one.
+
+        ``total``: the weight of the call, not 0.
+        """
         if not self._is_usable:
             return None
         weights: float | array[float] = total
@@ -184,7 +187,7 @@ class Plan:
             return None
         if self._flags and any(values[index] not in (0.0, 1.0) for index in self._flags):
             return None
-        return Row(values, weights, total)
+        return values, weights
 
     def _weights(self, leaves: list[Any], total: float) -> array[float] | None:
         """Return the weight of each leaf: the same array as long as no marker has its own."""

@@ -369,10 +369,12 @@ class _Content:
             return False
         if recent.may_be_off_host and accelerator_in_use():
             return False
-        row = recent.plan.read(leaves, float(weight))
+        weight = float(weight)
+        row = recent.plan.read(leaves, weight)
         if row is None:
             return False
-        self._append(recent.rows, row)
+        self._append(recent.rows, *row)
+        self._total += weight
         self.adds += 1
         return True
 
@@ -437,16 +439,16 @@ class _Content:
                 self._fold(self._rows.pop(next(iter(self._rows))))
                 self._recent = None
             rows = self._rows[key] = _Rows(structure, [self._slot_of[leaf] for leaf in structure.leaves], key[1])
-        self._append(rows, row)
+        self._append(rows, row.values if row.sums is None else row.sums, row.weights)
+        self._total += row.total
         return rows
 
-    def _append(self, rows: _Rows, row: Row) -> None:
+    def _append(self, rows: _Rows, sums: array[float], weights: float | array[float]) -> None:
         if len(rows.sums) >= rows.limit:
             self._fold(rows)
         if rows.width:
-            rows.sums.append(row.values if row.sums is None else row.sums)
-            rows.weights.append(row.weights)
-        self._total += row.total
+            rows.sums.append(sums)
+            rows.weights.append(weights)
 
     def _learn(self, structure: Structure) -> None:
         """Give each leaf a slot. Raises `SchemaConflict` if the structure does not fit the earlier ones."""
