@@ -111,10 +111,13 @@ def test_process_without_rank_is_told_how_to_compare_ranks(
     assert "RANK is set without WORLD_SIZE" in capsys.readouterr().err
 
 
-def test_only_rank_of_a_job_is_examined_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_of_a_job_is_examined_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
     assert cli.main(["doctor", "--no-libraries"]) == 0
+    assert capsys.readouterr().out.startswith("1 rank. What differs")
 
 
 @pytest.mark.parametrize(("rank", "size", "port"), [("one", "2", "29500"), ("2", "2", "29500"), ("0", "2", "")])
