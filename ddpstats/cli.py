@@ -83,11 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "ddpstats.guard._ending" in sys.modules:  # DDPSTATS_GUARD is for programs
         sys.modules["ddpstats.guard._ending"].cancel()
     words = sys.argv[1:] if argv is None else argv
-    verb = next(iter(words), "")
+    verb = next((word for word in words if not word.startswith("-")), "")
     if verb != _RUN and isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # characters that its encoding lacks are escaped
     try:
-        args = _parser(words).parse_args(words)
+        args = _parser(verb).parse_args(words)
         status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -130,8 +130,8 @@ def _discard_stdout() -> None:
         os.close(nowhere)
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser of the command, with the arguments of the verb that ``words`` begin with."""
+def _parser(verb: str) -> argparse.ArgumentParser:
+    """Return the parser of the command, with the arguments of this verb, if it is one."""
     parser = _Parser(
         prog=_PROG,
         description="The numbers that torch.distributed ranks report: right, or an error that names key and ranks.",
@@ -140,17 +140,17 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs")
-    for name, verb in _VERBS.items():
+    for name, entry in _VERBS.items():
         verb_parser = verbs.add_parser(
             name,
-            help=verb.help,
-            description=verb.help,
+            help=entry.help,
+            description=entry.help,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if name == next(iter(words), None):
-            module = importlib.import_module(verb.module)
+        if name == verb:
+            module = importlib.import_module(entry.module)
             verb_parser.epilog = module.EPILOG
-            verb_parser.add_argument("--json", action="store_true", help=verb.json)
+            verb_parser.add_argument("--json", action="store_true", help=entry.json)
             module.add_arguments(verb_parser)
             verb_parser.set_defaults(run=module.run)
     return parser

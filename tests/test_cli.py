@@ -65,7 +65,7 @@ def test_help_of_verb_has_usage_json_status_and_examples_that_parse(
         for command in re.split(";", re.split(r"  +", example.strip())[0]):
             words = command.split()
             words = words[words.index("ddpstats") + 1 :]
-            cli._parser(words).parse_args(words)
+            cli._parser(words[0]).parse_args(words)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_missing_argument_is_named_with_an_example(
     shown = capsys.readouterr()
     assert shown == ("", f"ddpstats {args[0]}: error: missing: {missing}; for example: {example}\n")
     words = example.split()[1:]
-    cli._parser(words).parse_args(words)
+    cli._parser(words[0]).parse_args(words)
 
 
 def test_command_without_verb_names_an_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,8 +58,8 @@ class KeyListener(Protocol):
 
         Args:
             site: the group in words, the kind of the call and its name.
-            structure: what this rank held in it: a `ddpstats._reduction.flatten.Structure`.
-            layout: what the ranks have agreed on: a `ddpstats._reduction.layout.Layout`.
+            structure: what this rank held in it.
+            layout: what the ranks have agreed on.
         """
 
 

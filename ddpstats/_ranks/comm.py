@@ -59,7 +59,7 @@ class CommFailed(Exception):
 
 
 class Comm(Protocol):
-    """The connection of one rank to the others; `testing._thread_comm` has one for threads, and one suite tests both.
+    """The connection of one rank to the others: gloo, a grid of gloo groups, or threads. One suite tests them all.
 
     ``ranks`` are global ranks in the order of the group; ``rank`` is this process's own global rank. ``watch`` is
     called about once a second by a rank that waits.

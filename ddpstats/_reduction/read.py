@@ -120,10 +120,10 @@ class Row(NamedTuple):
     """The leaves of one call as numbers.
 
     Attributes:
-        values: what each leaf alone comes to, over its elements.
+        values: what each leaf alone comes to, over its elements; before ``Op.finish`` where there are no ``sums``.
         weights: one for all leaves, or one each; 1 for every op other than the mean.
         total: the weight of the call.
-        sums: value times weight; None where that product is exact enough to be computed later.
+        sums: value times weight, summed element by element; None where it is the product of the other two.
     """
 
     values: array[float]

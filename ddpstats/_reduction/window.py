@@ -294,7 +294,10 @@ _SUM, _WEIGHT, _NONFINITE, _SEEN, _LEAST = range(5)
 
 
 class _Rows:
-    """The adds of one structure until they are folded, a row for each. ``has_sums``: else values, not weighted yet."""
+    """The adds of one structure until they are folded, a row for each.
+
+    ``has_sums``: ``sums`` holds sums; otherwise values, which are multiplied by their weights when they are folded.
+    """
 
     def __init__(self, structure: Structure, slots: list[int], has_sums: bool) -> None:
         self.has_sums = has_sums
