@@ -74,4 +74,4 @@ __all__ = sorted(_HOME_OF)
 __getattr__, __dir__ = _lazy_names(__name__, _HOME_OF, _SUBMODULES)
 
 if _os.environ.get("DDPSTATS_GUARD"):
-    importlib.import_module("ddpstats.guard._ending").start()
+    importlib.import_module("ddpstats.guard.ending").start()

@@ -49,11 +49,11 @@ class _Parser(argparse.ArgumentParser):
 
 _VERBS = {
     _RUN: _Verb(
-        "ddpstats.guard._run",
+        "ddpstats.guard.run",
         "a training script under the guard, unchanged",
         json="with --nproc, where ranks failed: the diagnosis as a line of JSON on stderr, where there is one",
     ),
-    "watch": _Verb("ddpstats.guard._live", "what each rank of a program that goes on is doing, and who is waited for"),
+    "watch": _Verb("ddpstats.guard.watch", "what each rank of a program that goes on is doing, and who is waited for"),
     "report": _Verb(
         "ddpstats.report._report", "where the ranks parted, from what they recorded: text, JSON, a page to look at"
     ),
@@ -80,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: after ``--help`` and ``--version`` (0), and for arguments that make no sense (2), as argparse does.
     """
-    if "ddpstats.guard._ending" in sys.modules:  # DDPSTATS_GUARD is for programs
-        sys.modules["ddpstats.guard._ending"].cancel()
+    if "ddpstats.guard.ending" in sys.modules:  # DDPSTATS_GUARD is for programs
+        sys.modules["ddpstats.guard.ending"].cancel()
     words = sys.argv[1:] if argv is None else argv
     verb = next((word for word in words if not word.startswith("-")), "")
     if verb != _RUN and isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":

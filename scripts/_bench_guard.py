@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from _bench_loop import Spread
 
-from ddpstats.guard import _exchange, collective_guard
-from ddpstats.guard.labels._infer import infer
+from ddpstats.guard import collective_guard, notes_shm
+from ddpstats.guard.labels.infer import infer
 
 SIZES = {"1 float": 1, "1M floats": 1_000_000}
 BURST, _WARM = 30, 8
@@ -71,7 +71,7 @@ def _costs(size: int, rounds: int, calls: int) -> Samples:
 @contextlib.contextmanager
 def _strict_over_the_store() -> Iterator[None]:
     """As between hosts: without shared memory."""
-    with mock.patch.object(_exchange._Shared, "of", side_effect=OSError), collective_guard("strict"):
+    with mock.patch.object(notes_shm._Shared, "of", side_effect=OSError), collective_guard("strict"):
         yield
 
 

@@ -27,11 +27,11 @@ from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.failure import FailureDetector, Membership, ProcessId, Verdict
 from ddpstats._ranks.store import BoundedStore
 from ddpstats._reduction.reducer import StatsReducer
-from ddpstats.guard import _exchange
-from ddpstats.guard._exchange import Exchange
-from ddpstats.guard._failure_agreement import Alarm, FailureAgreement
-from ddpstats.guard._status import RankStatus
-from ddpstats.guard._store_notes import Note
+from ddpstats.guard import notes_shm
+from ddpstats.guard.failure_agreement import Alarm, FailureAgreement
+from ddpstats.guard.notes import Note
+from ddpstats.guard.notes_shm import Exchange
+from ddpstats.guard.status import RankStatus
 from ddpstats.testing._thread_comm import ThreadComm, ThreadWorld, in_process
 
 RANKS_OF_A_HOST = 8
@@ -216,7 +216,7 @@ def playing_hosts(tally: Tally) -> Iterator[None]:
     def refuse(*args: Any) -> Any:
         raise OSError("no memory is shared between hosts")
 
-    with mock.patch.object(ProcessId, "mine", process), mock.patch.object(_exchange._Shared, "of", refuse):
+    with mock.patch.object(ProcessId, "mine", process), mock.patch.object(notes_shm._Shared, "of", refuse):
         yield
 
 
@@ -368,7 +368,7 @@ def compared(world_size: int, hosts: bool) -> list[Phase]:
                     exchange.post(seq, Note(seq))
                 for rank, exchange in enumerate(exchanges):
                     tally.plays(rank)
-                    if not _exchange.agree(exchange.look(seq) or [Note(0), Note(1)]):
+                    if not notes_shm.agree(exchange.look(seq) or [Note(0), Note(1)]):
                         raise RuntimeError("equal notes do not agree")
             phases.append(Phase(f"guard, {name}: compares", world_size, tally.taken(), _COLLECTIVES - 1))
         finally:

@@ -26,7 +26,7 @@ from ddpstats import (
     StepChecks,
     collective_guard,
 )
-from ddpstats.guard import _exchange
+from ddpstats.guard import notes_shm
 from ddpstats.testing import count_collectives, die
 from tests import training
 from tests.capture.capture_runs import Unreadable
@@ -83,7 +83,7 @@ def train(plan: Plan) -> Outcome:
     torch.manual_seed(100 + rank())
     with contextlib.ExitStack() as stack:
         if plan.over_the_store:
-            stack.enter_context(mock.patch.object(_exchange._Shared, "of", side_effect=OSError("none here")))
+            stack.enter_context(mock.patch.object(notes_shm._Shared, "of", side_effect=OSError("none here")))
         try:
             checks = Checks(plan, model, optimizer, stack)
             for step in range(plan.steps):

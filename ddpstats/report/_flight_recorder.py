@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpstats._base.files import LATEST_TIME_SEC, open_regular, parse_json, read_at_most
-from ddpstats.guard._events import MESSAGES, Event, Signature, digest_of, line_of, text_of
-from ddpstats.guard._records import RankRecord
+from ddpstats.guard.event import MESSAGES, Event, Signature, digest_of, line_of, text_of
+from ddpstats.guard.record import RankRecord
 from ddpstats.report._plain_pickle import check_made, plain_value
 from ddpstats.report._timeline import Span
 

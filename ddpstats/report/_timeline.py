@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ddpstats._base.marks import VALUES, Mark
-from ddpstats.guard._events import BY_TORCH, Event
-from ddpstats.guard._p2p import pair_messages
-from ddpstats.guard._records import RankRecord
-from ddpstats.guard._report import assumed, not_compared
-from ddpstats.guard._status import DOUBT, GuardFinding
+from ddpstats.guard.event import BY_TORCH, Event
+from ddpstats.guard.messages import pair_messages
+from ddpstats.guard.record import RankRecord
+from ddpstats.guard.record_report import assumed, not_compared
+from ddpstats.guard.status import DOUBT, GuardFinding
 
 _time_of = attrgetter("time")
 

@@ -45,9 +45,9 @@ def main(rank: int, world_size: int, store_port: int, *, control_fd: int, stack_
     faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
     torch.set_num_threads(1)
     if os.environ.get(config.GUARD):  # the server has imported ddpstats without it, so this process begins the guard
-        from ddpstats.guard import _ending
+        from ddpstats.guard import ending
 
-        _ending.start()
+        ending.start()
     with socket.socket(fileno=control_fd) as control:
         _serve(control, functools.partial(_join_group, rank, world_size, store_port))
     if dist.is_initialized():

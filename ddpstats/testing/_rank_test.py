@@ -24,7 +24,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpstats.errors import DdpstatsError
-from ddpstats.guard import _ending, collective_guard
+from ddpstats.guard import collective_guard, ending
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _call(test: RankTest, warned: Path) -> None:
     call = functools.partial(getattr(found, test.name), **given)
     with _warnings_into(warned, test.filters):
         if test.guard is None:
-            _call_guarded(call, contextlib.nullcontext(), _ending.found)
+            _call_guarded(call, contextlib.nullcontext(), ending.found)
         else:
             arguments, named = test.guard
             guard = collective_guard(*arguments, **named)

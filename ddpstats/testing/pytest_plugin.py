@@ -45,7 +45,7 @@ _PRELOADED = (
     DYNAMO,
     "ddpstats.testing._rank_main",
     "ddpstats.testing._rank_test",
-    "ddpstats.guard._guard",
+    "ddpstats.guard.guard",
 )
 _KNOWN = ("builtins", "torch", "pytest", "ddpstats")  # whose warnings keep their category
 _NOT_SENT = (
@@ -57,7 +57,7 @@ _NOT_SENT = (
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"ranks(n, timeout={_TIMEOUT_SEC:g}): run on n gloo ranks of this machine")
     config.addinivalue_line("markers", "collective_guard(mode, ...): with ranks: under ddpstats.collective_guard")
-    ending = sys.modules.get("ddpstats.guard._ending")  # DDPSTATS_GUARD was set when ddpstats was imported
+    ending = sys.modules.get("ddpstats.guard.ending")  # DDPSTATS_GUARD was set when ddpstats was imported
     if ending is not None and not ending.had_ranks():
         ending.cancel()
 

@@ -141,14 +141,14 @@ PHASES = {
     "window": Phase("the flush of a window", _ALL_REDUCE, _window),
     "step checks": Phase("`StepChecks.step()`", _ALL_REDUCE, _step_checks),
     "guard step": Phase(
-        '`guard.step()`, mode "step"', "ddpstats.guard._comparing:Comparing.step", functools.partial(_guard, "step")
+        '`guard.step()`, mode "step"', "ddpstats.guard.compare:Comparing.step", functools.partial(_guard, "step")
     ),
     "guard strict": Phase(
-        'a collective, mode "strict"', "ddpstats.guard._comparing:Comparing.post", functools.partial(_guard, "strict")
+        'a collective, mode "strict"', "ddpstats.guard.compare:Comparing.post", functools.partial(_guard, "strict")
     ),
     "guard compared": Phase(
         "the same, compared and not begun",
-        "ddpstats.guard._comparing:Comparing.settle",
+        "ddpstats.guard.compare:Comparing.settle",
         functools.partial(_guard, "strict"),
         after=True,
     ),

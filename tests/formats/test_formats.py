@@ -24,8 +24,8 @@ from ddpstats.dump._config import read_config
 from ddpstats.dump.compare._tensor_compare import load_tensor
 from ddpstats.dump.format._files import RankDump, find_ranks
 from ddpstats.errors import DdpstatsError, DumpError
-from ddpstats.guard import _report
-from ddpstats.guard._records import read_records
+from ddpstats.guard import record_report
+from ddpstats.guard.record import read_records
 from ddpstats.report._report import run
 
 HERE = Path(__file__).parent
@@ -90,7 +90,7 @@ def test_records_of_format_1_are_read() -> None:
     ]
     assert [event.signature.op for event in records[1].events] == ["all_reduce", "broadcast"]
     assert [event.label for event in records[1].events] == ["loss", "loss"]
-    (finding,) = _report.diagnose(records)
+    (finding,) = record_report.diagnose(records)
     assert "What differs: the shape" in finding.message
     assert "tests/formats/make.py:" in finding.message
 

@@ -38,10 +38,10 @@ from ddpstats.dump.compare._tensor_compare import load_tensor
 from ddpstats.dump.format._files import open_rank
 from ddpstats.dump.origin import _nan_origin
 from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, ProtocolMismatch
-from ddpstats.guard import _spoken
-from ddpstats.guard._failure_agreement import Alarm
-from ddpstats.guard._p2p import _read
-from ddpstats.guard._status import GuardFinding, RankStatus
+from ddpstats.guard import spoken
+from ddpstats.guard.failure_agreement import Alarm
+from ddpstats.guard.messages import _read
+from ddpstats.guard.status import GuardFinding, RankStatus
 from ddpstats.report import _report
 
 FORMATS = Path(__file__).parents[1] / "formats" / "v1"
@@ -83,7 +83,7 @@ _READERS: Sequence[tuple[Callable[[bytes], Any], tuple[type[Exception], ...]]] =
     (GuardFinding.unpack, (ValueError,)),
     (Alarm.unpack, (ValueError,)),
     (_read, ()),
-    (lambda data: _spoken.read([(1, 0, data)]), ()),
+    (lambda data: spoken.read([(1, 0, data)]), ()),
 )
 
 

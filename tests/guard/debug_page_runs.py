@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import _WorkerServer
 from torch.distributed.debug._frontend import FrontendServer
 from torch.distributed.debug._store import tcpstore_client
 
-from ddpstats.guard import _debug_page, collective_guard, debug_handler
+from ddpstats.guard import collective_guard, debug_handler, debug_page
 from tests.guard.live_runs import find_things
 
 LIMIT_SEC = 60.0
@@ -31,9 +31,9 @@ def page_while_rank_0_waits(captures: str) -> str:
             dist.all_reduce(stats[key])
         text = _page(page, store) if rank else ""
         dist.all_reduce(torch.ones(1))
-    assert _debug_page._tidings is not None
-    _debug_page._tidings.close()
-    _debug_page._tidings = None
+    assert debug_page._tidings is not None
+    debug_page._tidings.close()
+    debug_page._tidings = None
     store.wait(["asked"])
     server.shutdown()
     return text

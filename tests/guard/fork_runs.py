@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 from ddpstats._base import marks
 from ddpstats._ranks.gloo import group_around
 from ddpstats.guard import collective_guard
-from ddpstats.guard._live_notes import LiveNotes, read_notes
+from ddpstats.guard.live_notes import LiveNotes, read_notes
 from tests.guard.live_runs import noting
 
 LIMIT_SEC = 30.0

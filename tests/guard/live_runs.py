@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpstats
-from ddpstats.guard import _live_notes, collective_guard
-from ddpstats.guard._held_keys import ROUNDS
-from ddpstats.guard._live import lines_of, picture_of
-from ddpstats.guard._live_notes import LiveNotes, read_notes
+from ddpstats.guard import collective_guard, live_notes
+from ddpstats.guard.held_keys import ROUNDS
+from ddpstats.guard.live_notes import LiveNotes, read_notes
+from ddpstats.guard.watch import lines_of, picture_of
 
 LIMIT_SEC = 60.0
 
@@ -25,8 +25,8 @@ LIMIT_SEC = 60.0
 @contextmanager
 def noting(directory: str) -> Iterator[LiveNotes]:
     """As under `ddpstats run --watch-dir`."""
-    with mock.patch.object(_live_notes, "_here", None):
-        notes = _live_notes.start(directory)
+    with mock.patch.object(live_notes, "_here", None):
+        notes = live_notes.start(directory)
         try:
             yield notes
         finally:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import ddpstats
 from ddpstats.guard import collective_guard
-from ddpstats.guard._records import read_records
+from ddpstats.guard.record import read_records
 
 Marks = list[list[tuple[str, tuple[int, ...]]]]
 

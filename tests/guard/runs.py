@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import ddpstats
 from ddpstats._observe import collectives
-from ddpstats.guard import _exchange, _session, collective_guard
-from ddpstats.guard._world_store import world_store
+from ddpstats.guard import collective_guard, group, notes_shm
+from ddpstats.guard.world_store import world_store
 from tests.guard.scenarios import Ending, probe
 from tests.integrations import espnet_runs
 from tests.training import logged
@@ -33,7 +33,7 @@ def over_the_store(name: str, mode: str, bad: bool) -> Ending:
     def refuse(*args: Any) -> Any:
         raise OSError("no shared memory here")
 
-    with mock.patch.object(_exchange._Shared, "of", refuse):
+    with mock.patch.object(notes_shm._Shared, "of", refuse):
         return probe(name, mode, bad)
 
 
@@ -84,7 +84,7 @@ def values_after_a_mismatch() -> dict[str, tuple[str, list[float]]]:
 def with_version(mode: Any, name: str, value: Any) -> tuple[str, str]:
     """With another version on rank 1, which enters the guard when rank 0 is in it already: what is raised."""
     if dist.get_rank() == 1:
-        vars(_session)[name] = value
+        vars(group)[name] = value
         _await_the_first()
     try:
         with collective_guard(mode, timeout_sec=30):
@@ -96,7 +96,7 @@ def with_version(mode: Any, name: str, value: Any) -> tuple[str, str]:
 
 def _await_the_first() -> None:
     """Once rank 0 has entered its guard."""
-    store = world_store(f"ddpstats/guard/{_session._turn + 1}")
+    store = world_store(f"ddpstats/guard/{group._turn + 1}")
     while not store.check(["version"]):
         time.sleep(0.01)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ddpstats._base.config import GuardMode
 from ddpstats._observe.c10d_operators import view_of
 from ddpstats.guard import collective_guard
-from ddpstats.guard._store_notes import Note
+from ddpstats.guard.notes import Note
 
 
 def gone_on(before: str, after: str, mode: GuardMode, directory: str) -> float:

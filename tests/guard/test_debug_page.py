@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.guard._debug_page import page_text
-from ddpstats.guard._events import Event, Signature, digest_of
-from ddpstats.guard._status import RankStatus
+from ddpstats.guard.debug_page import page_text
+from ddpstats.guard.event import Event, Signature, digest_of
+from ddpstats.guard.status import RankStatus
 from ddpstats.testing import RankPool
 from tests.needs import needs
 

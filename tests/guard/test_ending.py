@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from ddpstats.guard import GuardCounters
-from ddpstats.guard._diagnosis import remedy
-from ddpstats.guard._events import Event, Signature, digest_of, label_word
-from ddpstats.guard._exchange import EVENT_BYTES, Exchange, Words
-from ddpstats.guard._records import read_records
-from ddpstats.guard._spoken import read, words_of
-from ddpstats.guard._summary import Tally, last_line
-from ddpstats.guard._telling import was_told
+from ddpstats.guard.diagnosis import remedy
+from ddpstats.guard.event import Event, Signature, digest_of, label_word
+from ddpstats.guard.notes_shm import EVENT_BYTES, Exchange, Words
+from ddpstats.guard.record import read_records
+from ddpstats.guard.spoken import read, words_of
+from ddpstats.guard.summary import Tally, last_line
+from ddpstats.guard.telling import was_told
 from tests import programs
 from tests.guard.tiers import tiers
 from tests.programs import Ended, alone, by_torchrun, of_torchrun, on_ranks
@@ -204,9 +204,9 @@ def test_legal_program_ends_as_without_the_guard(script: Any, run: Callable[...,
 SIZES = """
     dist.all_reduce(torch.ones(4))
     if how == "at the same moment":  # neither has seen what the other says
-        from ddpstats.guard import _exchange
-        tell = _exchange.Exchange.tell
-        _exchange.Exchange.tell = lambda *args: tell(*args) and False
+        from ddpstats.guard import notes_shm
+        tell = notes_shm.Exchange.tell
+        notes_shm.Exchange.tell = lambda *args: tell(*args) and False
     if how == "message":
         if rank:
             dist.send(torch.ones(300), 0)

@@ -14,11 +14,11 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats.errors import ConfigError, DdpstatsError
-from ddpstats.guard import _spoken
-from ddpstats.guard._exchange import Exchange
-from ddpstats.guard._failure_agreement import Alarm
-from ddpstats.guard._records import RecordWriter
-from ddpstats.guard._status import GuardFinding, RankStatus
+from ddpstats.guard import spoken
+from ddpstats.guard.failure_agreement import Alarm
+from ddpstats.guard.notes_shm import Exchange
+from ddpstats.guard.record import RecordWriter
+from ddpstats.guard.status import GuardFinding, RankStatus
 from ddpstats.report import _report
 
 HEAD = {"ddpstats": 1, "run": "x", "rank": 0, "world_size": 2, "time": 1.0}
@@ -166,12 +166,12 @@ def spoken_at(site: str) -> bytes:
 
 @pytest.mark.parametrize("payload", [b"[" * 990, b"{}", b"3"], ids=["deep", "empty", "a number"])
 def test_malformed_call_of_a_neighbour_is_ignored(payload: bytes) -> None:
-    assert _spoken.read([(1, 0, payload)]) == []
+    assert spoken.read([(1, 0, payload)]) == []
 
 
 @pytest.mark.parametrize("site", ["/dev/zero:1 in f", "x:² in f"], ids=["a device", "no line"])
 def test_call_of_a_neighbour_at_a_malformed_site_has_no_source(site: str) -> None:
-    (event,) = _spoken.read([(1, 0, spoken_at(site))])
+    (event,) = spoken.read([(1, 0, spoken_at(site))])
     assert event.source == ""
 
 

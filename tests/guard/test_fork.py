@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.guard._records import read_records
+from ddpstats.guard.record import read_records
 from ddpstats.testing import run_ranks
 from tests.guard import fork_runs
 

@@ -17,12 +17,12 @@ from ddpstats._base.version import __version__
 from ddpstats._observe import c10d_operators, collectives
 from ddpstats._ranks.exchange import PROTOCOL_VERSION
 from ddpstats._ranks.store import StoreSilent, bounded
-from ddpstats.guard import _exchange, collective_guard
-from ddpstats.guard._events import Event, Signature, digest_of, label_word, roll
-from ddpstats.guard._exchange import Exchange
-from ddpstats.guard._records import RecordWriter, read_records
-from ddpstats.guard._report import diagnose
-from ddpstats.guard._store_notes import NOTES_KEPT, Note, Overrun
+from ddpstats.guard import collective_guard, notes_shm
+from ddpstats.guard.event import Event, Signature, digest_of, label_word, roll
+from ddpstats.guard.notes import NOTES_KEPT, Note, Overrun
+from ddpstats.guard.notes_shm import Exchange
+from ddpstats.guard.record import RecordWriter, read_records
+from ddpstats.guard.record_report import diagnose
 from ddpstats.testing import RankPool, run_ranks
 from tests import programs
 from tests.guard import runs
@@ -177,7 +177,7 @@ def test_ranks_of_one_host_share_memory_also_where_the_store_was_silent_at_first
 
 def test_notes_that_all_ranks_have_passed_are_deleted_from_the_store() -> None:
     store: Any = bounded(HashStore())
-    with mock.patch.object(_exchange._Shared, "of", side_effect=OSError("none between hosts")):
+    with mock.patch.object(notes_shm._Shared, "of", side_effect=OSError("none between hosts")):
         ranks = [Exchange(store, index, 2) for index in range(2)]
     for seq in range(1, NOTES_KEPT + 2):
         for rank in ranks:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats.guard._held_keys import ROUNDS
-from ddpstats.guard._tidings import Tidings
+from ddpstats.guard.held_keys import ROUNDS
+from ddpstats.guard.tidings import Tidings
 from ddpstats.testing import RankPool
 
 Reports = list[tuple[str | None, list[str]]]

@@ -28,10 +28,10 @@ import pytest
 import torch
 
 from ddpstats._observe.user_frames import calling_frame, site_of
-from ddpstats.guard.labels import _infer, _siblings
-from ddpstats.guard.labels._evidence import evidence_of
-from ddpstats.guard.labels._infer import Inferred, infer
-from ddpstats.guard.labels._reading import is_readable
+from ddpstats.guard.labels import infer as infer_room, siblings
+from ddpstats.guard.labels.evidence import evidence_of
+from ddpstats.guard.labels.infer import Inferred, infer
+from ddpstats.guard.labels.read import is_readable
 
 T = torch.Tensor
 Stats = dict[str, T]
@@ -508,8 +508,8 @@ def test_call_site_is_right_in_several_threads() -> None:
 def test_memory_for_ever_new_names_is_bounded() -> None:
     for index in range(5000):
         items({f"utt{index}-{part}": number() for part in ("ctc", "att")})
-    assert len(_infer._labels) <= 4096
-    assert sum(len(siblings.names) for siblings in _siblings._kept.values()) <= 1 << 16
+    assert len(infer_room._labels) <= 4096
+    assert sum(len(siblings.names) for siblings in siblings._kept.values()) <= 1 << 16
 
 
 # -- programs of unusual size -----------------------------------------------------------------------------------------

@@ -21,11 +21,11 @@ from pathlib import Path
 import pytest
 
 from ddpstats import ConfigError, DdpstatsError, cli
-from ddpstats.guard import _live, _live_notes
-from ddpstats.guard._events import Event, Signature, digest_of
-from ddpstats.guard._live import lines_of, picture_of
-from ddpstats.guard._live_notes import LiveNotes, RankNow, read_notes
-from ddpstats.guard._screen import Screen, run_watched
+from ddpstats.guard import live_notes, watch
+from ddpstats.guard.event import Event, Signature, digest_of
+from ddpstats.guard.live_notes import LiveNotes, RankNow, read_notes
+from ddpstats.guard.screen import Screen, run_watched
+from ddpstats.guard.watch import lines_of, picture_of
 from ddpstats.testing import RankPool
 from tests import programs
 from tests.guard import live_runs
@@ -60,7 +60,7 @@ def test_notes_of_two_ranks_are_shown_as_lines(tmp_path: Path, monkeypatch: pyte
     notes.tidings.stopped_holding("train", ["snr", "l2"])
     notes.alarm("they\n  differ")
     notes.waits(True)
-    monkeypatch.setattr(_live, "_LONG_SEC", -1.0)
+    monkeypatch.setattr(watch, "_LONG_SEC", -1.0)
     assert [re.sub(r"\d+ s", "N s", line) for line in shown(tmp_path).splitlines()] == [
         "2 of 2 ranks, step 1; rank 0 waits for rank 1",
         "  rank 0: step 1, 2 collectives, 0 behind, waits for N s: number 2, all_reduce(float32[], sum) 'snr', "
@@ -104,7 +104,7 @@ def test_file_that_is_no_note_is_left_out(make: Callable[[Path], object], tmp_pa
 
 def test_notes_of_a_newer_format_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(_live_notes, "FORMAT", 3)
+        patched.setattr(live_notes, "FORMAT", 3)
         noted(tmp_path)
     with pytest.raises(DdpstatsError, match="written by a newer ddpstats: format 3, this one reads 2"):
         read_notes(tmp_path)
@@ -114,7 +114,7 @@ def test_notes_of_a_newer_format_are_refused(tmp_path: Path, monkeypatch: pytest
 
 def test_program_goes_on_beside_notes_of_a_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(_live_notes, "FORMAT", 3)
+        patched.setattr(live_notes, "FORMAT", 3)
         noted(tmp_path)
     program = [sys.executable, "-c", "import sys; sys.exit(3)"]
     assert run_watched(program, os.environ, str(tmp_path)) == 3
@@ -131,12 +131,12 @@ time.sleep(600)
 """
 ENDS_WITH_ITS_PROGRAM = """
 import signal, sys
-from ddpstats.guard import _screen
+from ddpstats.guard import screen
 
-_screen.ENDING_SEC = 0.5
+screen.ENDING_SEC = 0.5
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background has it ignored
 try:
-    sys.exit(-_screen.run_watched(sys.argv[2:], {}, sys.argv[1]))
+    sys.exit(-screen.run_watched(sys.argv[2:], {}, sys.argv[1]))
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -176,7 +176,7 @@ def test_only_ranks_of_the_newest_run_are_shown(tmp_path: Path, monkeypatch: pyt
 
 def test_label_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     noted(tmp_path, event=dataclasses.replace(EVENT, label="\x1b[2Jsnr", site="\x1b[H.py:1 in f"))
-    with _live.Lines(sys.stdout) as view:
+    with watch.Lines(sys.stdout) as view:
         view.show(picture_of(read_notes(tmp_path)))
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
@@ -284,7 +284,7 @@ def _until(is_so: Callable[[], bool], program: Program) -> None:
 
 WATCHED = """
 import fcntl, signal, sys, termios
-from ddpstats.guard._screen import run_watched
+from ddpstats.guard.screen import run_watched
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background has it ignored
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -319,8 +319,8 @@ def test_small_terminal_shows_the_late_rank_and_the_alarm() -> None:
     from rich.live import Live
 
     last = ("number 4812, all_reduce(float32[25557032], sum) '(gradients)'", "train.py:214 in train_one_epoch")
-    rows = [_live.Row(rank, 120, 4812, 0, "waits for 31 s", *last) for rank in range(15)]
-    rows.append(_live.Row(15, 120, 4811, 1, "stopped (last began 33 s ago)", *last))
+    rows = [watch.Row(rank, 120, 4812, 0, "waits for 31 s", *last) for rank in range(15)]
+    rows.append(watch.Row(15, 120, 4811, 1, "stopped (last began 33 s ago)", *last))
     remarks = [
         "renegotiations: 1",
         "ALARM: step 118: the gradients of rank 1 are not finite",
@@ -331,7 +331,7 @@ def test_small_terminal_shows_the_late_rank_and_the_alarm() -> None:
     screen._live = Live(console=console, auto_refresh=False)
     with screen:
         screen.above(b"[" + b"=" * 100)  # a progress bar without an end
-        screen.show(_live.Picture("16 of 16 ranks", rows, remarks, [15], 0))
+        screen.show(watch.Picture("16 of 16 ranks", rows, remarks, [15], 0))
         lines = [line.strip() for line in drawn.getvalue().splitlines()[-24:]]
     assert lines[0].endswith("=\u2026")
     assert lines[1:3] == ["16 of 16 ranks", remarks[1]]

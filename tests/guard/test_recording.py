@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpstats import cli
-from ddpstats.guard._records import read_records
+from ddpstats.guard.record import read_records
 from ddpstats.testing import RankPool
 from tests import programs
 from tests.guard import recording_runs

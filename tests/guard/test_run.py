@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddpstats import cli
-from ddpstats.guard._records import read_records
+from ddpstats.guard.record import read_records
 from tests import programs
 from tests.guard.tiers import tiers
 from tests.needs import needs

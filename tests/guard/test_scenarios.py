@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpstats.guard._records import read_records
-from ddpstats.guard._report import diagnose
+from ddpstats.guard.record import read_records
+from ddpstats.guard.record_report import diagnose
 from ddpstats.testing import RankPool
 from tests.guard.scenarios import DIES, SCENARIOS, latest_sec, probe
 from tests.guard.tiers import tiers

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ddpstats._base.marks import Mark
-from ddpstats.guard._events import Event, Signature, digest_of, label_word
-from ddpstats.guard._records import RecordWriter
+from ddpstats.guard.event import Event, Signature, digest_of, label_word
+from ddpstats.guard.record import RecordWriter
 
 BEGAN = 1795380798.0
 

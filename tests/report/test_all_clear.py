@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.guard._records import RecordWriter, read_records
+from ddpstats.guard.record import RecordWriter, read_records
 from tests.report import records
 from tests.report.conftest import Report
 from tests.report.test_flight_recorder import dump, entry

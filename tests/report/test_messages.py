@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.guard._events import Event
+from ddpstats.guard.event import Event
 from ddpstats.testing import RankPool, run_ranks
 from tests.report import records, runs
 from tests.report.conftest import Report

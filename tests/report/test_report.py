@@ -14,9 +14,9 @@ import pytest
 
 from ddpstats._base.marks import Mark
 from ddpstats.capture._manifest import read_manifest
-from ddpstats.guard._events import Event, Evidence
-from ddpstats.guard._mark_lines import mark_from_dict
-from ddpstats.guard._records import RecordWriter, read_records
+from ddpstats.guard.event import Event, Evidence
+from ddpstats.guard.mark_lines import mark_from_dict
+from ddpstats.guard.record import RecordWriter, read_records
 from ddpstats.report._sources import read_timeline
 from ddpstats.testing import run_ranks
 from tests.formats.make import NAMES

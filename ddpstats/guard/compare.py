@@ -1,0 +1,267 @@
+"""Comparing what ranks post about their collectives: one by one (strict), or rolling digests now and then (step).
+
+`verdicts` waits for what others post, and says what a difference leads to; `message_waits` compares messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from ddpstats._ranks.store import STORE_ERRORS, StoreSilent
+from ddpstats.guard.event import MASK, Event, roll, same_labels
+from ddpstats.guard.failure_agreement import Alarm
+from ddpstats.guard.group import Group, Session, Settings, Standing
+from ddpstats.guard.message_waits import MessageComparing
+from ddpstats.guard.notes import Note, Overrun
+from ddpstats.guard.notes_shm import agree, share
+from ddpstats.guard.spoken import words_of
+from ddpstats.guard.verdicts import Silenced, Verdicts, alarm_of
+
+_MAX_PENDING = 64
+_END = Note(0x454E44, 0)  # posted in place of a collective by a rank that leaves
+
+
+Told = dict[str, list[Any]]
+"""A group -> its name, words and ranks, the number of the last collective, and the note about all until then."""
+
+
+class _Digests(NamedTuple):
+    """Of all that a rank has done in a group until the collective of number ``seq``."""
+
+    seq: int
+    note: Note
+
+
+class Comparing:
+    """Compares the collectives of one session."""
+
+    def __init__(self, session: Session, standing: Standing, settings: Settings) -> None:
+        self.session, self._standing, self._strict = session, standing, settings.mode == "strict"
+        self.verdicts = Verdicts(session, standing, settings)
+        self.messages = MessageComparing(session, self.verdicts)
+        self._asked: list[tuple[Group, _Digests]] = []
+
+    def foretell(self, group: Group, event: Event, seq: int) -> None:
+        """Say what is about to be issued, where the other ranks of this host see it even if gloo aborts this process.
+
+        Raises where a neighbour in the group has said something else; never waits.
+        """
+        assert group.exchange is not None
+        if group.exchange.tell(seq, event.digest, words_of(event)):
+            self.verdicts.await_verdict(alarm_of(group, seq, doubt=True))
+
+    # -- notes --------------------------------------------------------------------------------------------------------
+
+    def post(self, group: Group, event: Event, seq: int) -> None:
+        """strict: say what is about to be issued."""
+        group.rolling = roll(group.rolling, event.digest)
+        note = Note(event.digest, event.balance, event.word, group.rolling)
+        self._post(group, seq, note, seq)
+
+    def take_in(self, group: Group, event: Event, check_every: int) -> None:
+        """step: note what is about to be issued, and compare the digests now and then."""
+        assert group.exchange is not None
+        group.pending.append(event)
+        if group.settled < group.posted and (group.exchange.is_quick or group.seq % 8 == 0):
+            self._settle_ready(group)
+        if group.seq % check_every == 0:
+            self._post_digests(group)  # settled when all have posted it, and at `step` at the latest
+        elif len(group.pending) >= _MAX_PENDING:
+            _roll_pending(group)
+
+    def _post_digests(self, group: Group) -> None:
+        seq, note = _digests_of(group)
+        group.checked_at[group.posted + 1] = seq
+        self._post(group, group.posted + 1, note, seq)
+
+    def _post(self, group: Group, number: int, note: Note, seq: int) -> None:
+        """Post this rank's note of that number, about its collectives up to ``seq``; never waits."""
+        assert group.exchange is not None
+        group.posted = number
+        try:
+            group.exchange.post(number, note)
+        except STORE_ERRORS as error:
+            ending = self.verdicts.ends_by is not None
+            self.verdicts.conclude_alone(alarm_of(group, seq, until=True, ending=ending), error)
+
+    def settle(self, group: Group, until: int) -> None:
+        """See that all ranks posted the same, up to that note. Waits for them."""
+        deadline = self.verdicts.deadline(group)
+        with group.lock:
+            while group.settled < until and not self._standing.silent and self._settle_one(group, deadline):
+                pass
+
+    def settle_what_is_ready(self) -> None:
+        """Compare what all ranks have posted by now; never waits."""
+        for group in list(self.session.named.values()):
+            if group.settled < group.posted and group.exchange is not None and group.exchange.is_quick:
+                self._settle_ready(group)
+
+    def _settle_ready(self, group: Group) -> None:
+        if group.lock.acquire(blocking=False):
+            try:
+                while group.settled < group.posted and self._is_there(group, group.settled + 1):
+                    self._settle_one(group, time.monotonic())
+            finally:
+                group.lock.release()
+
+    def _is_there(self, group: Group, number: int) -> bool:
+        """Whether all ranks have posted that note by now."""
+        assert group.exchange is not None
+        try:
+            with self.verdicts.agreement.glancing():
+                return group.exchange.look(number) is not None
+        except Overrun:
+            return True
+        except StoreSilent:
+            return False
+        except STORE_ERRORS as error:
+            self.verdicts.conclude_alone(alarm_of(group, group.seq, until=True), error)
+
+    def _settle_one(self, group: Group, deadline: float) -> bool:
+        """Compare the next note with those of all ranks. False where a warning has ended all comparing."""
+        assert group.exchange is not None
+        number = group.settled + 1
+        if self._strict and group.exchange.all_alike(number):
+            group.settled = group.agreed = number
+            return True
+        seq = number if self._strict else group.seq
+        try:
+            notes = group.exchange.look(number)
+            if notes is None:
+                with self._standing.waiting(group, seq):
+                    notes = group.exchange.wait(number, self.verdicts.watch(group, seq, deadline))
+        except Overrun:  # a later note proves this one
+            group.settled = number
+            return True
+        except Silenced:
+            return False
+        except STORE_ERRORS as error:
+            self.verdicts.conclude_alone(alarm_of(group, seq, until=True), error)
+        group.settled = number
+        if self._strict:
+            self._judge_one(group, seq, notes)
+        else:
+            self._judge_digests(group, number, notes)
+        return True
+
+    def _judge_one(self, group: Group, seq: int, notes: Sequence[Note]) -> None:
+        same = agree(notes)
+        if same and same_labels(note.label for note in notes):
+            group.agreed = seq
+        else:
+            self.verdicts.await_verdict(alarm_of(group, seq, doubt=same))  # labels may differ for good reasons
+
+    def _judge_digests(self, group: Group, number: int, notes: Sequence[Note]) -> None:
+        if not agree(notes):
+            self.verdicts.await_verdict(alarm_of(group, group.seq))
+        elif any(note.label != notes[0].label for note in notes):
+            self.verdicts.await_verdict(alarm_of(group, group.seq, doubt=True))  # legal, where one rank has no names
+        group.agreed = max(group.agreed, group.checked_at.get(number, 0))
+        for old in [old for old in group.checked_at if old <= number]:
+            del group.checked_at[old]
+
+    # -- at a step and at the end -------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Compare all groups as far as they are."""
+        groups = self.session.groups()
+        for group in groups if not self._strict else ():
+            self._post_digests(group)
+        for group in groups:
+            self.settle(group, group.posted)
+
+    def ask(self) -> int:
+        """`step` by a sum over all ranks: what this one adds to it. It is 0 modulo 2**64 if all agree. Never waits.
+
+        Raises where what was posted before is seen to differ.
+        """
+        groups = self.session.groups()
+        for group in groups:
+            self._settle_ready(group)
+        self._asked = [(group, _digests_of(group, strict=self._strict)) for group in groups]
+        return sum(_share(group, digests) for group, digests in self._asked if digests.seq > group.proved) & MASK
+
+    def told(self) -> Told:
+        """What was asked, in full."""
+        return {
+            f"{group.name} of {group.view.ranks}": [group.name, group.words, list(group.view.ranks), seq, *note]
+            for group, (seq, note) in self._asked
+        }
+
+    def take_agreed(self) -> None:
+        """All ranks had asked the same, so what was posted before is there, too."""
+        asked, self._asked = self._asked, []
+        for group, digests in asked:
+            self.settle(group, group.posted)
+            group.agreed, group.proved = max(group.agreed, digests.seq), digests.seq
+
+    def post_ends(self) -> None:
+        """Say that nothing more will come; never waits."""
+        for group in self.session.groups():
+            if self._strict:
+                self._post(group, group.seq + 1, _END._replace(rolling=group.rolling), group.seq + 1)
+                group.has_ended = True
+            else:
+                self._post_digests(group)
+
+    def finish(self) -> None:
+        """The last comparison, after `post_ends`. A rank that left earlier, or runs one collective more, shows here."""
+        for group in self.session.groups():
+            self.settle(group, group.posted)
+        self.messages.await_receivers()
+
+    @contextmanager
+    def ending_within(self, seconds: float) -> Iterator[None]:
+        """Around `post_ends` and `finish`: the program has come to its end, and ranks may do so at different times.
+
+        Raises `Unfinished` where some rank does not come in time, has died, or has left before.
+        """
+        self.verdicts.ends_by = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self.verdicts.ends_by = None
+
+
+def _roll_pending(group: Group) -> None:
+    with suppress(IndexError):  # there are no more, or another thread has taken the last
+        while True:
+            event = group.pending.popleft()
+            group.rolling = roll(group.rolling, event.digest)
+            group.labels = roll(group.labels, event.word)
+            group.balance += event.balance
+
+
+def _digests_of(group: Group, strict: bool = False) -> _Digests:
+    _roll_pending(group)
+    rolling = roll(group.rolling, group.seq)
+    if strict:  # where labels and balances are compared one by one
+        return _Digests(group.seq, Note(rolling))
+    note = Note(rolling, group.balance & MASK, group.labels)
+    group.labels = 0  # each comparison has the labels since the one before: those that may differ do so once
+    return _Digests(group.seq, note)
+
+
+def _share(group: Group, digests: _Digests) -> int:
+    ranks = group.view.ranks
+    return share(group.name, ranks.index(group.view.rank), len(ranks), digests.note)
+
+
+def alarms_of(told: Iterable[Told]) -> list[Alarm]:
+    """What ranks that tell this are to come to a verdict on. Pure: the same, and in one order, on every rank."""
+    entries: dict[str, list[list[Any]]] = {}
+    for one in told:
+        for group, entry in one.items():
+            entries.setdefault(group, []).append(entry)
+    alarms = []
+    for _, held in sorted(entries.items()):
+        name, words, ranks = held[0][:3]
+        notes = [Note(*entry[4:]) for entry in held]
+        same = len(held) == len(ranks) and agree(notes)
+        if not same or len({note.label for note in notes}) > 1:
+            alarms.append(Alarm(name, words, tuple(ranks), max(entry[3] for entry in held), until=False, doubt=same))
+    return alarms

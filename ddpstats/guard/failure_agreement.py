@@ -1,0 +1,355 @@
+"""When something is wrong: one alarm, the status of every rank, one verdict. All through the store.
+
+1. A rank that sees a difference, or has waited too long, raises the alarm: a group, and the number of a collective.
+2. Every rank that is alive reports its status: what it ran on that group, what it waits in, where its main thread is.
+   A rank that waits does so itself, for any other one its watchdog does. (That thread can look, but not raise in
+   another.)
+3. One rank, the first to come, reads the status of all until it has them or its patience is over, and writes the
+   verdict; all raise that text. Another does so where it does not.
+
+The store is read by every rank and trusted by none: what is no status counts as none. It is one thread that answers
+all ranks, so a rank asks of no other one by one while it waits.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from ddpstats._base.files import parse_json
+from ddpstats._ranks.failure import Membership
+from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreLog, growing_polls, shared_poll
+from ddpstats.guard.diagnosis import find, unexplained
+from ddpstats.guard.event import MESSAGES, Event
+from ddpstats.guard.status import DOUBT, MISSING, NOTHING, GuardFinding, RankStatus
+from ddpstats.guard.watchdog import WATCHDOG_SEC, Watchdog
+
+_PATIENCE_SEC = 4.0
+_JUDGING_SEC = 2.0  # from then on another rank judges
+_POLL_SEC = 0.02  # torchrun ends all other ranks within 0.1 s of the first that ends
+_LONGEST_POLL_SEC = 0.1
+_ASKING_SEC = 3.0
+_LINGER_SEC = 2.0
+_LAST_LINGER_SEC = 10.0  # all ranks have come to their end, and are about to say so
+_MAX_POSITION_BYTES = 2000
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """What is in question.
+
+    ``until``: whether all ranks should have reached ``seq`` by now. ``doubt``: it may turn out to be nothing.
+    ``ending``: raised by a rank that has come to the end of its program, and waits in no collective.
+    ``absent``: who had not come when it was raised; some may come before the verdict.
+    """
+
+    group: str
+    words: str
+    ranks: tuple[int, ...]
+    seq: int
+    until: bool
+    doubt: bool = False
+    ending: bool = False
+    absent: tuple[int, ...] = ()
+
+    @property
+    def is_message(self) -> bool:
+        return self.group.endswith(MESSAGES)
+
+    def pack(self) -> str:
+        flags = self.until, self.doubt, self.ending
+        return json.dumps([self.group, self.words, self.ranks, self.seq, self.absent, *flags])
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Alarm:
+        """Raises ValueError for what `pack` did not write."""
+        try:
+            group, words, ranks, seq, absent, *flags = parse_json(payload)
+            until, doubt, ending = map(bool, flags)
+            everyone, late = (tuple(int(rank) for rank in named) for named in (ranks, absent))
+            return cls(str(group), str(words), everyone, int(seq), until, doubt, ending, late)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"not an alarm: {error}") from None
+
+
+ReportStatus = Callable[[str], RankStatus]
+"""This rank's own status in a group, from any of its threads."""
+
+ToldBy = Callable[[str, int], list[Event]]
+"""What a rank told of its last collectives in a group, before it issued them."""
+
+
+class FailureAgreement:
+    """This rank's part.
+
+    ``roster``: of all ranks. ``position``: the rank's last collective in words, which the watchdog keeps in the store
+    for the case that the process dies; ``told_by``: what ranks of this host keep in shared memory for that case. When
+    the store is no longer ``is_reachable``, the watchdog ends. ``heard`` is called with each verdict, before it is
+    raised.
+    """
+
+    def __init__(
+        self,
+        roster: Membership,
+        report_status: ReportStatus,
+        position: Callable[[], str],
+        told_by: ToldBy,
+        is_reachable: Callable[[], bool],
+        heard: Callable[[GuardFinding], None],
+    ) -> None:
+        self.roster, self.rank, self.store = roster, roster.rank, roster.store
+        self.verdicts = 0  # so far
+        self._report_status, self._told_by, self._heard = report_status, told_by, heard
+        self.is_lost = False  # the store does not answer any more
+        self._left: dict[int, dict[str, Any]] = {}
+        self._leaving = StoreLog(self.store, "left")
+        self.look_sec = shared_poll(WATCHDOG_SEC, len(roster.ranks))  # how often a watchdog looks
+        self._waits = ""  # a key in the store
+        roster.join()
+        self._watchdog = Watchdog(self, position, is_reachable)
+        self._watchdog.start()
+
+    # -- alarms -------------------------------------------------------------------------------------------------------
+
+    def alarm(self) -> Alarm | None:
+        """The alarm that is on, if there is one."""
+        try:
+            with self.store.within(GLANCE_SEC):
+                alarm = self.store.find(f"alarm/{self.verdicts}")
+            self.is_lost = False
+            return None if alarm is None else Alarm.unpack(alarm)
+        except ValueError:  # not one of ours
+            return None
+        except STORE_ERRORS:
+            self.is_lost = True
+            return None
+
+    def glancing(self) -> AbstractContextManager[None]:
+        """Around questions that are asked again and again: raises `StoreSilent` soon, which says nothing yet."""
+        return self.store.within(GLANCE_SEC)
+
+    def asking(self, at_least_sec: float = 0.0) -> AbstractContextManager[None]:
+        """Around the last questions before this rank concludes alone."""
+        return self.store.within(max(at_least_sec, GLANCE_SEC if self.is_lost else _ASKING_SEC))
+
+    def raise_alarm(self, alarm: Alarm, at_least_sec: float = 0.0) -> GuardFinding:
+        """Raise the alarm, unless one is on already; the verdict on the one that is on.
+
+        ``at_least_sec``: how long the store may be silent, where that is longer than usual.
+        """
+        try:
+            while True:
+                with self.asking(at_least_sec):
+                    found = Alarm.unpack(self.store.post(f"alarm/{self.verdicts}", alarm.pack()))
+                finding = self.verdict(found)
+                if finding.kind not in (NOTHING, DOUBT) or found == alarm:
+                    return finding
+        except STORE_ERRORS as error:
+            return self.without_store(alarm, error)
+
+    def without_store(self, alarm: Alarm, error: BaseException) -> GuardFinding:
+        """What this rank knows alone, in words that others who know the same would choose as well."""
+        self.is_lost = True
+        lost = self.roster.diagnose_without_store(error, alarm.ranks)
+        what = "a message" if alarm.is_message else f"collective number {alarm.seq}"
+        lines = [f"{what} of {alarm.words} was not completed:", *lost.lines]
+        lines.append(f"The store, which could tell who is missing, does not answer: {lost.why}")
+        return GuardFinding(MISSING, "\n".join(lines), alarm.group, alarm.seq, lost.missing)
+
+    def declare(self, finding: GuardFinding, alarm: Alarm) -> GuardFinding:
+        """Make ``finding`` the verdict, unless an alarm is on already; the verdict on the one that is on."""
+        try:
+            if self.alarm() is None:
+                with self.asking():
+                    self.store.post(f"verdict/{self.verdicts}", finding.pack())
+        except STORE_ERRORS:
+            return finding
+        return self.raise_alarm(alarm)
+
+    def another_waits_elsewhere(self, event: Event) -> bool:
+        """Whether a rank has waited in a collective of the same group and number that is not the same one.
+
+        Says in passing what this rank waits for, where it is the first that waits there.
+        """
+        key, mine = f"waits/{event.group}/{event.seq}", str(event.digest)
+        if self.store.post(key, mine) != mine.encode():
+            return True
+        if self._waits and self._waits != key:
+            self.store.delete_key(self._waits)
+        self._waits = key
+        return False
+
+    def verdict(self, alarm: Alarm) -> GuardFinding:
+        """Report this rank's status, and wait for the verdict."""
+        number = self.verdicts
+        self.report_status(number, alarm)
+        try:
+            finding = GuardFinding.unpack(self._written(alarm, number))
+        except ValueError:  # not one of ours
+            finding = unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)
+        self._heard(finding)
+        self.store.set(f"read/{number}/{self.rank}", "1")
+        if self.rank == 0:
+            self._linger(alarm, number)
+        self.verdicts += 1
+        return finding
+
+    def _written(self, alarm: Alarm, number: int) -> bytes:
+        """The verdict of that number, by whichever rank."""
+        mine = str(self.rank)
+        judges = self.store.post(f"judge/{number}", mine) == mine.encode()
+        patience_over = time.monotonic() + _PATIENCE_SEC + 2 * (self.look_sec - WATCHDOG_SEC)
+        judges_from = patience_over + _JUDGING_SEC
+        for poll_sec in growing_polls(shared_poll(_LONGEST_POLL_SEC, len(alarm.ranks))):
+            written = self.store.find(f"verdict/{number}")
+            if written is not None:
+                return written
+            now = time.monotonic()
+            may_judge = judges or now > judges_from
+            if may_judge and (now > patience_over or self._have_reported(alarm, number)):
+                statuses = self._statuses(alarm, number)
+                if len(statuses) == len(alarm.ranks) or now > patience_over:
+                    return self.store.post(f"verdict/{number}", self._judge(alarm, statuses).pack())
+            time.sleep(poll_sec)
+        raise AssertionError("polls do not end")
+
+    def report_status(self, number: int, alarm: Alarm) -> None:
+        """Say what this rank knows of itself, for the verdict of that number."""
+        self.store.set(f"status/{number}/{self.rank}", self._report_status(alarm.group).pack())
+        self.store.add(f"reported/{number}", 1)
+
+    def _have_reported(self, alarm: Alarm, number: int) -> bool:
+        """Whether it is worth reading the statuses of all; not certain, for a rank may report twice."""
+        gone = self.dead(alarm.ranks) | self.left().keys()
+        return self.store.counted(f"reported/{number}") + len(gone) >= len(alarm.ranks)
+
+    def _linger(self, alarm: Alarm, number: int) -> None:
+        """Rank 0 often serves the store, and what it raises next may be its end: let the others read the verdict."""
+        dead = self.dead(alarm.ranks)
+        silent = set(self.store.absent([f"status/{number}/{rank}" for rank in alarm.ranks]))
+        left = self.left()
+        listening = [rank for rank in alarm.ranks if f"status/{number}/{rank}" not in silent]
+        waiting = [rank for rank in listening if rank not in dead and rank not in left]
+        wait_until(lambda: self.store.check([f"read/{number}/{rank}" for rank in waiting]), _LINGER_SEC)
+
+    def _judge(self, alarm: Alarm, statuses: Mapping[int, RankStatus]) -> GuardFinding:
+        dead = self.dead(alarm.ranks)
+        everyone = [
+            statuses.get(rank) or self._last_known_status(rank, alarm.group, rank in dead) for rank in alarm.ranks
+        ]
+        until = alarm.seq if alarm.until else None
+        found = find(alarm.group, alarm.words, everyone, until, alarm.absent, alarm.doubt)
+        if found is None and alarm.doubt:  # labels may differ for good reasons
+            return GuardFinding(NOTHING, "", alarm.group, alarm.seq)
+        return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)
+
+    def _statuses(self, alarm: Alarm, number: int) -> dict[int, RankStatus]:
+        """Those that were reported, and of ranks that can report none any more what was known of them last."""
+        keys = {rank: f"status/{number}/{rank}" for rank in alarm.ranks}
+        silent = set(self.store.absent(list(keys.values())))
+        keys = {rank: key for rank, key in keys.items() if key not in silent}
+        told = self.store.multi_get(list(keys.values())) if keys else []
+        found = {rank: RankStatus.unpack(status, rank) for rank, status in zip(keys, told, strict=True)}
+        for rank in self.dead([rank for rank in alarm.ranks if rank not in found]):
+            found[rank] = self._last_known_status(rank, alarm.group, True)
+        for rank in self.left():
+            if rank in alarm.ranks and (rank not in found or found[rank].left is None):  # it left since
+                found[rank] = self._last_known_status(rank, alarm.group, False)
+        return found
+
+    # -- ranks that are gone ------------------------------------------------------------------------------------------
+
+    def leave(self, how: str, counts: Mapping[str, int], last: str | None, statuses: Mapping[str, RankStatus]) -> None:
+        """Tell the others that this rank has left the guard, and what it did; local, never waits."""
+        if self.is_lost:
+            return
+        try:
+            for group, status in statuses.items():
+                self.store.set(f"words/{self.rank}/{group}", status.pack())
+            self._leaving.append(json.dumps({"rank": self.rank, "how": how, "counts": dict(counts), "last": last}))
+        except STORE_ERRORS:
+            self.is_lost = True
+
+    def say_done(self) -> None:
+        """This rank needs the store no more; rank 0 waits a moment until all that have joined have said so."""
+        self.store.add("done", 1)
+        if self.rank == 0:
+            wait_until(lambda: self.store.counted("done") >= self.store.counted("here"), _LAST_LINGER_SEC)
+
+    def left(self) -> dict[int, dict[str, Any]]:
+        """How those ranks left that have; one question to the store where no other one has since."""
+        for told in self._leaving.unread():
+            left = _parsed(told)
+            if left:
+                self._left[left["rank"]] = left
+        return self._left.copy()
+
+    def has_left(self, rank: int) -> dict[str, Any] | None:
+        """How a rank left, or None."""
+        return self.left().get(rank)
+
+    def dead(self, ranks: Collection[int]) -> set[int]:
+        """Which of these ranks, on this host, have no process any more."""
+        self.roster.learn()
+        return self.roster.dead(ranks)
+
+    def are_dead(self, ranks: Collection[int]) -> bool:
+        """Whether none of them, all on this host, has a process any more."""
+        self.roster.learn()
+        return self.roster.dead(ranks) == set(ranks)
+
+    def last_known(self, rank: int, group: str) -> RankStatus:
+        """What is known of a rank that is not asked."""
+        return self._last_known_status(rank, group, bool(self.dead([rank])))
+
+    def _last_known_status(self, rank: int, group: str, dead: bool) -> RankStatus:
+        words, left = self.store.find(f"words/{rank}/{group}"), self.has_left(rank)
+        said = RankStatus(rank) if words is None else RankStatus.unpack(words, rank)
+        how, last = (str(left.get("how")), left.get("last")) if left is not None else (None, None)
+        if last is None and (position := self.store.find(f"position/{rank}")) is not None:
+            last = position[:_MAX_POSITION_BYTES].decode(errors="replace")
+        told = () if said.events or left is not None else self._told_by(group, rank)
+        if told:
+            balances = {event.seq: event.balance for event in told if event.balance}
+            said = RankStatus(rank, told, balances, told[-1].seq, last=str(told[-1]))
+        return RankStatus(
+            rank,
+            said.events,
+            said.balances,
+            said.count,
+            None,
+            str(last) if last else said.last,
+            how,
+            dead,
+            missed=said.missed,
+        )
+
+    def slept_sec(self) -> float:
+        """How long this process ran no Python lately."""
+        return self._watchdog.slept_sec()
+
+    def close(self) -> None:
+        self._watchdog.stop()
+
+
+def _parsed(told: bytes) -> dict[str, Any]:
+    """How a rank left; empty for what is none of ours."""
+    try:
+        found = parse_json(told)
+    except ValueError:
+        return {}
+    is_ours = isinstance(found, dict) and isinstance(found.get("counts"), dict) and type(found.get("rank")) is int
+    return found if is_ours else {}
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    """Wait for that, and for no longer than so many seconds."""
+    deadline = time.monotonic() + seconds
+    for poll_sec in growing_polls(_POLL_SEC):
+        if time.monotonic() > deadline or is_so():
+            return
+        time.sleep(poll_sec)

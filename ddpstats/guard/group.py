@@ -1,0 +1,297 @@
+"""One life of the default process group, as the guard sees it: its connections and its groups. What lasts for longer.
+
+A program may destroy its process group and make a new one under the same names, with another store. Whatever ranks
+told each other belongs to one of these lives: a guard that outlives the first begins a new session with the second.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import weakref
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from ddpstats._base import config
+from ddpstats._base.version import __version__
+from ddpstats._observe.c10d_operators import GroupView
+from ddpstats._observe.torch_groups import longest_timeout_sec
+from ddpstats._ranks.comm import refuse_fake
+from ddpstats._ranks.exchange import PROTOCOL_VERSION, different_versions
+from ddpstats._ranks.failure import Membership
+from ddpstats._ranks.store import LIMIT_SEC, STORE_ERRORS
+from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
+from ddpstats.guard.event import Event
+from ddpstats.guard.failure_agreement import FailureAgreement, ReportStatus
+from ddpstats.guard.live_notes import LiveNotes, here
+from ddpstats.guard.messages import Messages
+from ddpstats.guard.notes_shm import Exchange
+from ddpstats.guard.spoken import read
+from ddpstats.guard.status import GuardFinding
+from ddpstats.guard.summary import FROM_ANYBODY, NOT_RECEIVED, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
+from ddpstats.guard.world_store import world_store
+
+_KEPT_DESTROYED = 64
+_MAX_VERSION = 80  # characters
+_turn = 0  # how often guards of this process have begun, and process groups ended under one
+_newest = 0  # the number of the last session
+
+
+def next_turn() -> None:
+    """A guard begins, or the default group ends. Ranks come to that alike, also one that issues nothing in between."""
+    global _turn
+    _turn += 1
+
+
+class Settings(NamedTuple):
+    """Of a guard, as `collective_guard` explains them. ``warn``: where a mismatch is not raised."""
+
+    mode: config.GuardMode
+    warn: bool
+    infer_labels: bool
+    check_every: int
+    timeout_sec: float
+    yields_to_groups: bool  # nobody has named a timeout: a group's own counts where it is longer
+    record_dir: str | Path | None
+
+    @property
+    def compares(self) -> bool:
+        return self.mode in ("strict", "step")
+
+
+@dataclass
+class Standing:
+    """How far a guard has come, over all its sessions."""
+
+    verdict: DdpstatsError | None = None
+    in_helper_thread: bool = False  # where the verdict was raised: a program may never look at what a thread ended with
+    silent: bool = False  # a mismatch was warned of: nothing is compared any more
+    waits: dict[int, tuple[str, int]] = field(default_factory=dict)  # thread -> the (group, number) that it waits in
+    collectives: int = 0
+    steps: int = 0
+    past: Tally = field(default_factory=Tally)  # of sessions that are over
+    live: LiveNotes | None = field(default_factory=here)
+
+    def waits_in(self, name: str) -> tuple[str, int] | None:
+        """Where some thread of this rank waits: in the group of that name, if one does there."""
+        waits = list(self.waits.values())
+        return next((place for place in waits if place[0] == name), waits[0] if waits else None)
+
+    @contextmanager
+    def waiting(self, group: Group, seq: int) -> Iterator[None]:
+        thread = threading.get_ident()
+        self.waits[thread] = group.name, seq
+        if self.live is not None:
+            self.live.waits(True)
+        try:
+            yield
+        finally:
+            self.waits.pop(thread, None)
+            if self.live is not None:
+                self.live.waits(False)
+
+
+def run_name(limit_sec: float) -> str:
+    """Of this program: the same on all its ranks. One question to the store, which raises what that raises."""
+    return world_store("ddpstats/run", limit_sec).post("token", secrets.token_hex(8)).decode(errors="replace")
+
+
+class Group:
+    """What the guard knows of one process group."""
+
+    def __init__(
+        self, name: str, view: GroupView, exchange: Exchange | None, messages: Messages | None, timeout_sec: float
+    ) -> None:
+        self.name, self.view, self.exchange, self.messages = name, view, exchange, messages
+        self.timeout_sec = timeout_sec  # how long others are waited for
+        known_as = "the default group" if view.desc == "default_pg" else f"group {view.name[:24]!r}"
+        self.words = f"{known_as} of {len(view.ranks)} ranks"
+        self.lock = threading.RLock()  # one thread at a time compares
+        self.seq = 0  # of the last collective begun
+        self.posted = 0  # the last note: of a collective in strict mode, else of what was done so far
+        self.settled = 0  # the last note that was compared
+        self.pending: deque[Event] = deque()  # step: what this rank did since it was last rolled into the digests
+        self.rolling = 0  # digest of all that this rank did
+        self.labels = 0  # digest of all its labels
+        self.balance = 0
+        self.agreed = 0  # the last number up to which all ranks are known to have done the same
+        self.proved = 0  # the same, by a question to all ranks: so they all have the same number here
+        self.checked_at: dict[int, int] = {}  # step: note -> the number up to which it goes
+        self.has_ended = False  # strict: its end was posted, as if it were a collective
+        self.sent = self.received = self.received_well = 0  # messages
+        self.unread = 0  # of those sent: not compared by their receivers when the program ended
+
+
+class Session:
+    """Made at the first collective of a life.
+
+    ``agreement`` is None where nothing is compared, or there is no other rank. ``run`` is a name of this program that
+    all its ranks share. Making one waits for nobody: ranks may come to it at different times.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        report_status: ReportStatus,
+        position: Callable[[], str],
+        heard: Callable[[GuardFinding], None],
+    ) -> None:
+        global _turn, _newest
+        compares = settings.compares
+        if compares:
+            refuse_fake(dist.group.WORLD)
+        self._number = _turn = _newest = max(_turn, _newest + 1)
+        self._compares, self._yields_to_groups = compares, settings.yields_to_groups
+        self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
+        self.rank = dist.get_rank()
+        self.words = f"the default group of {dist.get_world_size()} ranks"
+        limit_sec, self._timeout_sec = min(LIMIT_SEC, settings.timeout_sec), settings.timeout_sec
+        self._store = world_store(f"ddpstats/guard/{self._number}", limit_sec)
+        self._roster = Membership(self._store, self.rank, range(dist.get_world_size()))
+        with self._reaching_store():
+            self.run = run_name(limit_sec)
+        self._groups: dict[GroupView, Group] = {}
+        self.find = self._groups.get
+        self._lives: Counter[str] = Counter()  # a group may be destroyed, and another made under its name
+        self._forgotten = Tally()
+        self.is_concluded = False
+        self.unfinished = ""  # why the last comparison did not go to its end
+        self.named: dict[str, Group] = {}
+        self.agreement: FailureAgreement | None = None
+        self.differs = ""  # why ranks cannot be compared
+        if compares and dist.get_world_size() > 1:
+            with self._reaching_store():
+                self.differs = self._differing_versions()
+                self.agreement = FailureAgreement(
+                    self._roster, report_status, position, self._told_by, self.is_reachable, heard
+                )
+
+    def _differing_versions(self) -> str:
+        """What to say where the first rank to come runs another version: their notes mean something else."""
+        mine = f"ddpstats {__version__}, protocol {PROTOCOL_VERSION}"
+        told = self._store.post("version", f"{self.rank} {mine}").decode(errors="replace")
+        first, _, theirs = told.partition(" ")
+        if theirs == mine:
+            return ""
+        return different_versions(self.words, {int(first): theirs[:_MAX_VERSION], self.rank: mine})
+
+    def is_over(self) -> bool:
+        """Whether the program has destroyed the process group since."""
+        world = self._world()
+        return world is None or world is not dist.group.WORLD
+
+    def is_reachable(self) -> bool:
+        """Whether the store is likely to answer: torchrun's outlives a process group, another goes with it."""
+        return not self.is_over() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    @contextmanager
+    def _reaching_store(self) -> Iterator[None]:
+        """Around what a group or a session needs of the store before anything can be compared."""
+        try:
+            with self._store.within(self._timeout_sec):
+                yield
+        except ConfigError:
+            raise
+        except STORE_ERRORS as error:
+            lost = self._roster.diagnose_without_store(error)
+            lines = ["the collective_guard cannot compare the collectives of this group:"]
+            lines += lost.lines
+            lines.append(f"The store, which ranks compare through, does not answer: {lost.why}")
+            raise RankMissing("\n".join(lines), missing_ranks=lost.missing) from error
+
+    def meet(self, view: GroupView) -> Group:
+        """First sight of a group. Nobody is waited for: ranks may see their groups in different order."""
+        self._forget_destroyed()
+        self._lives[view.name] += 1
+        session, life = self._number, self._lives[view.name]
+        exchange = messages = None
+        if self._compares and len(view.ranks) > 1:
+            # Ranks that make their groups in different order have different groups of one name: they must not meet.
+            members = zlib.crc32(repr(view.ranks).encode())
+            part = self._store.part(f"group/{view.name}/{members:08x}/{life}", self._timeout_sec)
+            with self._reaching_store():
+                exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
+            messages = Messages(part, view.rank)
+        # Numbers begin again with each of these: nothing of one is ever compared, or shown, as if it were the other's.
+        name = view.name + f" of session {session}" * (session > 1) + f" of life {life}" * (life > 1)
+        own_sec = longest_timeout_sec(view.group()) if self._yields_to_groups else 0.0
+        made = Group(name, view, exchange, messages, max(self._timeout_sec, own_sec))
+        group = self._groups[view] = self.named[name] = made
+        return group
+
+    def groups(self) -> list[Group]:
+        """Those whose collectives are compared, in an order that all ranks share.
+
+        A group in which this rank has only sent and received is not among them: its other ranks may never come to it.
+        """
+        used = [group for group in self.named.values() if group.exchange is not None and group.seq > 0]
+        return sorted(used, key=lambda group: group.name)
+
+    def _forget_destroyed(self) -> None:
+        """Programs may make groups by the thousand. What is destroyed keeps its memory until there are too many."""
+        destroyed = [name for name, group in self.named.items() if not group.view.is_alive()]
+        for name in destroyed[:-_KEPT_DESTROYED]:
+            group = self.named.pop(name)
+            self._groups.pop(group.view, None)
+            self._forgotten += self._tally_of(group)
+            if group.exchange is not None:
+                group.exchange.close()
+
+    def _told_by(self, name: str, rank: int) -> list[Event]:
+        """What a rank of this host told of its last collectives in a group before it issued them."""
+        group = self.named.get(name)
+        if group is None or group.exchange is None or rank not in group.view.ranks:
+            return []
+        return read(group.exchange.told_by(group.view.ranks.index(rank)))
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    def tally(self) -> Tally:
+        """What was compared so far, and what was not."""
+        return sum((self._tally_of(group) for group in list(self.named.values())), self._forgotten)
+
+    def note(self, name: str, seq: int, differed: bool) -> None:
+        """A verdict: what went before a difference was the same on all ranks, and after it nothing is compared."""
+        group = self.named.get(name)
+        if group is not None and differed:
+            group.agreed = max(group.agreed, min(seq - 1, group.seq))
+        self.unfinished = "the first that differs, or after it" if differed else "not known to be equal by then"
+
+    def _tally_of(self, group: Group) -> Tally:
+        if group.exchange is None:
+            why = WITHOUT_OTHERS if self._compares else RECORDED
+            return Tally.of({why: group.seq + group.sent + group.received})
+        agreed = min(group.agreed, group.seq)
+        compared = agreed + group.sent - group.unread + group.received_well
+        agreeing = group.view.ranks if compared else ()
+        left = Tally.of({self.unfinished or UNSETTLED: group.seq - agreed}, compared, agreeing)
+        left += Tally.of({NOT_RECEIVED: group.unread})
+        return left + Tally.of({self.unfinished or FROM_ANYBODY: group.received - group.received_well})
+
+    def leave(self, how: str, last: Event | None, report_status: ReportStatus) -> None:
+        """Tell the others that this rank leaves; never waits."""
+        if self.agreement is not None and self.is_reachable():
+            counts: Mapping[str, int] = {name: group.seq + group.has_ended for name, group in self.named.items()}
+            told = None if last is None else last.in_full()
+            self.agreement.leave(how, counts, told, {name: report_status(name) for name in self.named})
+
+    def linger(self) -> None:
+        """After the last comparison: rank 0 often serves the store, and its end may be near. Bounded."""
+        if self.agreement is not None:
+            self.agreement.say_done()
+
+    def close(self) -> None:
+        """Local and idempotent."""
+        for group in self.named.values():
+            if group.exchange is not None:
+                group.exchange.close()
+        if self.agreement is not None:
+            self.agreement.close()

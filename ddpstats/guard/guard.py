@@ -1,0 +1,398 @@
+"""The guard: watches the collectives of this process and compares them with those of the other ranks.
+
+What happens to a collective (`pipeline`):
+
+1. It is described: signature, label, call site. All calls that are alike in these share one event; of each one, the
+   ring has the number in its group and the time, and the record, if there is one, has it all. step (and what is
+   asynchronous in strict): the other ranks of this host are told in shared memory, and where a neighbour has told of
+   something else, it is not issued.
+2. strict: its note is posted. A blocking one waits for all ranks' notes, so that nothing moves before all agree; others
+   are settled when the program waits for them, or at the next blocking one of their group.
+   step: it is noted. At `step()` and every N collectives what was noted is rolled into a digest, and that is compared.
+3. A blocking collective is waited for, in slices, between which the rank looks for alarms and for ranks that left.
+
+What is left is compared (`conclude`) when the process group is destroyed, on leaving, and when the program of a guard
+that nobody wrote into it ends (`ending`).
+
+`group` keeps what belongs to one life of the process group, `compare` compares, `verdicts` waits and comes to
+verdicts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from contextlib import ContextDecorator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+import torch.distributed as dist
+
+from ddpstats._base import config
+from ddpstats._base.config import check_choice, check_count
+from ddpstats._base.lazy import breaks_graph
+from ddpstats._base.text import first_line
+from ddpstats._observe import collectives
+from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
+from ddpstats.guard import ending
+from ddpstats.guard.compare import Comparing
+from ddpstats.guard.ending import AFTER_ERROR_SEC
+from ddpstats.guard.group import Settings, next_turn
+from ddpstats.guard.pipeline import GroupStatus, Watching, how_left
+from ddpstats.guard.status import LEFT
+from ddpstats.guard.step_question import StepQuestion
+from ddpstats.guard.summary import RECORDED, TO_RUN, GuardCounters, Tally, last_line
+from ddpstats.guard.verdicts import Unfinished, is_broken
+
+MismatchPolicy = Literal["raise", "warn"]
+
+_NEVER = 1 << 62
+
+log = logging.getLogger("ddpstats")
+
+
+class collective_guard(ContextDecorator):  # used like `torch.no_grad`
+    """Compare the collectives of this process with those of the other ranks, and name the first that differs.
+
+    A context manager, and a decorator. Every rank must enter and leave it at the same place of its program; inside,
+    ranks may do what they like as long as they issue the same collectives per group, in the same order.
+
+    Args:
+        mode: "strict": compared before a blocking collective moves data, asynchronous ones when they are waited for;
+            "step": compared at each `step` and every ``check_every`` collectives of a group; "record": nothing is
+            compared while running, each rank writes what it does to ``record_dir``; "off": nothing is done at all.
+        on_mismatch: "raise", or "warn": the error's text as a warning of the logger "ddpstats", and no more comparing.
+        infer_labels: look in the calling frames for the key under which the program reached the tensor.
+        check_every: collectives of one group between two comparisons; mode "step" only.
+        timeout_sec: how long a collective may wait for other ranks; None: DDPSTATS_TIMEOUT_SEC, else 300 seconds, or
+            as long as the program has given the process group, where that is longer.
+        record_dir: write each rank's collectives there, as JSON lines for ``ddpstats report``; any mode but "off".
+
+    Raises:
+        CollectiveMismatch: on every rank, from the collective at which it was noticed, from `step` or on leaving.
+        RankMissing: on every living rank: a rank died, left, or did not come within the timeout.
+        ConfigError: an argument, or a torch whose collectives this version cannot observe; on this rank only.
+
+    Limits: one guard at a time. A collective that C++ waits for (DDP, functional collectives) is settled at the next
+    one of its group, at `step` or on leaving. Messages between two ranks are compared before they are received.
+
+    Example::
+
+        with ddpstats.collective_guard("strict"):
+            train()      # rank 0: all_reduce(stats["snr"])   rank 1: all_reduce(stats["l1"])
+        # both: CollectiveMismatch: ... rank 0: all_reduce(float32[], sum) 'snr' at train.py:12 in train ...
+    """
+
+    def __init__(
+        self,
+        mode: config.GuardMode = "step",
+        *,
+        on_mismatch: MismatchPolicy = "raise",
+        infer_labels: bool = True,
+        check_every: int = 64,
+        timeout_sec: float | None = None,
+        record_dir: str | Path | None = None,
+    ) -> None:
+        check_choice("mode", mode, get_args(config.GuardMode))
+        check_choice("on_mismatch", on_mismatch, get_args(MismatchPolicy))
+        check_count("check_every", check_every, 1)
+        if mode == "record" and record_dir is None:
+            raise ConfigError("mode='record' needs record_dir=, where the records are written")
+        self.mode, self._record_dir, self._timeout_sec = mode, record_dir, config.timeout_sec(timeout_sec)
+        every = check_every if mode == "step" else _NEVER
+        yields = not config.has_timeout(timeout_sec)
+        self._settings = Settings(
+            mode, on_mismatch == "warn", infer_labels, every, self._timeout_sec, yields, record_dir
+        )
+        self._seen_before = 0, Tally()  # it gave way to another guard
+        self._has_record = False
+        self._yields = False  # to a guard of the program's own, and comes back after it
+        self._outer: collective_guard | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._watching = Watching(self._settings)
+        self._found_late: DdpstatsError | None = None  # by the last comparison
+        self._had_group = False  # which has been destroyed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is not entered: one guard watches all collectives of a process."""
+        anew = {"_seen_before": (0, Tally()), "_yields": False, "_outer": None, "_watching": None, "_found_late": None}
+        return {**vars(self), **anew}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._reset()
+
+    # -- entering and leaving -----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> collective_guard:
+        if self.mode == "off":
+            return self
+        if _active and not _active[0]._yields:
+            raise ConfigError("a collective_guard is active already; one at a time")
+        if _active:
+            self._outer = _active[0]
+            self._outer.conclude()
+            self._outer.abandon()
+        self._reset()
+        next_turn()
+        collectives.subscribe(self._watching)
+        self._watching.recording.subscribe()
+        ending.before_destroying(self._at_destroy)
+        _active.append(self)
+        try:
+            if dist.is_initialized():
+                self._watching.begin()
+        except BaseException:  # a store that cannot do what is needed, or does not answer
+            self._shut()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.mode == "off" or self not in _active:
+            return
+        found: DdpstatsError | None = None
+        watching = self._watching
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            error = None  # the usual end of a script
+        if watching.session is not None and watching.session.is_concluded:
+            watching.how_left = LEFT  # all was said when the process group was destroyed
+        try:
+            if error is None:
+                self._finish()
+            elif self._is_lost_connection(error):
+                found = self._explain()
+            if watching.how_left is None:
+                watching.leave(error)
+        except DdpstatsError as raised:
+            watching.leave(raised)
+            raise
+        finally:
+            self._shut()
+            self.say_end()
+        if found is not None:
+            raise found from error
+
+    def _is_lost_connection(self, error: BaseException) -> bool:
+        """Whether a verdict may stand behind what the program has raised."""
+        watching = self._watching
+        return is_broken(error) and watching.comparing is not None and watching.standing.verdict is None
+
+    def _explain(self) -> DdpstatsError | None:
+        comparing = self._watching.comparing
+        return None if comparing is None else comparing.verdicts.explain(self._watching.ring.last())
+
+    def _finish(self) -> None:
+        """The last comparison: a rank that left earlier, or runs one collective more, shows here."""
+        comparing = self._open_comparing()
+        if comparing is None:
+            return
+        self._watching.how_left = LEFT
+        try:
+            self._compare_last(comparing, None)
+        except DdpstatsError:
+            raise
+        except (RuntimeError, OSError) as error:  # the rank that serves the store has seen our last note, and is gone
+            log.debug("the store went away during the last comparison: %s", error)
+
+    def _compare_last(self, comparing: Comparing, error: BaseException | None) -> None:
+        comparing.post_ends()  # first: who sees that this rank has left looks for them
+        self._watching.leave(error)
+        comparing.finish()
+        comparing.session.linger()
+
+    def conclude(self, error: BaseException | None = None, timeout_sec: float | None = None) -> None:
+        """The last comparison of this process group: the program destroys it, or has come to its own end.
+
+        Ranks may come here at different times, and some never. Where the comparison cannot go to its end, the last line
+        of the guard says so; only what was found is raised. ``error``: what the program itself ends with.
+        """
+        comparing = self._open_comparing()
+        if comparing is None:
+            return
+        session = comparing.session
+        session.is_concluded = True
+        self._watching.how_left = how_left(error)
+        try:
+            with comparing.ending_within(self._timeout_sec if timeout_sec is None else timeout_sec):
+                self._compare_last(comparing, error)
+        except Unfinished as reason:
+            session.unfinished = str(reason)
+        except DdpstatsError as found:
+            self._found_late = found
+            if error is None or isinstance(found, CollectiveMismatch):
+                raise
+        except (RuntimeError, OSError) as reason:
+            session.unfinished = f"the store does not answer ({first_line(reason)[:200]})"
+
+    def verdict_at_end(self, error: BaseException | None) -> DdpstatsError | None:
+        """`conclude` where the program has ended, by ``error`` or without: what was found, then or before."""
+        if isinstance(error, KeyboardInterrupt):
+            return None
+        try:
+            if error is not None and self._is_lost_connection(error):
+                return self._explain()
+            self.conclude(error, None if error is None else AFTER_ERROR_SEC)
+        except DdpstatsError as found:
+            return found
+        return self._found_late
+
+    def _at_destroy(self, group: Any) -> None:
+        if group is not dist.group.WORLD:
+            return
+        next_turn()
+        self._had_group = True
+        self._watching.recording.begin_early()
+        if self.has_begun and not self._watching.is_over():
+            error = sys.exc_info()[1]
+            try:
+                self.conclude(error, None if error is None else AFTER_ERROR_SEC)
+            except DdpstatsError:
+                if not self._yields or threading.main_thread().is_alive():
+                    raise  # else an exit handler has called, whom nobody catches: `ending` tells what was found
+
+    def _open_comparing(self) -> Comparing | None:
+        """Where the last comparison is still to come, and can come."""
+        comparing, standing = self._watching.comparing, self._watching.standing
+        if comparing is None or standing.silent or standing.verdict is not None:
+            return None
+        return comparing if not comparing.session.is_concluded and comparing.session.is_reachable() else None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a process group."""
+        return self._watching.session is not None
+
+    @property
+    def verdict(self) -> DdpstatsError | None:
+        """What was raised as the guard's finding; it stays here where the program has caught it."""
+        return self._watching.standing.verdict
+
+    @property
+    def raised_in_helper_thread(self) -> bool:
+        """Whether that was raised in another thread than the main one."""
+        return self._watching.standing.in_helper_thread
+
+    def preemptible(self) -> collective_guard:
+        """This guard, made to give way to one that the program itself enters: for those that nobody wrote into it."""
+        self._yields = True
+        return self
+
+    def abandon(self, error: BaseException | None = None) -> None:
+        """Leave without a last comparison; local, and raises nothing of the other ranks'. Idempotent."""
+        if self in _active:
+            try:
+                if self._watching.how_left is None:
+                    self._watching.leave(error)
+            finally:
+                seen, tally = self._counted()
+                self._seen_before = self._seen_before[0] + seen, self._seen_before[1] + tally
+                self._shut()
+
+    def _shut(self) -> None:
+        collectives.unsubscribe(self._watching)
+        ending.before_destroying(None)
+        _active.remove(self)
+        self._watching.close()
+        self._has_record |= self._watching.recording.writer is not None
+        if self._outer is not None:
+            outer, self._outer = self._outer, None
+            outer.__enter__()
+
+    # -- the user's side ----------------------------------------------------------------------------------------------
+
+    @breaks_graph
+    def step(self) -> None:
+        """Mark a step boundary; in mode "step" compare all groups. Every rank must call. Raises as the guard does."""
+        standing, comparing = self._watching.standing, self._watching.comparing
+        standing.steps += 1
+        if standing.verdict is not None:
+            raise standing.verdict.with_traceback(None)
+        if comparing is not None and not standing.silent and not self._watching.is_over():
+            comparing.step()
+
+    def _question(self) -> StepQuestion:
+        """`step` as one of several questions that all ranks ask together."""
+        watching = self._watching
+        return StepQuestion(None if watching.is_over() else watching.comparing, watching.standing)
+
+    @property
+    def counters(self) -> GuardCounters:
+        """What this guard has seen so far; a frozen copy."""
+        return self._counters(*self._counted())
+
+    def _counted(self) -> tuple[int, Tally]:
+        return self._watching.standing.collectives, self._watching.tally()
+
+    def _counters(self, collectives: int, tally: Tally) -> GuardCounters:
+        return GuardCounters(
+            collectives,
+            tally.compared,
+            collectives - tally.compared,
+            self._watching.standing.steps,
+            self.mode,
+            tally.not_compared,
+            len(tally.agreeing),
+        )
+
+    def last_line(self) -> tuple[int, str] | None:
+        """(level, text) of what there is to say at the end; None on all ranks but rank 0."""
+        session = self._watching.session
+        if (str(session.rank) if session is not None else os.environ.get("RANK", "0")) != "0":
+            return None
+        collectives, tally = self._seen_before if self._yields else self._counted()
+        record_dir = str(self._record_dir) if self._has_record else None
+        amiss, line = last_line(self._counters(collectives, tally), self._nothing(), self._verdict_name(), record_dir)
+        return logging.WARNING if amiss else logging.INFO, line
+
+    def say_end(self) -> None:
+        """Log the last line; of guards with nothing to compare the first alone, for there may be one at each step."""
+        said = self.last_line()
+        if said is None or (said[0] == logging.WARNING and said[1] in _said):
+            return
+        _said.add(said[1])
+        log.log(said[0], "%s", said[1])
+
+    def _verdict_name(self) -> str:
+        standing = self._watching.standing
+        if standing.silent:
+            return "a mismatch that was warned of"
+        where = ", raised in a helper thread" if standing.in_helper_thread else ""
+        return "" if standing.verdict is None else type(standing.verdict).__name__ + where
+
+    def _nothing(self) -> str:
+        """Why there was nothing to compare, where that is known."""
+        if self.mode == "record":
+            return RECORDED
+        session = self._watching.session
+        if session is None:
+            return "" if self._had_group or dist.is_initialized() else f"no process group was made. {TO_RUN}"
+        return f"the program runs on one rank. {TO_RUN}" if session.agreement is None else ""
+
+
+def statuses() -> dict[str, GroupStatus]:
+    """Of this rank, in each group that the active guard has met; from any thread."""
+    return _active[0]._watching.statuses() if _active else {}
+
+
+_active: list[collective_guard] = []
+_said: set[str] = set()
+
+
+def _in_fork() -> None:
+    """What an active guard writes to is the other process's, which goes on. In this one nobody has entered a guard."""
+    for guard in _active:
+        guard._watching.disown()
+        guard._outer = None
+        guard._reset()
+    _active.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_fork)

@@ -1,0 +1,371 @@
+"""What a guard does between entering and leaving: it takes each collective in, describes it, and has it compared."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple
+
+from ddpstats._observe.c10d_operators import Collective, GroupView
+from ddpstats._observe.user_frames import called_by_c10d, calling_frame, main_stack, site_of
+from ddpstats.guard.buckets import with_parameters
+from ddpstats.guard.compare import Comparing
+from ddpstats.guard.event import BY_TORCH, MESSAGES, Entry, Event, Ring, event_of, label_word
+from ddpstats.guard.group import Group, Session, Settings, Standing
+from ddpstats.guard.labels import current_label
+from ddpstats.guard.labels.evidence import evidence_of
+from ddpstats.guard.labels.infer import Chain, Inferred, infer
+from ddpstats.guard.messages import Awaited
+from ddpstats.guard.recording import Recording
+from ddpstats.guard.signature import NO_PIECES, PIECEWISE, Parts, parts_of, pieces_of, signature_of
+from ddpstats.guard.status import DOUBT, LEFT, GuardFinding, RankStatus
+from ddpstats.guard.summary import Tally
+
+RING_EVENTS = 10_000
+# Operations that combine what must be the same thing on all ranks. With others the names may legally be each rank's
+# own: shards that are gathered, what a root sends. Functions that are known to reduce named stats may gather them:
+# espnet sums what it has all-gathered.
+_COMBINING = frozenset(
+    {
+        *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+        *("all_reduce_coalesced", "reduce_scatter_tensor_coalesced"),
+    }
+)
+_GATHERING = "all_gather"
+_REPORTED_EVENTS = 2000  # of one group
+_CONTEXT_EVENTS = 64  # before the last on which ranks agreed: which names have met there before
+_STACK_FRAMES = 6  # of the main thread, for a rank that is somewhere else
+_KEPT_WORKS = 1024  # messages that nobody ever waits for would keep their tensors
+_KEPT_EVENTS = 4096
+
+log = logging.getLogger("ddpstats")
+
+
+_Seen = tuple[Group, Entry, Awaited | None]
+"""What is known of a collective once it is described; the last of a message that is still to be compared."""
+
+
+GroupStatus = tuple[str, str]
+"""Words for a group, and a `RankStatus` that is packed."""
+
+
+class _Work(NamedTuple):
+    """Something that runs, and that the program will wait for."""
+
+    work: Any
+    seen: _Seen
+
+    def is_done(self) -> bool:
+        """A message is never taken for done: its receiver still has to compare it."""
+        _, (event, _, _), awaited = self.seen
+        return event.peer is None and awaited is None and bool(self.work.is_completed())
+
+
+class Watching:
+    """The collectives of this process, from when a guard is entered until it is left. Subscriber of `collectives`.
+
+    ``comparing`` is None where there is nothing to compare, or nobody to compare with.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._mode = settings, settings.mode
+        self._timeout_ms = None if settings.yields_to_groups else int(settings.timeout_sec * 1000)
+        self._lock = threading.RLock()
+        self.ring = Ring(RING_EVENTS)
+        self.standing = Standing()
+        self.session: Session | None = None
+        self.comparing: Comparing | None = None
+        self.how_left: str | None = None
+        self._missed: tuple[int, ...] = ()  # when this rank left
+        self._is_inherited = False  # by a process that was forked from the guarded one
+        self.recording = Recording(settings.record_dir)
+        self._works: dict[int, _Work] = {}
+        self._silenced: set[Chain] = set()  # places whose names are each rank's own
+        self._known: dict[tuple[Any, ...], Event] = {}  # one for all calls that are alike
+
+    def begin(self) -> Session:
+        """Connect: on entering, at the first collective, or at the first one of another process group."""
+        if self.session is not None:
+            self.session.close()
+            self._works.clear()
+            self._known.clear()
+            self.ring = Ring(RING_EVENTS)  # numbers begin anew
+            self.how_left = None
+            self.standing.past += self.session.tally()
+        session = Session(self._settings, self._report_status, self._position, self._heard)
+        self.session = session
+        self.recording.begin(session.run)
+        self.comparing = None
+        if session.agreement is not None:
+            self.comparing = Comparing(session, self.standing, self._settings)
+            if session.differs:
+                self.comparing.verdicts.refuse()
+        return session
+
+    # -- subscriber of `collectives` -----------------------------------------------------------------------------------
+
+    def before(self, call: Collective) -> None:
+        """Describe, record, and where possible compare, before anything moves."""
+        if self._is_inherited:
+            return
+        standing = self.standing
+        if standing.verdict is not None:
+            raise standing.verdict.with_traceback(None)
+        if not call.blocking and self._settings.compares and not standing.silent:
+            call.timeout_ms = self._timeout_ms
+        is_message = call.is_p2p
+        with self._lock:
+            group = None if self.session is None else self.session.find(call.view)
+            if group is None:
+                group = self._meet(call.view)
+            event = self._describe(call, group)
+            if not is_message:
+                group.seq += 1
+            seq = group.seq
+            entry = event, seq, time.time()
+            self.ring.append(entry)
+            standing.collectives += 1
+            if standing.live is not None:
+                standing.live.begins(group.name, group.view.ranks, event, seq)
+            if self.recording.writer is not None:
+                self.recording.writer.write_event(event_of(entry))
+        call.subscriber_state = group, entry, self._begin_message(entry, group) if is_message else None
+        comparing = self.comparing
+        if is_message or standing.silent or group.exchange is None or comparing is None:
+            return
+        if self._mode == "step" or not call.blocking:
+            comparing.foretell(group, event, seq)
+        if self._mode == "strict":
+            comparing.post(group, event, seq)
+            if call.blocking:
+                comparing.settle(group, seq)
+        else:
+            comparing.take_in(group, event, self._settings.check_every)
+
+    def _begin_message(self, entry: Entry, group: Group) -> Awaited | None:
+        """What is to be compared when the program waits for the message, if anything."""
+        event = event_of(entry)
+        group.sent += event.signature.op == "send"
+        group.received += event.signature.op == "recv"
+        if self.standing.silent or group.messages is None or self.comparing is None:
+            return None
+        if event.signature.op == "send":
+            self.comparing.messages.post(group, event)
+            return None
+        awaited = group.messages.awaited(event)
+        if awaited is not None and called_by_c10d("recv", "recv_object_list"):
+            self.comparing.messages.settle(group, awaited)
+            return None
+        return awaited
+
+    def after(self, call: Collective, work: Any) -> None:
+        """Wait for a blocking one, so that a rank that never comes is named."""
+        if self.comparing is None or self.standing.silent or work is None:
+            return
+        tensors = call.inputs or call.outputs
+        if tensors and not tensors[0].is_cpu:
+            return
+        seen: _Seen = call.subscriber_state
+        if call.blocking:
+            self.comparing.verdicts.wait_for(work, seen[0], seen[1])
+            return
+        with self._lock:
+            # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
+            # tensors alive. It is settled with the next one of its group.
+            for key in [key for key, entry in self._works.items() if entry.is_done()]:
+                del self._works[key]
+            while len(self._works) >= _KEPT_WORKS:
+                del self._works[next(iter(self._works))]
+            self._works[id(work)] = _Work(work, seen)
+
+    def waiting(self, work: Any, limited: bool) -> bool:
+        """The program waits for an asynchronous collective, or a message: now it must be settled.
+
+        Where it waits under a timeout of its own, that holds, and what is not there yet is settled later.
+        """
+        comparing = self.comparing
+        if comparing is None or self.standing.silent:
+            return False
+        found = None
+        if not limited and self._works:
+            with self._lock:
+                found = self._works.pop(id(work), None)
+        if found is None or found.work is not work:
+            if self._mode == "strict" and self.standing.verdict is None:
+                comparing.settle_what_is_ready()
+            return False
+        group, entry, awaited = found.seen
+        if awaited is not None:
+            comparing.messages.settle(group, awaited)
+        if entry[0].group != group.name:
+            comparing.messages.wait_for(work, group, event_of(entry))
+            return True
+        if self._mode == "strict":
+            comparing.settle(group, entry[1])
+        if not self.standing.silent:
+            comparing.verdicts.wait_for(work, group, entry)
+        return False
+
+    # -- describing ---------------------------------------------------------------------------------------------------
+
+    def _describe(self, call: Collective, group: Group) -> Event:
+        """What is known of the call but its number and its time: the same object for all calls that are alike."""
+        parts = parts_of(call)
+        pieces = pieces_of(call) if parts[0] in PIECEWISE else NO_PIECES
+        frame, by_torch, is_api = calling_frame(3)
+        found: str | Inferred | None = current_label()
+        if found is None and by_torch:
+            found = BY_TORCH
+        elif found is None and self._settings.infer_labels and is_api and frame is not None:
+            found = _inferred(call, frame)
+        place = (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
+        key = group, parts, pieces, call.peer, call.tag, found, place
+        event = self._known.get(key)
+        if event is None:
+            if len(self._known) >= _KEPT_EVENTS:
+                self._known.clear()
+            event = self._known[key] = self._spelled(call, group, parts, pieces, found, frame)
+        return event
+
+    def _spelled(
+        self,
+        call: Collective,
+        group: Group,
+        parts: Parts,
+        pieces: tuple[str, int],
+        found: str | Inferred | None,
+        frame: FrameType | None,
+    ) -> Event:
+        """Its site keeps the code object, and so the id that the event is known by, alive."""
+        signature, digest = signature_of(parts)
+        name = found.path if isinstance(found, Inferred) else found
+        return Event(
+            f"{group.name}{MESSAGES}" if call.is_p2p else group.name,
+            0,
+            signature,
+            name,
+            0 if isinstance(found, Inferred) and found.chain in self._silenced else label_word(name),
+            site_of(frame),
+            digest,
+            *pieces,
+            None if call.peer is None else call.view.ranks[call.peer],
+            call.tag,
+            told=partial(evidence_of, found) if isinstance(found, Inferred) else None,
+        )
+
+    def _meet(self, view: GroupView) -> Group:
+        session = self.session
+        if session is None or session.is_over():
+            session = self.begin()
+        group = session.meet(view)
+        if self.recording.writer is not None:
+            self.recording.writer.write({"new_group": group.name, "words": group.words, "ranks": list(view.ranks)})
+        return group
+
+    def leave(self, error: BaseException | None) -> None:
+        """Tell the others that this rank leaves, and how; never waits."""
+        self.recording.begin_early()
+        self._missed = tuple(getattr(error, "missing_ranks", ()))
+        if self.standing.live is not None:
+            self.standing.live.left(how_left(error))
+        if self.session is not None:
+            self.session.leave(
+                how_left(error), self.ring.last(), lambda name: self._report_status(name, error is not None)
+            )
+        if self.recording.writer is not None:
+            self.recording.writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
+
+    def tally(self) -> Tally:
+        """What was compared so far, over all sessions."""
+        past = self.standing.past
+        return past if self.session is None else past + self.session.tally()
+
+    def is_over(self) -> bool:
+        """Whether the program has destroyed the process group since."""
+        return self.session is not None and self.session.is_over()
+
+    def close(self) -> None:
+        """Local and idempotent."""
+        if self.session is not None:
+            self.session.close()
+        self.recording.close()
+        self._works.clear()
+
+    def disown(self) -> None:
+        """In a process that was forked from the guarded one: see nothing any more, and touch nothing of that one's."""
+        self._is_inherited, self.comparing = True, None
+        self.recording.stop_listening()
+
+    # -- telling the others -------------------------------------------------------------------------------------------
+
+    def _position(self) -> str:
+        last = self.ring.last()
+        return "" if last is None else last.in_full()
+
+    def _report_status(self, name: str, in_full: bool = True) -> RankStatus:
+        """What this rank knows of itself about one group. Called by any thread. ``in_full`` takes a while."""
+        session, last = self.session, self.ring.last()
+        group = None if session is None else session.named.get(name)
+        events: Sequence[Event] = self.ring.of(name)
+        if group is not None:  # what is in question comes after what was agreed on
+            first = group.agreed - _CONTEXT_EVENTS
+            events = [event for event in events if event.seq >= first][:_REPORTED_EVENTS]
+            if in_full:
+                events = with_parameters(events, BY_TORCH, group.view.name)
+        return RankStatus(
+            -1 if session is None else session.rank,
+            events,
+            {event.seq: event.balance for event in events if event.balance},
+            0 if group is None else group.seq,
+            self.standing.waits_in(name),
+            None if last is None else last.in_full(),
+            self.how_left,
+            False,
+            main_stack(_STACK_FRAMES),
+            self._slept_sec(),
+            self._missed,
+        )
+
+    def _slept_sec(self) -> float:
+        """How long this process ran no Python lately, where that is why others have waited for too long."""
+        agreement = None if self.session is None else self.session.agreement
+        slept_sec = 0.0 if agreement is None else agreement.slept_sec()
+        return slept_sec if slept_sec > self._settings.timeout_sec / 2 else 0.0
+
+    def statuses(self) -> dict[str, GroupStatus]:
+        """Of each group: words for it, and what this rank knows of itself in it. Called by any thread."""
+        groups = {} if self.session is None else dict(self.session.named)
+        return {name: (group.words, self._report_status(name).pack()) for name, group in groups.items()}
+
+    def _heard(self, finding: GuardFinding) -> None:
+        """A verdict has come. Labels that may differ are not compared at their places any more, on any rank."""
+        if finding.kind == DOUBT and self.session is not None:
+            group = self.session.named.get(finding.group)
+            if group is not None and group.view.rank == min(group.view.ranks):
+                log.warning("%s", finding.message)
+        for event in self.ring.silence(finding.group, finding.doubts):
+            if isinstance(event.told, partial):
+                self._silenced.add(event.told.args[0].chain)
+        if finding.doubts:
+            self._known.clear()  # these events have their labels
+
+
+def _inferred(call: Collective, frame: FrameType) -> Inferred | None:
+    """The label of what a collective combines, if the text of the program gives it one."""
+    if call.op in _COMBINING and call.inputs:
+        return infer(call.inputs[0], frame)
+    if call.op == _GATHERING and call.inputs:
+        found = infer(call.inputs[0], frame)
+        return found if found is not None and found.chain.is_known else None
+    return None
+
+
+def how_left(error: BaseException | None) -> str:
+    if error is None:
+        return LEFT
+    told = str(error).strip().partition("\n")[0][:300]
+    return f"{LEFT} by {type(error).__name__}" + (f": {told}" if told else "")

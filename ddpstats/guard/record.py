@@ -1,0 +1,323 @@
+"""A rank's collectives as a file of JSON lines, which outlives the process however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ddpstats._base.files import (
+    LATEST_TIME_SEC,
+    bounded_lines,
+    explain_version,
+    open_regular,
+    parse_json,
+    require_regular,
+)
+from ddpstats._base.marks import Mark
+from ddpstats.errors import ConfigError
+from ddpstats.guard.event import Event, Evidence, event_of, line_of, text_of
+from ddpstats.guard.mark_lines import mark_as_dict, mark_from_dict
+
+FORMAT = 1
+_MAX_LINE_BYTES = 1 << 20
+_MAX_BYTES = 32 << 20  # of both files together
+_MOST_RANKS = 1 << 31
+_MAX_FILE_BYTES = 2 * _MAX_BYTES  # that are read
+_NAME = re.compile(r"rank(0|[1-9]\d*)\.jsonl")
+_NUMBERED = re.compile(rb'(.*?"seq":)(0|[1-9]\d{0,15})(,.*"time":)(\d{1,12}(?:\.\d{1,12})?)([,}].*\n)', re.DOTALL)
+
+
+class RecordWriter:
+    """One rank's events as JSON lines, whole up to the last one even if the process is killed.
+
+    Two files take turns, ``rank3.jsonl`` and the older ``rank3.old.jsonl``, so a record is bounded by ``max_bytes`` and
+    never holds less than half of that. Every line is one `write` to the kernel: nothing is kept in this process but the
+    descriptions of the groups, which each new file begins with: the one that had them is deleted some day.
+    """
+
+    def __init__(
+        self, directory: str | Path, rank: int, world_size: int, run: str = "", max_bytes: int = _MAX_BYTES
+    ) -> None:
+        """``run``: the same on all ranks of a program, and no other's. Its next guard goes on in the same file."""
+        self._path = Path(directory) / f"rank{rank}.jsonl"
+        self._limit = max_bytes // 2
+        self._turn = threading.RLock()  # a mark may come from another thread than the collectives do
+        self._before: Evidence | None = None  # of the last event
+        self._groups: dict[str, bytes] = {}  # the lines that describe them
+        self._head = {"ddpstats": FORMAT, "run": run, "rank": rank, "world_size": world_size, "pid": os.getpid()}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            goes_on = self._is_of(run)
+            if not goes_on:
+                self._old_path().unlink(missing_ok=True)
+            self._file = self._open(goes_on)
+        except OSError as error:
+            raise ConfigError(f"rank {rank} cannot write its record to {directory}: {error.strerror}") from None
+
+    def write_event(self, event: Event) -> None:
+        """Append one event."""
+        with self._turn:
+            self.write(event.as_dict(self._before))
+            self._before = event.evidence if event.word else self._before
+
+    def write_mark(self, mark: Mark) -> None:
+        """Append what another part of ddpstats found, if that is one line that can be read again."""
+        line = _line_of(mark_as_dict(mark))
+        if len(line) <= _MAX_LINE_BYTES:
+            self._append(line)
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Append one line. A disk that is full stops the record, not the training."""
+        line = _line_of(entry)
+        with self._turn:
+            self._append(line)
+            if "new_group" in entry:
+                self._keep(entry["new_group"], line)
+
+    def _keep(self, group: str, line: bytes) -> None:
+        """Who belongs to a group: nothing compares what ranks did there without that."""
+        self._groups[group] = line
+        while sum(map(len, self._groups.values())) > self._limit // 4:  # a program that makes groups for ever
+            del self._groups[next(iter(self._groups))]
+
+    def _append(self, line: bytes) -> None:
+        with self._turn:
+            if self._file < 0:
+                return
+            try:
+                if self._size + len(line) > self._limit:
+                    os.close(self._file)
+                    os.replace(self._path, self._old_path())
+                    self._file = self._open(False)
+                os.write(self._file, line)
+                self._size += len(line)
+            except OSError:
+                self.close()
+
+    def _is_of(self, run: str) -> bool:
+        """Whether the file that is there was begun by the same program."""
+        try:
+            return bool(run) and _parsed(next(_raw_lines(self._path))[1]).get("run") == run
+        except (OSError, ValueError, StopIteration):
+            return False
+
+    def _open(self, goes_on: bool) -> int:
+        # Others may write to the directory: no link of theirs leads our lines elsewhere, and no pipe holds us up.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = require_regular(os.open(self._path, flags, 0o600), self._path)
+        if not goes_on:
+            os.ftruncate(file, 0)
+        head = (json.dumps({**self._head, "time": time.time()}) + "\n").encode()
+        os.write(file, head + b"".join(self._groups.values()))
+        self._before = None  # every file can be read by itself
+        self._size = os.fstat(file).st_size
+        return file
+
+    def _old_path(self) -> Path:
+        return self._path.with_suffix(".old.jsonl")
+
+    def close(self) -> None:
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            os.close(file)
+
+
+def _line_of(entry: Mapping[str, Any]) -> bytes:
+    return (json.dumps(entry, separators=(",", ":")) + "\n").encode("utf-8", "surrogateescape")
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank's files hold. ``end`` is the last entry that is no event: how the rank left, if it said so.
+
+    ``run`` names the program, ``started`` is when its last guard began: seconds since 1970.
+    """
+
+    run: str
+    started: float
+    rank: int
+    world_size: int
+    groups: Mapping[str, Mapping[str, Any]]
+    events: tuple[Event, ...]
+    end: Mapping[str, Any] | None
+    complete: bool
+    marks: tuple[Mark, ...] = ()
+
+    @cached_property
+    def messages(self) -> Sequence[tuple[int, Event]]:
+        """Point-to-point: place among the events, and event."""
+        return [(place, event) for place, event in enumerate(self.events) if event.is_message]
+
+    @cached_property
+    def events_by_group(self) -> Mapping[str, list[Event]]:
+        found: dict[str, list[Event]] = {}
+        for event in self.events:
+            found.setdefault(event.group, []).append(event)
+        return found
+
+
+class NoRecord(ValueError):
+    """There is none, or it holds nothing yet."""
+
+
+def read_records(*directories: str | Path, notes: list[str] | None = None) -> list[RankRecord]:
+    """The records of all ranks of the newest run, by rank; directories may hold those of older ones.
+
+    ``notes`` is told what was left out. Raises ValueError, naming the file and line, for what is no record, for a rank
+    that has two, and `NoRecord` where there is none.
+    """
+    told: list[str] = [] if notes is None else notes
+    found = [(path, record) for path in _record_files(directories, told) for record in _read_if_begun(path, told)]
+    if not found:
+        raise NoRecord(f"{', '.join(map(str, directories))} holds no rank*.jsonl, so no record of ddpstats")
+    newest = max((record for _, record in found), key=lambda record: record.started).run
+    by_rank: dict[int, tuple[Path, RankRecord]] = {}
+    for path, record in found:
+        if record.run == newest and by_rank.setdefault(record.rank, (path, record))[0] != path:
+            raise ValueError(f"{by_rank[record.rank][0]} and {path} are both of rank {record.rank}: take one away")
+    return [by_rank[rank][1] for rank in sorted(by_rank)]
+
+
+def _record_files(directories: Sequence[str | Path], notes: list[str]) -> Iterator[Path]:
+    """By the newer of a rank's two files, which a process that was killed between them has not begun."""
+    found = [path for directory in directories for path in sorted(Path(directory).glob("rank*.jsonl"))]
+    for path in dict.fromkeys(path.with_name(path.name.replace(".old.", ".")) for path in found):
+        if _NAME.fullmatch(path.name):
+            yield path
+        else:
+            notes.append(f"{path} is left out: the record of a rank is called rank<number>.jsonl")
+
+
+def _read_if_begun(path: Path, notes: list[str]) -> Iterator[RankRecord]:
+    link = f", a link to {os.readlink(path)}" if path.is_symlink() else ""
+    try:
+        record = _read_rank(path)
+    except NoRecord as error:
+        notes.append(f"{path}{link} is left out: {error}")
+    except OSError as error:
+        told = {FileNotFoundError: "there is no such file", IsADirectoryError: "it is a directory, and no record"}
+        raise ValueError(f"{told.get(type(error), error.strerror)}: {error.filename or path}{link}") from None
+    except ValueError as error:
+        raise ValueError(f"{error}; {path} is{link[1:]}" if link else str(error)) from None
+    else:
+        if path.name == f"rank{record.rank}.jsonl":
+            yield record
+        else:
+            notes.append(f"{path}{link} is left out: it is a record of rank {record.rank}")
+
+
+def _read_rank(path: Path) -> RankRecord:
+    old = path.with_suffix(".old.jsonl")
+    head: Mapping[str, Any] | None = None
+    end: Mapping[str, Any] | None = None
+    groups: dict[str, Mapping[str, Any]] = {}
+    events: list[Event] = []
+    marks: list[Mark] = []
+    before: Evidence | None = None
+    known: dict[tuple[object, ...], Event] = {}
+    sources = [source for source in (old, path) if os.path.lexists(source)]
+    for source in sources:
+        for number, line in _raw_lines(source):
+            numbers, alike = _apart(line, before)
+            if (event := known.get(alike)) is not None:
+                events.append(event_of((event, int(numbers[0]), float(numbers[1]))))
+                before = event.evidence or before
+                continue
+            try:
+                entry = _parsed(line)
+                if "op" in entry:
+                    events.append(Event.from_dict(entry, before))
+                    before = events[-1].evidence or before
+                    if numbers:
+                        known[alike] = events[-1]
+                elif "mark" in entry:
+                    marks.append(mark_from_dict(entry))
+                elif "ddpstats" in entry:
+                    head, end, before = _checked_head(entry), None, None
+                elif "new_group" in entry:
+                    groups[text_of(entry["new_group"])] = _checked_group(entry)
+                elif "end" in entry:
+                    end = {**entry, "end": line_of(entry["end"])}
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{source}, line {number}: {error}") from None
+    if head is None and not groups and not events and not marks and end is None:
+        raise NoRecord("the process had not written a whole line when it ended")
+    if head is None:
+        raise ValueError(f"{path} does not begin as a record of ddpstats does")
+    return RankRecord(
+        head.get("run", ""),
+        float(head.get("time", 0.0)),
+        head["rank"],
+        head["world_size"],
+        groups,
+        tuple(events),
+        end,
+        old not in sources,
+        tuple(marks),
+    )
+
+
+def _checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    refused = explain_version(entry["ddpstats"], FORMAT)
+    if refused is not None:
+        raise ValueError(refused)
+    if not all(type(entry.get(key)) is int and 0 <= entry[key] < _MOST_RANKS for key in ("rank", "world_size")):
+        raise ValueError("the first line tells neither rank nor world size")
+    time_is_one = type(entry.get("time", 0.0)) in (int, float) and abs(entry.get("time", 0.0)) < LATEST_TIME_SEC
+    if type(entry.get("run", "")) is not str or not time_is_one:
+        raise ValueError("the first line tells neither run nor time")
+    return entry
+
+
+def _checked_group(entry: Mapping[str, Any]) -> dict[str, Any]:
+    ranks, words = entry.get("ranks"), entry.get("words", entry["new_group"])
+    if not isinstance(ranks, list) or not ranks or not all(type(rank) is int for rank in ranks):
+        raise ValueError("a group without ranks")
+    if len(set(ranks)) != len(ranks):
+        raise ValueError("a group that has a rank twice")
+    return {"ranks": ranks, "words": line_of(words)}
+
+
+def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with open_regular(path) as file:
+        size, number = os.fstat(file.fileno()).st_size, 0
+        if size > _MAX_FILE_BYTES:
+            raise ValueError(f"{path}: {size:,} bytes, and no record has more than {_MAX_FILE_BYTES:,}")
+        try:
+            for line in bounded_lines(file, _MAX_LINE_BYTES):
+                if not line.endswith(b"\n"):
+                    return  # the process was killed in the middle of it
+                number += 1
+                yield number, line
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number + 1}: {error}") from None
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    entry = parse_json(line)
+    if not isinstance(entry, dict):
+        raise ValueError("not a record")
+    return entry
+
+
+def _apart(line: bytes, before: Evidence | None) -> tuple[tuple[bytes, ...], tuple[object, ...]]:
+    """The number and the time of an event, and all else that it depends on: most lines of a record are alike there.
+
+    Without number and time where the line is not as `RecordWriter.write_event` writes it.
+    """
+    found = _NUMBERED.fullmatch(line)
+    if found is None:
+        return (), ()
+    names = []
+    while before is not None and found[5].startswith(b',"evidence"'):
+        names.append(id(before.names))  # which an event passes on to the next
+        before = before.outer
+    return (found[2], found[4]), (found[1], found[3], found[5], *names)

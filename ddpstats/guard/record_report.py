@@ -1,0 +1,161 @@
+"""The records of all ranks, matched: what the guard would have said, in words and as JSON.
+
+They are what ``collective_guard(record_dir=...)`` wrote, also when the processes were killed in the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddpstats._base.text import count_of, ranks_text
+from ddpstats.guard.diagnosis import find
+from ddpstats.guard.event import MESSAGES, newest_in_a_row
+from ddpstats.guard.messages import match_records, unmatched, unpaired
+from ddpstats.guard.record import RankRecord
+from ddpstats.guard.status import LEFT, NOTHING, GuardFinding, RankStatus
+
+
+def diagnose(records: Sequence[RankRecord]) -> list[GuardFinding]:
+    """What went wrong first, per group; the group in which it happened first comes first."""
+    groups = {**_undescribed(records), **_described(records)}
+    found = [finding for name in groups if (finding := _in_group(name, groups[name], records)) is not None]
+    message = match_records(records) or _not_through(records)
+    found += [message] if message is not None else []
+    return sorted(found, key=lambda finding: min((e.started for e in finding.by_rank.values()), default=0.0))
+
+
+def not_compared(records: Sequence[RankRecord]) -> list[str]:
+    """What ranks may have done differently without `diagnose` finding it: a sentence each."""
+    known = {record.rank for record in records}
+    asked = {rank for given in _described(records).values() for rank in given["ranks"]}
+    absent = max((record.world_size for record in records), default=0) - len(known | asked)
+    cut = [record.rank for record in records if not record.complete and record.messages]
+    return [
+        *(
+            f"{given['words']}: nothing tells which ranks belong to it, and only {ranks_text(given['ranks'])} used it"
+            for given in _undescribed(records).values()
+            if len(given["ranks"]) == 1
+        ),
+        *([f"{count_of(absent, 'ranks')} without a record, of which no group is known"] if absent > 0 else []),
+        *([f"messages of {ranks_text(cut)}: older ones were dropped, and nobody can count them"] if cut else []),
+    ]
+
+
+def assumed(records: Sequence[RankRecord]) -> list[str]:
+    """What `diagnose` took for granted where it found nothing: a sentence each."""
+    alone = [
+        f"{ranks_text([rank.rank])}: {rank.events[place]}{rank.events[place].at}: {ranks_text([peer.rank])} "
+        "recorded nothing that goes with it"
+        for rank, place, peer in unpaired(records)
+        if not _may_wait(rank, place, peer)
+    ]
+    return alone + [
+        f"{given['words']}: nothing tells which ranks belong to it; {ranks_text(given['ranks'])}, which used it, were "
+        "compared"
+        for given in _undescribed(records).values()
+        if len(given["ranks"]) > 1
+    ]
+
+
+def _not_through(records: Sequence[RankRecord]) -> GuardFinding | None:
+    """The first message that only one rank recorded, and for which it may have waited; a receive before any send."""
+    alone = [
+        (rank, rank.events[place], peer) for rank, place, peer in unpaired(records) if _may_wait(rank, place, peer)
+    ]
+    if not alone:
+        return None
+    rank, event, peer = min(alone, key=lambda found: (found[1].signature.op == "send", found[1].started))
+    group = event.group.removesuffix(MESSAGES)
+    sent = [one for one in peer.events if one.signature.op == "send" and one.peer == rank.rank]
+    words = _described(records).get(group, {}).get("words", f"group {group!r}")
+    return unmatched(event, rank.rank, words, sent[-1] if sent else None, _status_of(peer.rank, event.group, peer))
+
+
+def _may_wait(rank: RankRecord, place: int, peer: RankRecord) -> bool:
+    """Whether ``rank`` may wait for ``peer`` in that message: no collective came after it, and a record breaks off.
+
+    Else it came through, its other half being outside of a guard, or it was not waited for.
+    """
+    ended_well = _ended_well(rank) and _ended_well(peer)
+    return bool(rank.run) and not ended_well and all(event.is_message for event in rank.events[place:])
+
+
+def _ended_well(record: RankRecord) -> bool:
+    return record.end is not None and record.end.get("end") == "left"
+
+
+def _described(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
+    return {name: given for record in records for name, given in record.groups.items()}
+
+
+def _undescribed(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
+    """Of what ranks did in groups that no record describes (any more): these ranks."""
+    described, found = _described(records), dict[str, list[int]]()
+    for record in records:
+        for name, events in record.events_by_group.items():
+            if name not in described and not all(event.is_message for event in events):
+                found.setdefault(name, []).append(record.rank)
+    return {name: {"words": f"group {name!r}", "ranks": ranks} for name, ranks in found.items()}
+
+
+def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRecord]) -> GuardFinding | None:
+    by_rank = {record.rank: record for record in records}
+    statuses = [
+        _status_of(rank, name, record)
+        for rank in described["ranks"]
+        if (record := by_rank.get(rank)) is None or record.complete or name in record.events_by_group
+    ]  # what the others did there was dropped
+    found = find(name, described["words"], statuses) if statuses else None
+    return None if found is not None and found.kind == NOTHING else found
+
+
+def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:
+    if record is None:
+        return RankStatus(rank, last=None, left="wrote no record")
+    events = record.events_by_group.get(group, [])
+    left = None
+    if record.end is not None:
+        left = LEFT if _ended_well(record) else f"{LEFT} by {record.end.get('end')}"
+    last = record.events[-1] if record.events else None
+    return RankStatus(
+        rank,
+        newest_in_a_row(events),
+        {event.seq: event.balance for event in events if event.balance},
+        events[-1].seq if events else 0,
+        None,
+        None if last is None else last.in_full(),
+        left if left is not None else "its record ends here (the process was killed, or hangs)",
+    )
+
+
+def as_text(records: Sequence[RankRecord], findings: Sequence[GuardFinding]) -> str:
+    lines = [f"{len(records)} of {records[0].world_size} ranks left a record:"]
+    for record in records:
+        cut = "" if record.complete else " (the newest; older ones were dropped)"
+        lines.append(f"  rank {record.rank}: {len(record.events)} collectives{cut}")
+    lines += ["", *("\n" + finding.message for finding in findings)]
+    return "\n".join(lines)
+
+
+def as_json(records: Sequence[RankRecord], findings: Sequence[GuardFinding]) -> dict[str, Any]:
+    return {
+        "world_size": records[0].world_size,
+        "ranks": [{"rank": r.rank, "collectives": len(r.events), "complete": r.complete} for r in records],
+        "findings": findings_as_json(findings),
+    }
+
+
+def findings_as_json(findings: Sequence[GuardFinding]) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": finding.kind,
+            "group": finding.group,
+            "seq": finding.seq,
+            "missing_ranks": list(finding.missing),
+            "culprit_ranks": list(finding.culprits),
+            "by_rank": {str(rank): event.as_dict() for rank, event in finding.by_rank.items()},
+            "message": finding.message,
+        }
+        for finding in findings
+    ]

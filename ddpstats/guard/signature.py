@@ -1,0 +1,115 @@
+"""A collective in terms that ranks can compare: what must be equal everywhere, and what must add up.
+
+Most of what a rank passes must be the same on all ranks: that is the `Signature`. Some of it legally differs, and must
+fit pairwise: what rank i sends to rank j is what rank j expects from rank i (all_to_all, gather, scatter). For these
+every rank has a *balance*: the hashes of what it sends, minus those of what it expects, as a sum modulo 2**64. All
+pieces fit exactly if the balances of all ranks add up to 0 (short of a collision of 64-bit hashes), so one number of
+fixed size per rank is enough to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ddpstats._base.text import dtype_name
+from ddpstats._observe.c10d_operators import Collective
+from ddpstats.guard.event import MASK, Signature, digest_of, stable_hash
+
+_WITHOUT_TENSORS = frozenset({"barrier", "monitored_barrier"})
+_FROM_OUTPUTS = frozenset({"all_gather"})  # the list of outputs is the same on all ranks, the input is an entry of it
+_STRIDED = torch.strided
+PIECEWISE = frozenset({"gather", "scatter", "all_to_all", "all_to_all_single"})
+NO_PIECES = "", 0
+
+Parts = tuple[str, str | None, int | None, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
+"""Operation, reduce op, root, shapes, dtypes, strides: what must be equal on all ranks, as torch has it."""
+
+
+def parts_of(call: Collective) -> Parts:
+    """Costs next to nothing, and is as good as the `Signature` for telling one call from another."""
+    op = call.op
+    if op in _WITHOUT_TENSORS:
+        return op, None, None, (), (), ()
+    tensors = call.outputs if op in _FROM_OUTPUTS or not call.inputs else call.inputs
+    if op in PIECEWISE:
+        return op, None, call.root, ((),), (tensors[0].dtype,), ()
+    if len(tensors) == 1:
+        tensor = tensors[0]
+        strides = () if tensor.layout is not _STRIDED or tensor.is_contiguous() else (tensor.stride(),)
+        return op, call.reduce_op, call.root, (tensor.shape,), (tensor.dtype,), strides
+    shapes, dtypes = tuple(tensor.shape for tensor in tensors), tuple(tensor.dtype for tensor in tensors)
+    return op, call.reduce_op, call.root, shapes, dtypes, ()
+
+
+@lru_cache(maxsize=4096)
+def signature_of(parts: Parts) -> tuple[Signature, int]:
+    """With its digest."""
+    op, reduce_op, root, shapes, dtypes, strides = parts
+    names = tuple(map(dtype_name, dtypes))
+    signature = Signature(op, reduce_op, root, tuple(tuple(map(int, shape)) for shape in shapes), names, strides)
+    return signature, digest_of(signature)
+
+
+def pieces_of(call: Collective) -> tuple[str, int]:
+    """(the pieces in words, the balance) of a collective whose ranks pass different things."""
+    me = call.view.ranks.index(call.view.rank)
+    sent, expected = _sent(call, me), _expected(call, me)
+    words = []
+    if sent:
+        words.append("sends " + _spelled(sent, me, to=True))
+    if expected:
+        words.append("expects " + _spelled(expected, me, to=False))
+    return "; ".join(words), (_total(sent) - _total(expected)) & MASK
+
+
+Piece = tuple[int, int, str]
+"""(from, to, what)."""
+
+
+def _sent(call: Collective, me: int) -> list[Piece]:
+    if call.splits is not None:
+        row = _row(call.inputs[0])
+        return [(me, to, f"{size} x {row}") for to, size in enumerate(call.splits[0])]
+    if call.op == "all_to_all":
+        return [(me, to, _spec(tensor)) for to, tensor in enumerate(call.inputs)]
+    if call.op == "gather":
+        return [(me, _root(call), _spec(call.inputs[0]))]
+    return [(me, to, _spec(tensor)) for to, tensor in enumerate(call.inputs)]  # scatter, at the root
+
+
+def _expected(call: Collective, me: int) -> list[Piece]:
+    if call.splits is not None:
+        row = _row(call.outputs[0])
+        return [(source, me, f"{size} x {row}") for source, size in enumerate(call.splits[1])]
+    if call.op == "scatter":
+        return [(_root(call), me, _spec(call.outputs[0]))]
+    return [(source, me, _spec(tensor)) for source, tensor in enumerate(call.outputs)]
+
+
+def _root(call: Collective) -> int:
+    assert call.root is not None
+    return call.root
+
+
+def _spec(tensor: Any) -> str:
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def _row(tensor: Any) -> str:
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape[1:])}"
+
+
+def _total(pieces: Iterable[Piece]) -> int:
+    return sum(stable_hash(repr(piece)) for piece in pieces) & MASK
+
+
+def _spelled(pieces: list[Piece], me: int, to: bool) -> str:
+    whats = [what for _, _, what in pieces[:8]]
+    if len(pieces) == 1:
+        peer = pieces[0][1] if to else pieces[0][0]
+        return f"{whats[0]} {'to' if to else 'from'} group rank {peer}"
+    return "[" + ", ".join(whats) + (", ...]" if len(pieces) > 8 else "]")

@@ -1,0 +1,74 @@
+"""An event in a few hundred bytes, for the memory that the ranks of a host share: what a rank was about to issue.
+
+Spelling an event out costs as much as some small collectives, and a program issues the same few again and again. So
+the bytes of an event are kept; the number, which changes with each call, travels beside them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import linecache
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from ddpstats._base.files import parse_json
+from ddpstats.guard.event import Event
+from ddpstats.guard.notes_shm import EVENT_BYTES, Words
+
+_MAX_KEPT = 4096
+_MAX_SHAPES = 3
+_MAX_CHARS = 200
+
+_kept: dict[int, tuple[Words, Event]] = {}  # by the id of the event, which is kept alive
+
+
+def words_of(event: Event) -> Words:
+    """The event's bytes, without its number."""
+    found = _kept.get(id(event))
+    if found is None:
+        if len(_kept) >= _MAX_KEPT:
+            _kept.clear()
+        found = _kept[id(event)] = Words.of(_spelled(event)), event
+    return found[0]
+
+
+def _spelled(event: Event) -> bytes:
+    given = dataclasses.replace(event, seq=0, started=0.0, site=str(event.site), read_source="").as_dict()
+    payload = json.dumps(given, separators=(",", ":")).encode("utf-8", "surrogateescape")
+    return payload if len(payload) <= EVENT_BYTES else _shortened(given)
+
+
+def _shortened(given: dict[str, Any]) -> bytes:
+    """What there is room for: of long texts the end of a path, the beginning of all others."""
+    shapes, dtypes = given.get("shapes", []), given.get("dtypes", [])
+    kept: dict[str, Any] = {key: given[key] for key in ("group", "seq", "op", "reduce_op", "root") if key in given}
+    kept["site"] = given.get("site", "")[-_MAX_CHARS:]
+    kept["label"] = (given.get("label") or "")[:_MAX_CHARS] or None
+    if len(shapes) > _MAX_SHAPES:
+        kept["pieces"] = f"{len(shapes)} tensors in all"
+    short = {**kept, "shapes": shapes[:_MAX_SHAPES], "dtypes": dtypes[:_MAX_SHAPES]}
+    payload = json.dumps(short, separators=(",", ":")).encode()
+    return payload if len(payload) <= EVENT_BYTES else json.dumps({"group": "", "seq": 0, "op": given["op"]}).encode()
+
+
+def read(told: Iterable[tuple[int, int, bytes]]) -> list[Event]:
+    """The newest events that follow each other; what cannot be read is left out."""
+    events: list[Event] = []
+    for seq, digest, payload in told:
+        try:
+            event = Event.from_dict({**parse_json(payload), "seq": seq})
+        except (ValueError, TypeError):
+            continue
+        if events and events[-1].seq != seq - 1:
+            events.clear()
+        events.append(dataclasses.replace(event, digest=digest, read_source=_source(str(event.site))))
+    return events
+
+
+def _source(site: str) -> str:
+    file, _, line = site.rpartition(" in ")[0].rpartition(":")
+    if not (line.isascii() and line.isdecimal() and os.path.isfile(file)):  # a neighbour names it: it may be a device
+        return ""
+    return linecache.getline(file, int(line)).strip()

@@ -1,0 +1,121 @@
+"""What is known of each rank, and the verdict that it leads to; both as ranks tell them to each other. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpstats._base.files import parse_json
+from ddpstats.guard.event import Event, events_as_dicts, events_from_dicts, newest_in_a_row
+
+MISMATCH, MISSING, DOUBT, NOTHING = "mismatch", "missing", "doubt", "nothing"
+VERSIONS = "versions"
+LEFT = "left the guard"
+_MAX_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What is known of one rank.
+
+    ``events``: of the group in question, oldest first, without gaps. ``balances``: seq -> balance, where not 0.
+    ``count``: how many collectives of the group the rank began. ``waits_in``: what it waits in now: (group, seq) or
+    None. ``left``: how it left the guard, if it did. ``dead``: its process is gone. ``stack``: of its main thread.
+    ``slept_sec``: how long its process ran no Python lately, where that was for most of the timeout. ``missed``: the
+    ranks for whose absence it left.
+    """
+
+    rank: int
+    events: Sequence[Event] = ()
+    balances: Mapping[int, int] = field(default_factory=dict)
+    count: int = 0
+    waits_in: tuple[str, int] | None = None
+    last: str | None = None
+    left: str | None = None
+    dead: bool = False
+    stack: str | None = None
+    slept_sec: float = 0.0
+    missed: tuple[int, ...] = ()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is known of this group from the rank itself: its ``count`` is 0 for that reason alone."""
+        return not self.events and not self.count and self.stack is None and self.left is None
+
+    def at(self, seq: int) -> Event | None:
+        """The rank's event of that number; None if it has none, or not any more."""
+        if not self.events:
+            return None
+        index = seq - self.events[0].seq
+        return self.events[index] if 0 <= index < len(self.events) else None
+
+    def pack(self) -> str:
+        return json.dumps({**vars(self), "events": events_as_dicts(self.events)})
+
+    @classmethod
+    def unpack(cls, payload: bytes, rank: int) -> RankStatus:
+        """Of a rank whose words cannot be read nothing is known."""
+        try:
+            if len(payload) > _MAX_BYTES:
+                raise ValueError("too long")
+            given = parse_json(payload)
+            waits_in = given["waits_in"]
+            return cls(
+                rank,
+                newest_in_a_row(events_from_dicts(given["events"])),
+                {int(seq): int(balance) for seq, balance in given["balances"].items()},
+                int(given["count"]),
+                None if waits_in is None else (str(waits_in[0]), int(waits_in[1])),
+                _text_or_none(given["last"]),
+                _text_or_none(given["left"]),
+                False,
+                _text_or_none(given["stack"]),
+                float(given["slept_sec"]),
+                tuple(map(int, given["missed"])),
+            )
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+            return cls(rank)
+
+
+@dataclass(frozen=True)
+class GuardFinding:
+    """A verdict. ``kind`` is `MISMATCH`, `MISSING` or `VERSIONS` (ranks run different ones of ddpstats); `NOTHING`: the
+    alarm was a false one, and all ranks go on; `DOUBT`: they go on too, with a warning. ``doubts``: numbers of
+    collectives whose labels differ and may do so.
+    """
+
+    kind: str
+    message: str
+    group: str
+    seq: int
+    missing: tuple[int, ...] = ()
+    culprits: tuple[int, ...] = ()
+    by_rank: Mapping[int, Event] = field(default_factory=dict)
+    doubts: tuple[int, ...] = ()
+
+    def pack(self) -> str:
+        return json.dumps({**vars(self), "by_rank": {rank: event.as_dict() for rank, event in self.by_rank.items()}})
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> GuardFinding:
+        """Raises ValueError for what `pack` did not write."""
+        try:
+            given = parse_json(payload)
+            return cls(
+                str(given["kind"]),
+                str(given["message"]),
+                str(given["group"]),
+                int(given["seq"]),
+                tuple(map(int, given["missing"])),
+                tuple(map(int, given["culprits"])),
+                {int(rank): Event.from_dict(event) for rank, event in given["by_rank"].items()},
+                tuple(map(int, given["doubts"])),
+            )
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"not a verdict: {error!r}") from None
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else str(value)

@@ -1,0 +1,263 @@
+"""How one rank waits for the others, and comes to the verdict that all come to: to raise it, to log it, or to go on.
+
+Every wait has a deadline, and is cut into slices: in between, a rank looks for alarms that others raised, and for ranks
+that died or left. Whatever is found goes through `failure_agreement`, and is the same error on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from ddpstats._base.text import ranks_text
+from ddpstats._observe import collectives
+from ddpstats._ranks.store import STORE_ERRORS, StoreSilent, shared_poll
+from ddpstats.errors import CollectiveMismatch, DdpstatsError, ProtocolMismatch, RankMissing
+from ddpstats.guard.event import MESSAGES, Entry, Event, event_of
+from ddpstats.guard.failure_agreement import Alarm, FailureAgreement
+from ddpstats.guard.group import Group, Session, Settings, Standing
+from ddpstats.guard.status import DOUBT, MISMATCH, MISSING, NOTHING, VERSIONS, GuardFinding
+from ddpstats.guard.telling import gave_up, printed_once, signal_deferred
+
+_SLICE_SEC = 0.2
+_SLICE = timedelta(seconds=_SLICE_SEC)
+_WAITS_IN = ("ddpstats.", "torch._", "torch.autograd", "torch.distributed", "torch.nn.parallel", "torch.ops")
+_BROKEN = re.compile(r"connection (closed|reset)|timed out|broken pipe", re.IGNORECASE)
+
+log = logging.getLogger("ddpstats")
+
+
+class Silenced(Exception):  # no error: a way out
+    """A mismatch was warned of, so nothing is waited for any more."""
+
+
+class Unfinished(Exception):  # no error: a way out
+    """The last comparison cannot go to its end; the text says why."""
+
+
+class Verdicts:
+    """Those of one session."""
+
+    def __init__(self, session: Session, standing: Standing, settings: Settings) -> None:
+        self._session, self._standing = session, standing
+        self._warn, self.timeout_sec = settings.warn, settings.timeout_sec
+        self.ends_by: float | None = None  # the program has ended: until when others are waited for
+
+    @property
+    def agreement(self) -> FailureAgreement:
+        assert self._session.agreement is not None
+        return self._session.agreement
+
+    def poll_alarm(self) -> None:
+        """Take part in an alarm that is on. Raises `Silenced` where its verdict ends all comparing."""
+        alarm = self.agreement.alarm()
+        if alarm is not None:
+            self.await_verdict(alarm)
+            if self._standing.silent:
+                raise Silenced
+
+    def catch_up(self) -> None:
+        """Come to the verdicts of all alarms that are on: of groups, too, which this rank is no member of."""
+        try:
+            while self.agreement.alarm() is not None:
+                self.poll_alarm()
+        except Silenced:
+            pass
+
+    def await_verdict(self, alarm: Alarm) -> None:
+        """Come to the verdict that all ranks come to; raise or log it."""
+        has_time = not alarm.until and self.ends_by is None  # a difference was seen, and nobody has waited for it
+        with signal_deferred():
+            finding = self.agreement.raise_alarm(alarm, self.timeout_sec if has_time else 0.0)
+            self._raise_or_warn(finding, alarm)
+
+    def publish(self, finding: GuardFinding, alarm: Alarm) -> None:
+        """A verdict that this rank can give alone."""
+        self._raise_or_warn(self.agreement.declare(finding, alarm), alarm)
+
+    def refuse(self) -> None:
+        """Nothing can be compared: all ranks raise why, those too that came before anybody could know."""
+        session, ranks = self._session, self.agreement.roster.ranks
+        self.publish(GuardFinding(VERSIONS, session.differs, "", 0), Alarm("", session.words, ranks, 0, until=False))
+
+    @contextmanager
+    def answered(self, alarm: Alarm) -> Iterator[None]:
+        """Around what the store must answer at once."""
+        try:
+            yield
+        except DdpstatsError:
+            raise
+        except STORE_ERRORS as error:
+            self.conclude_alone(alarm, error)
+
+    def conclude_alone(self, alarm: Alarm, error: BaseException) -> NoReturn:
+        """The store does not answer."""
+        self._raise_or_warn(self.agreement.without_store(alarm, error), alarm)
+        raise AssertionError("a missing rank is always raised")
+
+    # -- waiting, with a deadline and in slices -----------------------------------------------------------------------
+
+    def deadline(self, group: Group) -> float:
+        """Of a wait that begins now."""
+        return time.monotonic() + group.timeout_sec
+
+    def wait_for(self, work: Any, group: Group, entry: Entry) -> None:
+        """Wait for a collective that was issued, looking up between slices."""
+        try:
+            if collectives.wait_within(work, _SLICE):
+                return
+            event = event_of(entry)
+            watch = self.watch(group, event.seq, self.deadline(group) - _SLICE_SEC, waited_for=event)
+            with self._standing.waiting(group, event.seq):
+                while not collectives.wait_within(work, _SLICE):
+                    watch()
+        except Silenced:
+            return  # the caller waits on, as without a guard
+        except DdpstatsError:
+            gave_up(work, group.view.group())
+            raise
+        except RuntimeError as error:
+            found = self.explain(event_of(entry), group) if is_broken(error) else None
+            if found is None:
+                raise
+            raise found from error
+
+    def watch(self, group: Group, seq: int, deadline: float, waited_for: Event | None = None) -> Callable[[], None]:
+        """What a rank does now and then while it waits for ``seq``: look for alarms, and for ranks that cannot come.
+
+        ``waited_for``: what it waits for was issued without being compared, so the waiting ranks compare it now.
+        """
+
+        looks_at, look_sec = 0.0, shared_poll(0.0, len(group.view.ranks))
+
+        def watch() -> None:
+            nonlocal looks_at
+            if time.monotonic() < looks_at:
+                return
+            looks_at = time.monotonic() + look_sec
+            try:
+                look()
+            except StoreSilent:
+                pass  # the collective may still go on; and if not, the deadline comes
+            except STORE_ERRORS as error:
+                self.conclude_alone(alarm_of(group, seq, until=True), error)
+
+        def look() -> None:
+            self.poll_alarm()
+            ends_by = self.ends_by
+            if ends_by is not None and time.monotonic() > ends_by:
+                raise self._late(group)
+            if time.monotonic() > deadline or self._cannot_come(group, seq):
+                alarm = alarm_of(group, seq, until=True, ending=ends_by is not None)
+                self.await_verdict(replace(alarm, absent=self._absent(group)))
+                raise Silenced
+            if waited_for is not None and self._waits_elsewhere(waited_for):
+                self.await_verdict(alarm_of(group, seq))
+                raise Silenced
+
+        return watch
+
+    def _cannot_come(self, group: Group, seq: int) -> bool:
+        """Whether a rank that this one waits for has died, or left before this collective."""
+        agreement = self.agreement
+        others = [rank for rank in group.view.ranks if rank != group.view.rank]
+        with agreement.glancing():
+            left_so_far = {} if agreement.is_lost else agreement.left()  # who died is known without the store
+            gone = {rank: left for rank, left in left_so_far.items() if rank in others}
+            if any(left.get("counts", {}).get(group.name, 0) < seq for left in gone.values()):
+                return True
+            if gone and not gone.keys().isdisjoint(self._absent(group)):  # it left in the middle of a call, by an error
+                return True
+            return bool(agreement.dead([rank for rank in others if rank not in gone]))
+
+    def _absent(self, group: Group) -> tuple[int, ...]:
+        """Whose next note this rank waits for; nobody's, where its own is to be posted yet, or the store is silent."""
+        assert group.exchange is not None
+        try:
+            with self.agreement.glancing():
+                absent = tuple(group.view.ranks[index] for index in group.exchange.absent(group.settled + 1))
+        except STORE_ERRORS:
+            return ()
+        return () if group.view.rank in absent else absent
+
+    def _late(self, group: Group) -> Unfinished:
+        late = self._absent(group)
+        who = ranks_text(late) if late else "some rank"
+        return Unfinished(f"{who} had not come to the end of the program in time")
+
+    def _waits_elsewhere(self, event: Event) -> bool:
+        with self.agreement.glancing():
+            return self.agreement.another_waits_elsewhere(event)
+
+    # -- coming to a verdict ------------------------------------------------------------------------------------------
+
+    def explain(self, last: Event | None, group: Group | None = None) -> DdpstatsError | None:
+        """A wait failed: who is missing, and why? None where nothing can be said. ``last``: this rank's last event."""
+        group = group or (self._session.named.get(last.group.removesuffix(MESSAGES)) if last is not None else None)
+        if group is None:
+            return None
+        alarm = self.agreement.alarm() or alarm_of(group, group.seq, until=True, doubt=True)
+        try:
+            # It waited until now. A rank that did not wait there is the missing one.
+            with self._standing.waiting(group, group.seq):
+                self.await_verdict(alarm)
+        except DdpstatsError as found:
+            return found
+        return None
+
+    def _raise_or_warn(self, finding: GuardFinding, alarm: Alarm) -> None:
+        if finding.kind in (NOTHING, DOUBT):
+            return
+        error = _error_of(finding, alarm)
+        self._session.note(finding.group, finding.seq, finding.kind == MISMATCH)
+        if self._standing.live is not None:
+            self._standing.live.alarm(finding.message)
+        if self._warn and isinstance(error, CollectiveMismatch):
+            self._standing.silent = True
+            log.warning("%s", error)
+            return
+        if alarm.ending and self.ends_by is not None and finding.kind == MISSING:
+            raise Unfinished(
+                f"{ranks_text(finding.missing)} had ended without a last comparison (killed, or in an error)"
+            )
+        self._standing.verdict = error
+        self._standing.in_helper_thread = threading.current_thread() is not threading.main_thread()
+        printed_once(error, self.agreement, alarm.ranks)
+        raise error
+
+
+def alarm_of(group: Group, seq: int, until: bool = False, doubt: bool = False, ending: bool = False) -> Alarm:
+    return Alarm(group.name, group.words, group.view.ranks, seq, until, doubt, ending)
+
+
+def is_broken(error: BaseException) -> bool:
+    """Whether this is how a backend says that another rank is gone, or late, in a wait that torch itself does."""
+    if not isinstance(error, RuntimeError) or not _BROKEN.search(str(error)):
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+    return module.startswith(_WAITS_IN)
+
+
+def _error_of(finding: GuardFinding, alarm: Alarm) -> DdpstatsError:
+    if finding.kind == VERSIONS:
+        return ProtocolMismatch(finding.message, ranks=alarm.ranks, group=alarm.words)
+    if finding.kind == MISMATCH:
+        return CollectiveMismatch(
+            finding.message,
+            group=alarm.words,
+            seq=finding.seq,
+            by_rank=finding.by_rank,
+            culprit_ranks=finding.culprits,
+            missing_ranks=finding.missing,
+        )
+    return RankMissing(finding.message, missing_ranks=finding.missing, group=alarm.words)
