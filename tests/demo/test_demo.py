@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 import uuid
@@ -121,6 +122,28 @@ def test_wrong_number_of_ddpstats_is_not_right() -> None:
 
 def test_report_reads_back_from_json() -> None:
     assert RankReport.from_json(report(1).to_json()) == report(1)
+
+
+WAITS_FOR_STDIN = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.stdin.read(); sys.exit(7)"
+IGNORES_EVERYTHING = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
+
+
+@pytest.mark.parametrize(("code", "status"), [(WAITS_FOR_STDIN, 7), (IGNORES_EVERYTHING, -signal.SIGKILL)])
+def test_launcher_is_reaped_whether_it_ends_itself_or_must_be_killed(
+    code: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first ends only when its stdin closes, the second only when it is killed."""
+    monkeypatch.setattr(demo_module, "_END_GRACE_SEC", 1.0 if status < 0 else LIMIT_SEC)
+    monkeypatch.setattr(demo_module, "_TORCHRUN_GRACE_SEC", 0.1)
+    process = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE)
+    demo_module._end(process)
+    assert process.returncode == status
+
+
+def test_failure_quotes_the_last_twenty_lines_of_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "torchrun.log").write_text("".join(f"line {number}\n" for number in range(50)))
+    quoted = [line for line in demo_module._failure(tmp_path, 1, 6).splitlines() if line.startswith("  line ")]
+    assert quoted == [f"  line {number}" for number in range(30, 50)]
 
 
 # -- with real ranks --------------------------------------------------------------------------------------------------

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import configparser
+import json
+import logging
 import os
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from ddpstats.testing import pytest_plugin
+from ddpstats.testing import _rank_test, pytest_plugin
 from tests import programs
 
 pytest_plugins = ("pytester",)
@@ -378,3 +380,13 @@ def test_entry_point_has_the_name_of_the_module() -> None:
     settings = configparser.ConfigParser(delimiters=["="])
     settings.read(ROOT / "setup.cfg")
     assert settings["options.entry_points"]["pytest11"].split() == [PLUGIN, "=", PLUGIN]
+
+
+def test_warnings_of_the_logger_are_written_and_its_filter_is_removed(tmp_path: Path) -> None:
+    logger, written = logging.getLogger("ddpstats"), tmp_path / "warned"
+    before = list(logger.filters)
+    with _rank_test._warnings_into(written, []):
+        logger.warning("rank %d is late", 1)
+        logger.info("not a warning")
+    assert [json.loads(line)[0] for line in written.read_text().splitlines()] == ["rank 1 is late"]
+    assert logger.filters == before
