@@ -181,7 +181,7 @@ class Agreement:
         if values:
             assert len(values) <= _MOST_NUMBERS
             self.buffer.lanes[HEADER_LANES : HEADER_LANES + len(values)] = values
-        if not self.sum(call, self._nothing, counters):
+        if not self.sum(seal, counters):
             self.tell(Status(call, self._nothing.agreed, failure), counters)
 
     # -- the one collective -------------------------------------------------------------------------------------------
@@ -196,11 +196,11 @@ class Agreement:
             seal = site.seals[call.seal_key] = Seal.of(fingerprint(text + site.agreed), self.world_size)
         return seal
 
-    def sum(self, call: Call, site: Site, counters: Counters) -> bool:
+    def sum(self, seal: Seal, counters: Counters) -> bool:
         """Add up what is in the buffer, over all ranks; whether all of them made the same call, and none is stale."""
         self.count(counters, self.buffer.capacity * _BYTES)
         self.comm.all_reduce_sum(self.buffer.tensor, self.left())
-        return self.buffer.is_agreed(self.seal(call, site))
+        return self.buffer.is_agreed(seal)
 
     def count(self, counters: Counters, payload_bytes: int) -> None:
         """Count a collective, before it begins."""

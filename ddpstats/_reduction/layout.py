@@ -43,12 +43,12 @@ class Layout:
     leaves: tuple[LeafKey, ...] = ()
     tags: tuple[Tag, ...] = ()
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of leaves, which is the number of slots."""
         return len(self.leaves)
 
-    @property
+    @cached_property
     def codes(self) -> int:
         """The number of codes: of leaves, then of tags."""
         return len(self.leaves) + len(self.tags)

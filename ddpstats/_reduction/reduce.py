@@ -25,7 +25,7 @@ import torch
 from ddpstats._base import marks
 from ddpstats._base.caches import BoundedCache
 from ddpstats._base.files import parse_json
-from ddpstats._ranks.agreement import HEADER_LANES, MAX_ROUNDS, PARTIAL, WEIGHT, Agreement, Counters, Site
+from ddpstats._ranks.agreement import HEADER_LANES, MAX_ROUNDS, PARTIAL, WEIGHT, Agreement, Counters, Seal, Site
 from ddpstats._ranks.exchange import Call, Failure, Status, are_in_step, refuse
 from ddpstats._reduction.flatten import Structure, decode
 from ddpstats._reduction.layout import NONFINITE, PRESENT, Layout, Placement, Selection, agree, place, select
@@ -94,8 +94,9 @@ class Reduction:
         self._counters.calls += 1
         prepared = source.part()
         for _ in range(MAX_ROUNDS):
-            placement = self._write(prepared)
-            if self._agreement.sum(self._call, self._site, self._counters):
+            seal = self._agreement.seal(self._call, self._site)
+            placement = self._write(prepared, seal)
+            if self._agreement.sum(seal, self._counters):
                 assert isinstance(prepared, Part)
                 assert placement is not None
                 return self._read(prepared, placement)
@@ -109,8 +110,8 @@ class Reduction:
 
     # -- write --------------------------------------------------------------------------------------------------------
 
-    def _write(self, prepared: Part | Failure) -> Placement | None:
-        buffer, seal = self._agreement.buffer, self._agreement.seal(self._call, self._site)
+    def _write(self, prepared: Part | Failure, seal: Seal) -> Placement | None:
+        buffer = self._agreement.buffer
         if isinstance(prepared, Failure):
             buffer.seal(seal, failed=True)
             return None

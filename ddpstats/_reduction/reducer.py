@@ -170,7 +170,7 @@ class StatsReducer:
             rank 0: reduce({"l1_loss": 0.057}, weight=8)   rank 1: reduce({"snr_loss": -2.0}, weight=8)
             both:   .values == {"l1_loss": 0.057, "snr_loss": -2.0}
         """
-        return self._reduce(stats, weight)
+        return self._run(self._usable_channel(), Prepared(stats, weight, per_rank=self._call.per_rank))
 
     @breaks_graph
     def start(self, stats: Any, weight: Any = 1.0) -> PendingReduction:
