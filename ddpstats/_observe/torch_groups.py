@@ -1,11 +1,10 @@
-"""torch's private names for DDP, process groups and the debug server; as `torch_compat`, whose part this is.
+"""torch's private names for DDP and process groups; as `torch_compat`, whose part this is.
 
 Names that are read off an object later (of a process group, a replica) are looked for there.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -125,33 +124,6 @@ def backends_of(group: Any) -> Sequence[Any]:
 def collectives_issued(issuer: Any) -> int:
     """How many, by the number that a group or a backend gives them. Raises as `backends_of`: then it is not known."""
     return int(issuer._get_sequence_number_for_group())
-
-
-# -- torch's debug server ---------------------------------------------------------------------------------------------
-
-_add_endpoint = find(
-    "_C._distributed_c10d._register_handler", "the guard has no page in torch's debug server (torch.distributed.debug)"
-)
-
-
-def add_debug_endpoint(name: str, tell: Callable[[], str]) -> None:
-    """What ``tell`` returns is asked of this rank by that name, on a thread of torch's. Raises `ConfigError`."""
-    if _add_endpoint is None:
-        refuse("its debug server (torch.distributed.debug, from 2.11 on) takes no pages of others")
-
-    def answer(request: Any, response: Any) -> None:
-        response.set_content(tell(), "application/json")
-        response.set_status(200)
-
-    _add_endpoint(name, answer)
-
-
-def ask_debug_endpoint(name: str, timeout_sec: float) -> list[tuple[bool, str]]:
-    """Of each rank: whether it answered, and what. For the process that serves the pages."""
-    from torch.distributed.debug._frontend import fetch_all  # imports what torch itself does without
-
-    limit: dict[str, Any] = {"timeout": timeout_sec} if "timeout" in inspect.signature(fetch_all).parameters else {}
-    return [(answer.status_code == 200, answer.text) for answer in fetch_all(name, **limit)[1]]
 
 
 def longest_timeout_sec(group: Any) -> float:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from ddpstats._base.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
-    from ddpstats.guard.debug_page import debug_handler as debug_handler
     from ddpstats.guard.guard import collective_guard as collective_guard
     from ddpstats.guard.labels import label as label
     from ddpstats.guard.summary import GuardCounters as GuardCounters
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "GuardCounters": "guard.summary",
     "collective_guard": "guard.guard",
-    "debug_handler": "guard.debug_page",
     "label": "guard.labels",
 }
 

@@ -41,7 +41,7 @@ from ddpstats.guard import ending
 from ddpstats.guard.compare import Comparing
 from ddpstats.guard.ending import AFTER_ERROR_SEC
 from ddpstats.guard.group import Settings, next_turn
-from ddpstats.guard.pipeline import GroupStatus, Watching, how_left
+from ddpstats.guard.pipeline import Watching, how_left
 from ddpstats.guard.status import LEFT
 from ddpstats.guard.step_question import StepQuestion
 from ddpstats.guard.summary import RECORDED, TO_RUN, GuardCounters, Tally, last_line
@@ -374,11 +374,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if session is None:
             return "" if self._had_group or dist.is_initialized() else f"no process group was made. {TO_RUN}"
         return f"the program runs on one rank. {TO_RUN}" if session.agreement is None else ""
-
-
-def statuses() -> dict[str, GroupStatus]:
-    """Of this rank, in each group that the active guard has met; from any thread."""
-    return _active[0]._watching.statuses() if _active else {}
 
 
 _active: list[collective_guard] = []

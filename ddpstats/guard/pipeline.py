@@ -49,10 +49,6 @@ _Seen = tuple[Group, Entry, Awaited | None]
 """What is known of a collective once it is described; the last of a message that is still to be compared."""
 
 
-GroupStatus = tuple[str, str]
-"""Words for a group, and a `RankStatus` that is packed."""
-
-
 class _Work(NamedTuple):
     """Something that runs, and that the program will wait for."""
 
@@ -335,11 +331,6 @@ class Watching:
         agreement = None if self.session is None else self.session.agreement
         slept_sec = 0.0 if agreement is None else agreement.slept_sec()
         return slept_sec if slept_sec > self._settings.timeout_sec / 2 else 0.0
-
-    def statuses(self) -> dict[str, GroupStatus]:
-        """Of each group: words for it, and what this rank knows of itself in it. Called by any thread."""
-        groups = {} if self.session is None else dict(self.session.named)
-        return {name: (group.words, self._report_status(name).pack()) for name, group in groups.items()}
 
     def _heard(self, finding: GuardFinding) -> None:
         """A verdict has come. Labels that may differ are not compared at their places any more, on any rank."""
