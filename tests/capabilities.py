@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpstats._observe.torch_compat import kernel_at, lacking, next_node_number
+from ddpstats._observe.groups import lacking
+from ddpstats._observe.torch_compat import kernel_at, next_node_number
 
 flips_products = pytest.mark.skipif(kernel_at is None, reason=f"bits of products cannot be flipped: {lacking()}")
 takes_kernels_away = pytest.mark.skipif(kernel_at is None, reason=f"kernels that were parked stay: {lacking()}")

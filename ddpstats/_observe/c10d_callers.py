@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ddpstats._observe.groups import group_methods
 from ddpstats._observe.torch_compat import hide_from_dynamo
-from ddpstats._observe.torch_groups import group_methods
 
 
 class Told(NamedTuple):

@@ -13,7 +13,7 @@ To hand an operator's arguments to Python and back costs as much as a small coll
 speed, ``dist.all_reduce`` of a plain tensor in host memory, has a door of its own: `_all_reduce` stands in the place of
 ``ProcessGroup.allreduce``, shows the call, and asks the group's backend, as c10d's own kernel for the CPU would.
 
-The first `subscribe` of a process compares c10d's operators and their arguments with what `c10d_operators` knows, and
+The first `subscribe` of a process compares c10d's operators and their arguments with what `operators` knows, and
 tries a collective of a group of one: a torch that it would observe by half is refused (``ConfigError``), and where only
 the door does not work, all_reduce goes the longer way. Run on gloo, on the versions in docs/compatibility.md; what the
 operators of older ones do not tell is noted in `c10d_callers`. The official hooks since torch 2.14
@@ -33,7 +33,9 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._observe.c10d_callers import CallerNotes, told
-from ddpstats._observe.c10d_operators import (
+from ddpstats._observe.groups import backend_of, group_of_one, operators_tell_reduce_op, unbox_group, unbox_work
+from ddpstats._observe.kernels import Kernels, unseen
+from ddpstats._observe.operators import (
     HINT,
     HOST,
     OPERATORS,
@@ -46,17 +48,15 @@ from ddpstats._observe.c10d_operators import (
     reduce_op_name,
     view_of,
 )
-from ddpstats._observe.kernels import Kernels, unseen
-from ddpstats._observe.no_dispatch import no_dispatch_no_grad
 from ddpstats._observe.torch_compat import (
     dispatch_mode_count,
     hide_from_dynamo,
     keys_of_device,
     next_kernel,
+    no_dispatch_no_grad,
     profiler_enabled,
     schema,
 )
-from ddpstats._observe.torch_groups import backend_of, group_of_one, operators_tell_reduce_op, unbox_group, unbox_work
 from ddpstats._ranks.gloo import done_within
 from ddpstats.errors import ConfigError
 

@@ -19,7 +19,7 @@ DistributedDataParallel takes one communication hook, and that belongs to the us
    them: if a collective is issued between that one and the hook of 1, they have reduced the gradient, and what counts
    is what it was before. Other collectives of the program's in a backward pass (a hook on a tensor between the layers,
    on autograd's own nodes, in a ``backward`` of its own) cannot be looked behind: they are counted
-   (`own_reductions`), and a gradient that came after one is not called this rank's own. Where nothing in the model is
+   (`groups`), and a gradient that came after one is not called this rank's own. Where nothing in the model is
    DDP, gradients are measured in their hooks as long as it is not known that a backward pass issues none.
 
 A gradient that is sharded when it arrives (FSDP2: a DTensor) has been reduced already: `sees_local` is False, and only
@@ -32,19 +32,30 @@ before those of ``Node.register_prehook``.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ddpstats._observe.backward_passes import BackwardNorms, BackwardPass, EarlyGradient, WatchedMicroBatch
-from ddpstats._observe.gradient_norms import elements, exact, gathered, is_sharded, is_sparse, norms_of
-from ddpstats._observe.module_hooks import ForwardBegins
-from ddpstats._observe.own_reductions import issued, plus, since
+from ddpstats._base.lazy import breaks_graph
+from ddpstats._observe.gradient_norms import (
+    BackwardNorms,
+    BackwardPass,
+    EarlyGradient,
+    WatchedMicroBatch,
+    elements,
+    exact,
+    gathered,
+    is_sharded,
+    is_sparse,
+    norms_of,
+)
+from ddpstats._observe.groups import issued, plus, since
 from ddpstats._observe.torch_compat import (
     accumulated_hooks,
     gradient_hooks,
@@ -354,3 +365,41 @@ def unwrapped(module: nn.Module) -> nn.Module:
     inner = replica.module if isinstance(replica, nn.parallel.DistributedDataParallel) else module
     assert isinstance(inner, nn.Module)
     return inner
+
+
+# -- hooks on a user's module, which may be copied while it is hooked ------------------------------------------------
+
+T = TypeVar("T")
+
+
+class ModuleHook:
+    """Base of what is registered on a module and acts for that module, never for a copy of it.
+
+    The module may be pickled and copied (``torch.save``, ``copy.deepcopy``) while it is hooked: there it gets a hook
+    that does nothing, and that needs no ddpstats where the module is loaded.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # takes any arguments, returns None
+
+
+class ForwardBegins(ModuleHook):
+    """Before a forward pass of ``module``, and of no copy of it, calls ``tell(owner)``; keeps neither of them alive.
+
+    Where the forward pass is compiled, hooks and all, a module ``in_replica`` (a DistributedDataParallel, which breaks
+    the graph by itself) has it broken here, too. Any other is run without a call: the graph may have to be whole.
+    """
+
+    def __init__(self, module: Any, owner: T, tell: Callable[[T], None], in_replica: bool) -> None:
+        self._module, self._owner, self._tell = weakref.ref(module), weakref.ref(owner), tell
+        self._breaks = in_replica
+
+    def __call__(self, module: Any, args: Any) -> None:
+        if self._breaks or not torch.compiler.is_compiling():
+            self._begins(module)
+
+    @breaks_graph
+    def _begins(self, module: Any) -> None:
+        owner = self._owner()
+        if owner is not None and module is self._module():
+            self._tell(owner)

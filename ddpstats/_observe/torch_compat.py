@@ -1,9 +1,9 @@
 """torch's private names, each once: what it is for, how it is found, what is lost where a torch has no such name.
 
 `find` looks for a name when this file is imported; versions are never compared. A torch without it costs what `find`
-was told, and `lacking` says so in a sentence each. Names for process groups and DDP are in `torch_groups`, which is
-imported here so that `lacking` knows of them too. What other files import from here are functions and values that work
-either way. Names that are read off an object later (of a process group, a node, a module) are looked for there.
+says, and `lacking` returns a sentence for each. Names for process groups and DDP are in `groups`, in the same way. What
+other files import from here are functions and values that work either way. Names that are read off an object later (of
+a process group, a node, a module) are looked for there.
 
 Two files below this room may not import it and have their own names: `ddpstats._base.lazy`, which is used before
 torch is imported, and `ddpstats._ranks.gloo`. Anywhere else a test refuses them. C functions are bound here
@@ -15,15 +15,48 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ddpstats._base.lazy import DYNAMO
-from ddpstats._observe import torch_groups as torch_groups
-from ddpstats._observe.torch_names import attribute, find, lacking as lacking, note_lack, refuse
+from ddpstats.errors import ConfigError
+
+_lacking: dict[str, str] = {}
+
+
+def lacking() -> dict[str, str]:
+    """Private name that this torch does not have -> what is lost without it."""
+    return dict(_lacking)
+
+
+def note_lack(name: str, lost: str) -> None:
+    """This torch does not have ``name``, and ``lost`` is what that costs."""
+    _lacking[name] = lost
+
+
+def find(path: str, lost: str, otherwise: Any = None) -> Any:
+    """What torch has at ``path``; ``otherwise`` where there is no such thing, and ``lost`` is what that costs."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            note_lack(f"torch.{path}", lost)
+            return otherwise
+    return found
+
+
+def attribute(kind: str, name: str, lost: str, otherwise: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Reads attribute ``name`` of objects of a class of torch's; ``otherwise`` where that class has none."""
+    return otherwise if find(f"{kind}.{name}", lost) is None else attrgetter(name)
+
+
+def refuse(what: str) -> NoReturn:
+    raise ConfigError(f"torch {torch.__version__} cannot do what ddpstats needs here: {what}")
+
 
 # -- the dispatcher ---------------------------------------------------------------------------------------------------
 
@@ -225,6 +258,40 @@ tree_leaves: Callable[[Any], Iterable[Any]] = find(
     "utils._pytree.tree_leaves", "no origin of a value is traced in a replay",
     lambda value: refuse("arguments of operations are not taken apart"),
 )  # fmt: skip
+
+
+class no_dispatch_no_grad:
+    """Around what we compute: it makes no graph, autocast (of cpu and cuda) is off, and nobody's mode sees it."""
+
+    __slots__ = ("_autocast", "_function", "_grad", "_modes")
+
+    def __enter__(self) -> None:
+        self._function = without_torch_function()
+        self._function.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        self._autocast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        for kind in self._autocast:
+            torch.set_autocast_enabled(kind, False)
+        self._modes: Any = None
+        if dispatch_mode_count():
+            self._modes = without_dispatch_modes()
+            self._modes.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if self._modes is not None:
+                self._modes.__exit__(None, None, None)
+        finally:
+            for kind in self._autocast:
+                torch.set_autocast_enabled(kind, True)
+            torch.set_grad_enabled(self._grad)
+            self._function.__exit__(None, None, None)
+
+
+def is_tracing() -> bool:
+    """Whether a program is made of what runs now: by ``torch.compile``, export or ``torch.jit.trace``."""
+    return torch.compiler.is_compiling() or is_jit_tracing()
 
 
 # -- autograd ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._observe import collectives
-from ddpstats._observe.c10d_operators import Collective
+from ddpstats._observe.operators import Collective
 from ddpstats._observe.torch_compat import in_backward
 from ddpstats._rerun.numerics_settings import Autocast
 from ddpstats._rerun.random_state import RandomState

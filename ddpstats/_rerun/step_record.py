@@ -32,8 +32,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
 )
 
-from ddpstats._observe.gradients import unwrapped
-from ddpstats._observe.module_hooks import ForwardBegins
+from ddpstats._observe.gradients import ForwardBegins, unwrapped
 from ddpstats._observe.torch_compat import copy_each, version_of
 from ddpstats._rerun.module_state import buffer_places, device_of
 from ddpstats._rerun.numerics_settings import Autocast

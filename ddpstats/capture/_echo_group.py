@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpstats._observe.torch_groups import registered_name
+from ddpstats._observe.groups import registered_name
 from ddpstats.errors import ConfigError
 
 _BACKEND = "ddpstats_echo"

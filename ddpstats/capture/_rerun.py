@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._base.text import shorten
+from ddpstats._observe.frames import calls_step
 from ddpstats._observe.gradient_norms import held_values, measure, parts_of
-from ddpstats._observe.user_frames import calls_step
 from ddpstats._rerun.numerics_settings import as_in
 from ddpstats._rerun.random_state import numpy_or_none
 from ddpstats._rerun.runner import WIDER, Runner, RunSettings, Step

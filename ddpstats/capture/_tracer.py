@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ddpstats._observe.frames import step_frames
 from ddpstats._observe.torch_compat import (
     DispatchMode,
     current_node,
@@ -42,7 +43,6 @@ from ddpstats._observe.torch_compat import (
     storage_id,
     tree_leaves,
 )
-from ddpstats._observe.user_frames import step_frames
 from ddpstats.capture._tensor_stats import TensorStats, nan_and_inf, tensor_stats
 
 _MOST_FRAMES = 12

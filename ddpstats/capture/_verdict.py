@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpstats._base.text import ranks_text, shorten
-from ddpstats._observe.backward_passes import BackwardNorms
-from ddpstats._observe.gradient_norms import measure
+from ddpstats._observe.gradient_norms import BackwardNorms, measure
 from ddpstats._observe.gradients import GradientWatch
 from ddpstats._rerun.micro_batch import scale_of
 

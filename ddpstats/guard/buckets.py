@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ddpstats._base.text import shorten
-from ddpstats._observe.torch_groups import bucket_assignments
+from ddpstats._observe.groups import bucket_assignments
 from ddpstats.guard.event import Event
 
 _SHOWN_NAMES = 6

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 
 from ddpstats._base import config
-from ddpstats._observe.user_frames import plan_of
+from ddpstats._observe.frames import plan_of
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard.telling import end_with, ignore_sigterm, spelled, tell
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from ddpstats._base import config
 from ddpstats._base.version import __version__
-from ddpstats._observe.c10d_operators import GroupView
-from ddpstats._observe.torch_groups import longest_timeout_sec
+from ddpstats._observe.groups import longest_timeout_sec
+from ddpstats._observe.operators import GroupView
 from ddpstats._ranks.comm import refuse_fake
 from ddpstats._ranks.exchange import PROTOCOL_VERSION, different_versions
 from ddpstats._ranks.failure import Membership

@@ -10,8 +10,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
-from ddpstats._observe.c10d_operators import Collective, GroupView
-from ddpstats._observe.user_frames import called_by_c10d, calling_frame, main_stack, site_of
+from ddpstats._observe.frames import called_by_c10d, calling_frame, main_stack, site_of
+from ddpstats._observe.operators import Collective, GroupView
 from ddpstats.guard.buckets import with_parameters
 from ddpstats.guard.compare import Comparing
 from ddpstats.guard.event import BY_TORCH, MESSAGES, Entry, Event, Ring, event_of, label_word

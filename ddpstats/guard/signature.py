@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ddpstats._base.text import dtype_name
-from ddpstats._observe.c10d_operators import Collective
+from ddpstats._observe.operators import Collective
 from ddpstats.guard.event import MASK, Signature, digest_of, stable_hash
 
 _WITHOUT_TENSORS = frozenset({"barrier", "monitored_barrier"})

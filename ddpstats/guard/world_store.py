@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddpstats._observe.torch_groups import default_store
+from ddpstats._observe.groups import default_store
 from ddpstats._ranks.comm import attempt_prefix, bounded_part
 from ddpstats._ranks.store import BoundedStore
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._observe.gradient_norms import held_values
-from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._observe.gradients import ModuleHook
 from ddpstats._rerun.walk import walk
 from ddpstats.errors import ConfigError
 

@@ -33,8 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpstats._observe.gradients import replicas_in, unwrapped
-from ddpstats._observe.module_hooks import ForwardBegins
+from ddpstats._observe.gradients import ForwardBegins, replicas_in, unwrapped
 from ddpstats._observe.torch_compat import buffers_of
 from ddpstats._rerun.step_record import BufferCopies
 from ddpstats.sentinel._difference import (

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._observe.gradients import ModuleHook
 from ddpstats._observe.torch_compat import stored_values
 from ddpstats.errors import ConfigError
 

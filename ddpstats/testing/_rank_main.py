@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats._base import config
-from ddpstats._observe.torch_groups import collectives_issued, groups_made
+from ddpstats._observe.groups import collectives_issued, groups_made
 from ddpstats.testing._rank_wire import (
     READY,
     GroupState,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpstats._observe.torch_groups import operators_tell_reduce_op
+from ddpstats._observe.groups import operators_tell_reduce_op
 from ddpstats.cli import main
 from ddpstats.dump import StatsDump
 from ddpstats.dump.format._files import open_rank

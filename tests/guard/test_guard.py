@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 from ddpstats import ConfigError, cli, label
 from ddpstats._base.version import __version__
-from ddpstats._observe import c10d_operators, collectives
+from ddpstats._observe import collectives, operators
 from ddpstats._ranks.exchange import PROTOCOL_VERSION
 from ddpstats._ranks.store import StoreSilent, bounded
 from ddpstats.guard import collective_guard, notes_shm
@@ -133,7 +133,7 @@ def test_second_guard_is_refused() -> None:
 
 
 def test_another_torch_is_refused_and_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(c10d_operators.ARGUMENTS, "allreduce_", "tensors process_group something_new")
+    monkeypatch.setitem(operators.ARGUMENTS, "allreduce_", "tensors process_group something_new")
     before = dist.Work.wait
     with pytest.raises(ConfigError, match=r"no c10d::allreduce_\(tensors, process_group, something_new\)"):
         collective_guard("strict").__enter__()
@@ -300,7 +300,7 @@ def test_first_of_several_guards_that_compare_nothing_says_so() -> None:
 
 
 _ONE_RANK = (
-    "import gc, logging, sys, ddpstats, torch.distributed as dist; from ddpstats._observe import c10d_operators\n"
+    "import gc, logging, sys, ddpstats, torch.distributed as dist; from ddpstats._observe import operators\n"
     "logging.basicConfig(stream=sys.stdout)\n"
     "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())\n"
 )
@@ -315,8 +315,8 @@ def test_group_that_outlives_the_packages_names_ends_silently() -> None:
     """As where the interpreter ends with a traceback that holds the group."""
     code = (
         "sys.unraisablehook = lambda found: print(found.exc_value)\n"
-        "kept = c10d_operators.view_of(dist.group.WORLD)\n"
-        "c10d_operators._views = None\n"
+        "kept = operators.view_of(dist.group.WORLD)\n"
+        "operators._views = None\n"
         "dist.destroy_process_group()\n"
         "gc.collect()"
     )

@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpstats._observe.user_frames import calling_frame, site_of
+from ddpstats._observe.frames import calling_frame, site_of
 from ddpstats.guard.labels import infer as infer_room, siblings
 from ddpstats.guard.labels.evidence import evidence_of
 from ddpstats.guard.labels.infer import Inferred, infer

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpstats._observe import c10d_callers, c10d_operators, collectives
-from ddpstats._observe.c10d_operators import Collective
+from ddpstats._observe import c10d_callers, collectives, operators
+from ddpstats._observe.operators import Collective
 
 
 class Seen:
@@ -30,7 +30,7 @@ class Seen:
 
 def reduced_by() -> tuple[list[tuple[str, str | None, bool]], bool]:
     """Return what is observed of each collective, and whether `ProcessGroup` is as it was afterwards."""
-    for module in (c10d_operators, collectives):
+    for module in (operators, collectives):
         vars(module)["operators_tell_reduce_op"] = False
     before, seen = dict(vars(dist.ProcessGroup)), Seen()
     ones, parts = torch.ones(2), [torch.ones(1), torch.ones(1)]

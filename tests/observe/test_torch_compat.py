@@ -1,6 +1,6 @@
 """ddpstats uses private names of torch in a few files alone, and reports what a torch lacks instead of failing.
 
-The files are `torch_compat`, `torch_groups` and two files below them.
+The files are `torch_compat`, `groups` and two files below them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import nn
 
 import ddpstats
-from ddpstats._observe import torch_compat
+from ddpstats._observe import groups
 from tests import programs
 
 ROOT = Path(ddpstats.__file__).parent
 HOMES = {
-    *(ROOT / "_observe" / name for name in ("torch_compat.py", "torch_groups.py")),
+    *(ROOT / "_observe" / name for name in ("torch_compat.py", "groups.py")),
     *(ROOT / "_ranks" / "gloo.py", ROOT / "_base" / "lazy.py"),
 }
-NAMES_MODULES = ROOT / "_observe" / "user_frames.py"  # in strings
+NAMES_MODULES = ROOT / "_observe" / "frames.py"  # in strings
 
 _OWNERS = ("self", "cls")
 _READERS = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"})
@@ -157,8 +157,8 @@ def test_names_of_the_package_are_not_taken_for_torchs() -> None:
 
 def test_this_torch_lacks_nothing() -> None:
     if not torch.__version__.startswith("2.13."):
-        pytest.skip(f"torch {torch.__version__} lacks {torch_compat.lacking()}")
-    assert torch_compat.lacking() == {}
+        pytest.skip(f"torch {torch.__version__} lacks {groups.lacking()}")
+    assert groups.lacking() == {}
 
 
 _WITHOUT = [
@@ -185,15 +185,15 @@ def test_a_torch_without_a_name_loses_what_is_reported_and_nothing_else() -> Non
                 delattr(owner, name)
             except (AttributeError, TypeError):
                 setattr(owner, name, None)
-        from ddpstats._observe import collectives, gradient_norms, gradients, torch_compat
-        print(*sorted(torch_compat.lacking()))
+        from ddpstats._observe import collectives, gradient_norms, gradients, groups, torch_compat
+        print(*sorted(groups.lacking()))
         class Seen:
             ops = []
             def before(self, call): self.ops.append(call.op)
             def after(self, call, work): pass
             def waiting(self, work, limited): return False
         collectives.subscribe(seen := Seen())
-        from ddpstats._observe.torch_groups import group_of_one
+        from ddpstats._observe.groups import group_of_one
         with group_of_one("test") as only:
             only[0].allreduce([torch.ones(1)]).wait()
         collectives.unsubscribe(seen)
@@ -203,6 +203,6 @@ def test_a_torch_without_a_name_loses_what_is_reported_and_nothing_else() -> Non
     done = programs.run(["-W", "ignore", "-c", script, *_WITHOUT], fresh=True)
     assert done.returncode == 0, done.stderr
     lacking, ops, values = programs.without_gloo(done.stdout).splitlines()
-    assert set(lacking.split()) == {f"torch.{name}" for name in _WITHOUT} | set(torch_compat.lacking())
+    assert set(lacking.split()) == {f"torch.{name}" for name in _WITHOUT} | set(groups.lacking())
     assert ops == "all_reduce"
     assert values == "5.0 -1"

@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ddpstats._observe.no_dispatch import is_tracing
 from ddpstats._observe.torch_compat import (
     NN_FUNCTIONS,
     OPERATOR_CLASSES,
     TENSOR_METHODS,
     function_modes,
+    is_tracing,
     take_function_mode_off,
     with_engine,
 )

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from ddpstats._observe import collectives
-from ddpstats._observe.c10d_operators import Collective
+from ddpstats._observe.operators import Collective
 from ddpstats._observe.torch_compat import graph_task, queue_callback
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpstats._observe.no_dispatch import no_dispatch_no_grad
+from ddpstats._observe.torch_compat import no_dispatch_no_grad
 from ddpstats.dump.collect._argument_json import tensors_in
 from ddpstats.dump.collect._gradient_edges import Before, watch_backward
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder

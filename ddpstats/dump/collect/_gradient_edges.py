@@ -27,8 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ddpstats._observe.no_dispatch import is_tracing, no_dispatch_no_grad
-from ddpstats._observe.torch_compat import graph_task, next_node_number, node_number
+from ddpstats._observe.torch_compat import graph_task, is_tracing, next_node_number, no_dispatch_no_grad, node_number
 from ddpstats.dump.collect._argument_json import tensors_in
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 from ddpstats.dump.format._names import backward_of

@@ -27,15 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._observe.gradients import unwrapped
-from ddpstats._observe.module_hooks import ModuleHook
-from ddpstats._observe.no_dispatch import is_tracing, no_dispatch_no_grad
+from ddpstats._observe.gradients import ModuleHook, unwrapped
 from ddpstats._observe.torch_compat import (
     compiled_call,
     gradient_hooks,
     graph_task,
     in_backward,
+    is_tracing,
     leave_no_hooks,
+    no_dispatch_no_grad,
     queue_callback,
     shard_version,
     without_compile,

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from ddpstats._base.files import make_private_directory
-from ddpstats._observe.no_dispatch import no_dispatch_no_grad
-from ddpstats._observe.torch_compat import graph_task, in_backward
-from ddpstats._observe.user_frames import is_in_checkpoint
+from ddpstats._observe.frames import is_in_checkpoint
+from ddpstats._observe.torch_compat import graph_task, in_backward, no_dispatch_no_grad
 from ddpstats.dump._config import ALL_MODES, DumpConfig
 from ddpstats.dump._selection import DumpSelection, pattern_of
 from ddpstats.dump.collect._leaves import TensorSummaries

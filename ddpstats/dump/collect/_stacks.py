@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
 
-from ddpstats._observe.user_frames import plan_of
+from ddpstats._observe.frames import plan_of
 
 _MOST_FRAMES = 200
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from ddpstats._observe.user_frames import user_frame
+from ddpstats._observe.frames import user_frame
 from ddpstats.guard.labels.fate import Fate
 from ddpstats.guard.labels.places import MAX_FRAMES, Asked, CallText, ReadyRoute, ReadyStep, activation, place_of
 from ddpstats.guard.labels.read import (

@@ -1,10 +1,12 @@
-"""torch's private names for DDP and process groups; as `torch_compat`, whose part this is.
+"""Process groups: torch's private names for them and for DDP, and how much each was used.
 
-Names that are read off an object later (of a process group, a replica) are looked for there.
+Names of torch are found as in `torch_compat`; names that are read off an object later are looked for there. The count
+of a group's collectives is the number that its backend (gloo, NCCL, XCCL, ...) gives them, so nothing is patched.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpstats._observe.torch_names import find, note_lack, refuse
-from ddpstats._ranks.gloo import gloo_backend, group_around, store_of
+from ddpstats._observe.torch_compat import find, lacking as lacking, note_lack, refuse
+from ddpstats._ranks.gloo import OWN_GROUP, gloo_backend, group_around, store_of
 
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
 
@@ -156,3 +158,71 @@ def default_store() -> Any:
     world = dist.group.WORLD
     assert world is not None
     return store_of(world) if ask is None else ask()
+
+
+# -- collectives that were issued, by process group --------------------------------------------------------------------
+
+Counts = dict[Any, int | None]
+"""Process group -> the number of its collectives; None where its backend does not say."""
+
+_readers: weakref.WeakKeyDictionary[Any, Callable[[], int] | None] = weakref.WeakKeyDictionary()
+
+
+def issued() -> Counts:
+    """As of now, of every group that this process is in. Local; some microseconds."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    return {group: _count(group) for group in process_groups() if group.group_desc != OWN_GROUP}
+
+
+def since(before: Counts) -> Counts:
+    """Groups with collectives after ``before`` was taken, and how many; None where that is not known."""
+    found: Counts = {}
+    for group, count in issued().items():
+        then = before.get(group, 0)
+        if count is None or then is None:
+            found[group] = None
+        elif count != then:
+            found[group] = count - then
+    return found
+
+
+def plus(before: Counts, more: Counts) -> Counts:
+    """``before``, as if ``more`` had been issued by then."""
+    return {**before, **{group: _sum(before.get(group, 0), count) for group, count in more.items()}}
+
+
+def ranks_of(groups: Iterable[Any]) -> tuple[int, ...]:
+    """The global ranks that are in any of them."""
+    return tuple(sorted({int(rank) for group in groups for rank in dist.get_process_group_ranks(group)}))
+
+
+def _sum(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one + other
+
+
+def _count(group: Any) -> int | None:
+    if group not in _readers:
+        _readers[group] = _reader(group)
+    read = _readers[group]
+    return None if read is None else read()
+
+
+def _reader(group: Any) -> Callable[[], int] | None:
+    """A group with a backend for each kind of device has no number of its own: theirs count."""
+    for candidate in (_of_group, _of_backends):
+        read = candidate(weakref.ref(group))
+        try:
+            read()
+        except (RuntimeError, AttributeError):
+            continue
+        return read
+    return None
+
+
+def _of_group(group: Callable[[], Any]) -> Callable[[], int]:
+    return lambda: collectives_issued(group())
+
+
+def _of_backends(group: Callable[[], Any]) -> Callable[[], int]:
+    return lambda: sum(map(collectives_issued, backends_of(group())))

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._observe.c10d_callers import told
+from ddpstats._observe.groups import backend_of, is_registered, operators_tell_reduce_op, unbox_group
 from ddpstats._observe.torch_compat import operator_arguments, operator_names, schema
-from ddpstats._observe.torch_groups import backend_of, is_registered, operators_tell_reduce_op, unbox_group
 from ddpstats._ranks.gloo import OWN_GROUP
 from ddpstats.errors import ConfigError
 

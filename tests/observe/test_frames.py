@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpstats._observe.user_frames import calling_frame, site_of
+from ddpstats._observe.frames import calling_frame, site_of
 
 NAME = "ddpstats_tests::look"
 seen: list[str] = []
