@@ -1,9 +1,8 @@
 """Python programs in processes of their own: forked from a server that has imported torch, or fresh interpreters.
 
-A fork runs what ``python ARGUMENTS`` runs, and ends as that ends. Three things differ: what an interpreter becomes
-while it starts (options, ``sitecustomize``, PYTHONHASHSEED); /proc, which shows the server's environment; and the
-status of ``sys.exit``, which no interpreter asks for, as a guard under DDPSTATS_GUARD expects. A program that is about
-any of these is started with ``fresh=True``.
+A fork runs what ``python ARGUMENTS`` runs, and ends as that ends. Two things differ: what an interpreter becomes while
+it starts (options, ``sitecustomize``, PYTHONHASHSEED), and /proc, which shows the server's environment. A program that
+is about one of these is started with ``fresh=True``.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ told each other belongs to one of these lives: a guard that outlives the first b
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import secrets
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -295,3 +296,44 @@ class Session:
                 group.exchange.close()
         if self.agreement is not None:
             self.agreement.close()
+
+
+# -- the end of the default process group -----------------------------------------------------------------------------
+
+AtDestroy = Callable[[Any], None]
+_at_destroy: AtDestroy | None = None
+_original_shutdown: Any = None
+_was_destroyed = False
+
+
+def before_destroying(ask: AtDestroy | None) -> None:
+    """Call ``ask`` with each process group that is about to be shut down; None restores everything.
+
+    ``destroy_process_group`` asks each group to shut down, however the program imported that function.
+    """
+    global _at_destroy, _original_shutdown
+    _at_destroy = ask
+    if ask is not None and _original_shutdown is None:
+        _original_shutdown = vars(dist.ProcessGroup).get("shutdown")
+        if _original_shutdown is not None:
+            dist.ProcessGroup.shutdown = _shutdown  # type: ignore[method-assign]
+    elif ask is None and _original_shutdown is not None:
+        dist.ProcessGroup.shutdown = _original_shutdown  # type: ignore[method-assign]
+        _original_shutdown = None
+
+
+def _shutdown(self: Any) -> None:
+    global _was_destroyed
+    _was_destroyed, original = True, _original_shutdown
+    if _at_destroy is not None:
+        _at_destroy(self)
+    original.__get__(self)()
+
+
+def had_ranks() -> bool:
+    """Whether this process has, or had, a process group, or was started to be one of several ranks."""
+    if dist.is_initialized() or _was_destroyed:
+        return True
+    size = os.environ.get("WORLD_SIZE", "")
+    is_worker = multiprocessing.parent_process() is not None  # of a DataLoader, say
+    return "RANK" in os.environ and size.isdecimal() and int(size) > 1 and not is_worker

@@ -24,6 +24,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import ContextDecorator
 from pathlib import Path
 from types import TracebackType
@@ -37,19 +38,18 @@ from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.text import first_line
 from ddpstats._observe import collectives
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
-from ddpstats.guard import ending
 from ddpstats.guard.compare import Comparing
-from ddpstats.guard.ending import AFTER_ERROR_SEC
-from ddpstats.guard.group import Settings, next_turn
+from ddpstats.guard.group import Settings, before_destroying, next_turn
 from ddpstats.guard.pipeline import Watching, how_left
 from ddpstats.guard.status import LEFT
 from ddpstats.guard.step_question import StepQuestion
-from ddpstats.guard.summary import RECORDED, TO_RUN, GuardCounters, Tally, last_line
+from ddpstats.guard.summary import NO_GROUP, RECORDED, TO_RUN, GuardCounters, Tally, last_line
 from ddpstats.guard.verdicts import Unfinished, is_broken
 
 MismatchPolicy = Literal["raise", "warn"]
 
 _NEVER = 1 << 62
+_AFTER_ERROR_SEC = 5.0  # how long the ranks of a program that has failed here are waited for
 
 log = logging.getLogger("ddpstats")
 
@@ -142,7 +142,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         next_turn()
         collectives.subscribe(self._watching)
         self._watching.recording.subscribe()
-        ending.before_destroying(self._at_destroy)
+        before_destroying(self._at_destroy)
         _active.append(self)
         try:
             if dist.is_initialized():
@@ -182,7 +182,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def _is_lost_connection(self, error: BaseException) -> bool:
         """Whether a verdict may stand behind what the program has raised."""
         watching = self._watching
-        return is_broken(error) and watching.comparing is not None and watching.standing.verdict is None
+        is_lost = any(map(is_broken, _errors_behind(error)))
+        return is_lost and watching.comparing is not None and watching.standing.verdict is None
 
     def _explain(self) -> DdpstatsError | None:
         comparing = self._watching.comparing
@@ -238,7 +239,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         try:
             if error is not None and self._is_lost_connection(error):
                 return self._explain()
-            self.conclude(error, None if error is None else AFTER_ERROR_SEC)
+            self.conclude(error, None if error is None else _AFTER_ERROR_SEC)
         except DdpstatsError as found:
             return found
         return self._found_late
@@ -252,7 +253,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if self.has_begun and not self._watching.is_over():
             error = sys.exc_info()[1]
             try:
-                self.conclude(error, None if error is None else AFTER_ERROR_SEC)
+                self.conclude(error, None if error is None else _AFTER_ERROR_SEC)
             except DdpstatsError:
                 if not self._yields or threading.main_thread().is_alive():
                     raise  # else an exit handler has called, whom nobody catches: `ending` tells what was found
@@ -274,11 +275,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         """What was raised as the guard's finding; it stays here where the program has caught it."""
         return self._watching.standing.verdict
 
-    @property
-    def raised_in_helper_thread(self) -> bool:
-        """Whether that was raised in another thread than the main one."""
-        return self._watching.standing.in_helper_thread
-
     def preemptible(self) -> collective_guard:
         """This guard, made to give way to one that the program itself enters: for those that nobody wrote into it."""
         self._yields = True
@@ -297,7 +293,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     def _shut(self) -> None:
         collectives.unsubscribe(self._watching)
-        ending.before_destroying(None)
+        before_destroying(None)
         _active.remove(self)
         self._watching.close()
         self._has_record |= self._watching.recording.writer is not None
@@ -372,8 +368,17 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             return RECORDED
         session = self._watching.session
         if session is None:
-            return "" if self._had_group or dist.is_initialized() else f"no process group was made. {TO_RUN}"
+            return "" if self._had_group or dist.is_initialized() else NO_GROUP
         return f"the program runs on one rank. {TO_RUN}" if session.agreement is None else ""
+
+
+def _errors_behind(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield it, and what was being handled when it was raised: a program may catch torch's error and call sys.exit."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 _active: list[collective_guard] = []

@@ -13,7 +13,6 @@ import argparse
 import builtins
 import contextlib
 import json
-import logging
 import os
 import runpy
 import subprocess
@@ -33,13 +32,9 @@ from ddpstats.guard.record_report import as_json, as_text, diagnose
 from ddpstats.guard.summary import TO_RUN
 
 if TYPE_CHECKING:
-    from ddpstats.guard.ending import Ending
     from ddpstats.guard.guard import collective_guard
 
 _MODES = ("strict", "step", "record", "off")
-
-log = logging.getLogger("ddpstats")
-
 
 EPILOG = """examples:
   ddpstats run --nproc 2 train.py --lr 0.1                      two ranks on this machine
@@ -119,14 +114,15 @@ def _run_here(args: argparse.Namespace) -> int:
         timeout_sec=args.timeout_sec,
         record_dir=args.record_dir,
     ).preemptible()
-    ending = Ending(guard, lambda: _say_end(guard, ending))
+    ending = Ending(guard, lambda: _print_last_line(guard, ending.error))
     if args.guard != "off":
         ending.begin()
     sys.argv = [args.script, *args.arguments]
     try:
         _run_as_main(args.script, args.module)
     except SystemExit as error:
-        ending.status = int(error.code not in (None, 0))
+        if error.code not in (None, 0):
+            ending.error = error
         raise
     except BaseException as error:
         ending.error = error
@@ -172,13 +168,11 @@ def _take_notes(directory: str) -> None:
     register_optimizer_step_post_hook(stepped)
 
 
-def _say_end(guard: collective_guard, ending: Ending) -> None:
-    """On stderr, whatever the program has made of logging; after an error of the program's that stands last."""
-    said = guard.last_line()
-    if said is not None and ending.error is None:
-        print(f"ddpstats run: {said[1]}", file=sys.stderr)
-    if said is not None and log.hasHandlers():
-        log.log(said[0], "%s", said[1])
+def _print_last_line(guard: collective_guard, error: BaseException | None) -> None:
+    """Print it on stderr, whatever the program does with logging, but not below an error of the program."""
+    last_line = guard.last_line()
+    if last_line is not None and (error is None or isinstance(error, SystemExit)):
+        print(f"ddpstats run: {last_line[1]}", file=sys.stderr)
 
 
 def _explained(error: BaseException) -> int:

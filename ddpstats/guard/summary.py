@@ -9,6 +9,10 @@ RECORDED = "mode 'record' compares nothing while it runs"
 WITHOUT_OTHERS = "of groups of one rank"
 UNSETTLED = "since the last comparison"
 TO_RUN = "Start it on ranks: `ddpstats run --nproc 2 SCRIPT`, or `torchrun --nproc-per-node 2 SCRIPT`"
+NO_GROUP = (
+    f"no process group was made in this process. {TO_RUN}; ranks that the program starts itself (mp.spawn) are guarded "
+    "by DDPSTATS_GUARD=strict, where they import ddpstats"
+)
 NOT_RECEIVED = "messages whose receiver had not compared them by the end"
 FROM_ANYBODY = "messages after one that was received from anybody"
 

@@ -112,7 +112,7 @@ def _call(test: RankTest, warned: Path) -> None:
     call = functools.partial(getattr(found, test.name), **given)
     with _warnings_into(warned, test.filters):
         if test.guard is None:
-            _call_guarded(call, contextlib.nullcontext(), ending.found)
+            _call_guarded(call, contextlib.nullcontext(), ending.verdict)
         else:
             arguments, named = test.guard
             guard = collective_guard(*arguments, **named)

@@ -84,7 +84,7 @@ ENDS = """
     tiers(
         [(on_ranks, "nothing more", 1), (on_ranks, "raise on rank 1", 1)],
         [
-            *((by_torchrun, "nothing more", 1), (by_torchrun, "exit 3", 3), (by_torchrun, "raise on rank 1", 1)),
+            *((by_torchrun, how, 1) for how in ("nothing more", "exit 3", "raise on rank 1")),
             *((on_ranks, how, 1) for how in ("destroy", "destroy, imported before", "destroy in finally", "caught")),
             *((on_ranks, how, 1) for how in ("at exit", "exit 0", "raise")),
         ],
@@ -115,6 +115,13 @@ def _assert_printed_once(done: Ended) -> None:
     assert "'l1'" in line
     assert "What differs: the label" in line
     assert line.endswith("The output of rank 0 has it in full.")
+
+
+@pytest.mark.slow
+def test_status_that_the_program_asks_for_stays_under_run(script: Any) -> None:
+    done = on_ranks("-m", "ddpstats", "run", "--guard", "step", script(HEAD, FAULTY, ENDS), "exit 3")
+    assert done.statuses == [3, 3], done.stderr
+    _assert_printed_once(done)
 
 
 @pytest.mark.slow
@@ -241,62 +248,52 @@ def test_both_calls_are_named_where_sizes_differ(script: Any, run: Callable[...,
     assert "label(" not in done.stderr + done.first
 
 
-IN_A_THREAD = """
-    import threading
-    from concurrent.futures import ThreadPoolExecutor
+CATCHES_TORCHS_ERROR = """
+    import os, signal, sys, time, torch, torch.distributed as dist
+    from datetime import timedelta
 
-    def differs():
-        dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
-
-    def handles():
-        try:
-            differs()
-        except ddpstats.CollectiveMismatch:
-            print("handled")
-
-    def asks(result):
-        try:
-            result()
-        except ddpstats.CollectiveMismatch:
-            print("handled")
-
-    if how == "bare":
-        thread = threading.Thread(target=differs)
-        thread.start()
-        thread.join()
-    elif how == "handled in the thread":
-        thread = threading.Thread(target=handles)
-        thread.start()
-        thread.join()
-    else:
-        with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(differs)
-            if how == "handled":
-                asks(future.result)
-            elif how == "asked, and left to end the program":
-                future.result()
-    print("the loss")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    try:
+        for step in range(5):
+            if step == 3 and dist.get_rank() == 1:
+                if sys.argv[1] == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(100)
+            model(torch.ones(1, 1)).sum().backward()
+    except RuntimeError as error:
+        print("caught", error)
+        sys.exit(5)
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "status"),
-    tiers(
-        [("future", 1), ("handled", 0)],
-        [
-            *(("bare", 1), ("asked, and left to end the program", 1), ("handled in the thread", 0)),
-        ],
-    ),
-)
-def test_error_in_a_thread_that_is_not_handled_ends_the_program_with_status_1(
-    script: Any, how: str, status: int
+@pytest.mark.parametrize(("how", "words"), tiers([("killed", "the process is gone")], [("hangs", "did not come")]))
+def test_rank_that_is_missing_is_named_where_the_program_catches_torchs_error_and_exits(
+    script: Any, how: str, words: str
 ) -> None:
-    done = on_ranks(script(HEAD, IN_A_THREAD), how, DDPSTATS_GUARD="strict")
-    assert done.statuses == [status, status], done.stderr
-    assert ("the loss" in done.stdout) == (how != "asked, and left to end the program")
-    assert done.stdout.count("handled\n") == (0 if status else 2)
-    of_threads = 2 if how == "bare" else 0  # which print what they die of
-    assert done.stderr.count("What differs: the reduce op.") == of_threads + status
+    """As Hydra's main does: the error is printed, and the program asks for a status."""
+    done = on_ranks("-m", "ddpstats", "run", "--guard", "step", script(CATCHES_TORCHS_ERROR), how)
+    assert done.statuses[0] == 5, done.stderr
+    assert "caught" in done.stdout
+    assert "RankMissing" in done.stderr, done.stderr
+    assert f"rank 1: {words}" in done.stderr, done.stderr
+    assert "ranks agree" not in done.stderr
+
+
+SHOWS_EXIT = """
+    import atexit, sys
+
+    def show():
+        sys.stdout.write(f"sys.exit is {sys.exit!r}")
+
+    atexit.register(show)
+    import ddpstats
+"""
+
+
+def test_sys_exit_is_pythons_own(script: Any) -> None:
+    done = alone(script(SHOWS_EXIT), DDPSTATS_GUARD="step")
+    assert (done.statuses, done.stdout) == ([0], "sys.exit is <built-in function exit>")
 
 
 @pytest.mark.parametrize("mode", ["step", "record"])
@@ -383,12 +380,37 @@ def test_run_without_ranks_says_how_to_start_it(script: Any) -> None:
     assert (done.returncode, "Leave --nproc out" in done.stderr) == (2, True)
 
 
+LOGS = """
+    import logging
+    logging.basicConfig(level=logging.INFO)
+"""
+
+
 @pytest.mark.slow
-def test_run_prints_the_last_line_and_takes_its_mode_from_the_environment(script: Any) -> None:
-    done = ddpstats("run", "--nproc", "2", script(HEAD, LEGAL, ENDS), "exit 0", DDPSTATS_GUARD="step")
+def test_run_prints_the_last_line_once_and_takes_its_mode_from_the_environment(script: Any) -> None:
+    done = ddpstats("run", "--nproc", "2", script(LOGS, HEAD, LEGAL, ENDS), "exit 0", DDPSTATS_GUARD="step")
     assert done.returncode == 0, done.stderr
     line = "ddpstats run: collective guard, mode step: 5 collectives seen, 5 compared, 0 not; 2 ranks agree."
-    assert done.stderr.count(line) == 1
+    assert done.stderr.count(line) == done.stderr.count("collective guard, mode") == 1
+
+
+SPAWNS = """
+    import torch.multiprocessing as mp
+
+    def main(rank):
+        print("rank", rank)
+
+    if __name__ == "__main__":
+        mp.spawn(main, nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_program_that_starts_its_own_ranks_is_told_how_to_guard_them(script: Any) -> None:
+    done = ddpstats("run", script(SPAWNS))
+    assert done.returncode == 0, done.stderr
+    assert "0 collectives seen, nothing was compared: no process group was made in this process" in done.stderr
+    assert "ranks that the program starts itself (mp.spawn) are guarded by DDPSTATS_GUARD=strict" in done.stderr
 
 
 # -- the pure parts ---------------------------------------------------------------------------------------------------
