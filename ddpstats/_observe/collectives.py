@@ -1,24 +1,22 @@
 """The only file that observes the process's collectives; guard, dump and replay subscribe.
 
 torch runs every collective, however it was called (``dist.*``, ``group.allreduce``, DDP's C++ reducer, functional
-collectives, DTensor, FSDP, compiled code, any thread), as an operator ``c10d::*``. While somebody is subscribed, each
-of these operators has a kernel of ours at the dispatch key BackendSelect, which is tried before the kernels of all
+collectives, DTensor, FSDP, compiled code, any thread), as an operator ``c10d::*``. While a subscriber is there, each of
+these operators has a kernel of ours at the dispatch key BackendSelect, which is tried before the kernels of all
 devices and which c10d itself leaves empty, so nothing is overridden and removing ours restores everything. Our kernel
 
 1. reads the arguments into a `Collective` and shows it to the subscribers, who may raise: then nothing has moved;
 2. runs the collective: hands the operator on to the kernel of the tensors' device (`kernels`);
 3. shows the subscribers the work. `Work.wait` is wrapped, for what has to be settled when the program waits.
 
-To hand an operator's arguments to Python and back costs as much as a small collective. So the one way that matters for
-speed, ``dist.all_reduce`` of a plain tensor in host memory, has a door of its own: `_all_reduce` stands in the place of
-``ProcessGroup.allreduce``, shows the call, and asks the group's backend, as c10d's own kernel for the CPU would.
+To hand an operator's arguments to Python and back costs as much as a small collective. So the one call that matters for
+speed, ``dist.all_reduce`` of a plain tensor in host memory, is observed earlier: `_all_reduce` replaces
+``ProcessGroup.allreduce``, shows the call, and calls the group's backend, as c10d's own kernel for the CPU would.
 
-The first `subscribe` of a process compares c10d's operators and their arguments with what `operators` knows, and
-tries a collective of a group of one: a torch that it would observe by half is refused (``ConfigError``), and where only
-the door does not work, all_reduce goes the longer way. Run on gloo, on the versions in docs/compatibility.md; what the
-operators of older ones do not tell is noted in `c10d_callers`. The official hooks since torch 2.14
-(``ProcessGroup.register_pre_hook``) tell neither reduce op, splits, peer nor tag, so they cannot take the place of
-these kernels; they fire below them, and go on working.
+The first `subscribe` of a process compares c10d's operators and their arguments with the table in `operators`, and
+tries a collective of a group of one: a torch of which it would observe a part is refused (``ConfigError``). The
+official hooks since torch 2.14 (``ProcessGroup.register_pre_hook``) are given neither reduce op, splits, peer nor tag,
+so they cannot replace these kernels; they fire below them, and go on working.
 """
 
 from __future__ import annotations
@@ -32,21 +30,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ddpstats._observe.c10d_callers import CallerNotes, told
-from ddpstats._observe.groups import backend_of, group_of_one, operators_tell_reduce_op, unbox_group, unbox_work
+from ddpstats._observe.groups import HOST, backend_of, group_of_one, unbox_group, unbox_work, view_of
 from ddpstats._observe.kernels import Kernels, unseen
 from ddpstats._observe.operators import (
     HINT,
-    HOST,
     OPERATORS,
     Collective,
-    Reader,
+    Operator,
     arguments_of,
     check_operators,
-    lacks_async_op,
+    known_operators,
     overload,
+    reader_of,
     reduce_op_name,
-    view_of,
 )
 from ddpstats._observe.torch_compat import (
     dispatch_mode_count,
@@ -65,53 +61,53 @@ class Subscriber(Protocol):
     """Sees collectives in the thread that issues them."""
 
     def before(self, call: Collective) -> None:
-        """About to run. Whatever this raises, the caller gets, and the collective does not run."""
+        """Called before it runs. Whatever this raises, the caller gets, and the collective does not run."""
 
     def after(self, call: Collective, work: Any) -> None:
-        """Issued. May wait for ``work``; that is None for the few operators that return when all is done."""
+        """Called once it is issued. May wait for ``work``; None: the operator returned when all was done."""
 
     def waiting(self, work: Any, limited: bool) -> bool:
-        """Some Python code is about to wait for ``work``, under a timeout of its own if ``limited``.
+        """Called before Python code waits for ``work``, under a timeout of its own if ``limited``.
 
-        True: it has been waited for, and must not be once more.
+        Return True if it has been waited for, and must not be once more.
         """
 
 
 _subscribers: list[Subscriber] = []
-_waited: list[tuple[Subscriber, Callable[[Any], None]]] = []
+_listeners: list[tuple[Subscriber, Callable[[Any], None]]] = []  # to ends of waits
 _kernels: Kernels | None = None
-_notes: CallerNotes | None = None
 _original_wait: Any = None
 _original_all_reduce: Any = None
-_has_door: bool | None = None  # None: not tried in this process
+_is_tried = False  # in this process
 _lock = threading.Lock()
 
 
 def subscribe(subscriber: Subscriber, waited: Callable[[Any], None] | None = None) -> None:
-    """Show all collectives of this process to ``subscriber`` from now on. Raises ``ConfigError`` on another torch.
+    """Show all collectives of this process to ``subscriber`` from now on. Raises ``ConfigError`` on an unknown torch.
 
-    ``waited``: called with each work that Python code has waited for, once that wait has ended well. Who only wants to
-    see results needs no wait of its own, and cannot come into conflict with one.
+    ``waited``: called with each work that Python code has waited for, once that wait has ended well. A subscriber that
+    only reads results needs no wait of its own, and cannot come into conflict with one.
     """
     with _lock:
         if not _subscribers:
             _install()
         _subscribers.append(subscriber)
         if waited is not None:
-            _waited.append((subscriber, waited))
+            _listeners.append((subscriber, waited))
 
 
 def unsubscribe(subscriber: Subscriber) -> None:
-    """The last one to leave restores everything. Idempotent."""
+    """Stop showing them. The last unsubscribe restores everything. Idempotent."""
     with _lock:
         if subscriber in _subscribers:
             _subscribers.remove(subscriber)
-            _waited[:] = [entry for entry in _waited if entry[0] is not subscriber]
+            _listeners[:] = [entry for entry in _listeners if entry[0] is not subscriber]
             if not _subscribers:
                 _uninstall()
 
 
 def is_installed() -> bool:
+    """Whether collectives are observed at the moment."""
     return _kernels is not None
 
 
@@ -119,87 +115,63 @@ def is_installed() -> bool:
 
 
 def _install() -> None:
-    global _kernels, _notes, _original_wait, _has_door
+    global _kernels, _original_wait, _original_all_reduce, _is_tried
     if not dist.is_available():
         raise ConfigError("this build of torch has no torch.distributed: there are no collectives to observe")
     check_operators()
-    known = {name: reader for name, reader in OPERATORS.items() if overload(name) is not None}
-    _kernels = Kernels("c10d", "BackendSelect", {name: _kernel(name, reader) for name, reader in known.items()})
-    if not operators_tell_reduce_op or any(map(lacks_async_op, known)):
-        _notes = CallerNotes()
+    _kernels = Kernels("c10d", "BackendSelect", {operator.name: _kernel(operator) for operator in known_operators()})
     _original_wait = vars(dist.Work)["wait"]
     dist.Work.wait = _wait  # type: ignore[method-assign]
-    if _has_door is not False:
-        _open_door()
-    if _has_door is None:
+    _original_all_reduce = vars(dist.ProcessGroup)["allreduce"]  # the attribute itself, not what it binds to
+    if hasattr(_AllreduceOptions, "asyncOp"):  # newer than torch 2.6
+        dist.ProcessGroup.allreduce = _all_reduce  # type: ignore[method-assign]
+    if not _is_tried:
         _try_out()
+        _is_tried = True
 
 
 def _uninstall() -> None:
-    global _kernels, _notes
+    global _kernels
     assert _kernels is not None
-    _close_door()
-    if _notes is not None:
-        _notes.remove()
-        _notes = None
+    dist.ProcessGroup.allreduce = _original_all_reduce  # type: ignore[method-assign]
     dist.Work.wait = _original_wait  # type: ignore[method-assign]
     _kernels.remove()
     _kernels = None
 
 
-def _open_door() -> None:
-    global _original_all_reduce
-    _original_all_reduce = vars(dist.ProcessGroup)["allreduce"]  # the attribute itself, not what it binds to
-    dist.ProcessGroup.allreduce = _all_reduce  # type: ignore[method-assign]
-
-
-def _close_door() -> None:
-    global _original_all_reduce
-    if _original_all_reduce is not None:
-        dist.ProcessGroup.allreduce = _original_all_reduce  # type: ignore[method-assign]
-        _original_all_reduce = None
-
-
 def _try_out() -> None:
-    """Whether a collective of a group of one, which is local, is seen: by the kernels, and by the door."""
-    global _has_door
+    """Raise `ConfigError` where a collective of a group of one, which is local, is not seen."""
     try:
         with group_of_one("ddpstats-probe") as only:
-            _has_door = unseen(lambda: _sees(only[0], _AllreduceOptions())) is None
-            if not _has_door:
-                _close_door()
-            why = unseen(lambda: _sees(only[0]))
-    except Exception:  # no gloo: nothing to try it on, and nothing in host memory to be quick for
-        _close_door()
-        _has_door = False
+            reason = unseen(lambda: _sees(only[0]) and _sees(only[0], dist.AllreduceOptions()))
+    except Exception:  # no gloo: nothing to try it on
         return
-    if why is not None:
-        _has_door = None
+    if reason is not None:
         _uninstall()
-        raise ConfigError(f"torch {torch.__version__} does not show its collectives to the guard ({why}). {HINT}")
+        raise ConfigError(f"torch {torch.__version__} does not show its collectives to the guard ({reason}). {HINT}")
 
 
 def _sees(group: Any, *options: Any) -> bool:
-    seen: list[str] = []
-    probe = _Probe(seen)
+    """Whether an all_reduce and the wait for it are seen: by its kernel, or, with options, by `_all_reduce`."""
+    probe = _Probe()
     _subscribers.append(probe)
     try:
         with no_dispatch_no_grad():
             group.allreduce([torch.zeros(1, device="cpu")], *options).wait()
     finally:
         _subscribers.remove(probe)
-    by = "sum" if operators_tell_reduce_op or options else None  # without options nobody notes it
-    return seen == [f"all_reduce by {by}", "issued", "waited for"]
+    return probe.seen == ["all_reduce", "issued", "waited for"]
 
 
 class _Probe:
-    """Sees one collective of this thread begin, and its end waited for."""
+    """Sees one collective of this thread begin, and the wait for it."""
 
-    def __init__(self, seen: list[str]) -> None:
-        self._seen, self._thread = seen, threading.get_ident()
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self._thread = threading.get_ident()
 
     def before(self, call: Collective) -> None:
-        self._note(f"{call.op} by {call.reduce_op}")
+        self._note(call.op)
 
     def after(self, call: Collective, work: Any) -> None:
         self._note("issued")
@@ -208,20 +180,23 @@ class _Probe:
         self._note("waited for")
         return False
 
-    def _note(self, what: str) -> None:
+    def _note(self, event: str) -> None:
         if threading.get_ident() == self._thread:
-            self._seen.append(what)
+            self.seen.append(event)
+
+
+# -- waits ------------------------------------------------------------------------------------------------------------
 
 
 def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return _original_wait(self, *args, **kwargs)
     waited = False
-    if not torch.compiler.is_compiling():
-        for subscriber in _subscribers:
-            waited = subscriber.waiting(self, bool(args or kwargs)) or waited
+    for subscriber in _subscribers:
+        waited = subscriber.waiting(self, bool(args or kwargs)) or waited
     result = waited or _original_wait(self, *args, **kwargs)
-    if _waited and not torch.compiler.is_compiling():
-        for _, listener in tuple(_waited):
-            listener(self)
+    for _, listener in tuple(_listeners):
+        listener(self)
     return result
 
 
@@ -233,38 +208,32 @@ def wait_once(work: Any, seconds: float) -> None:
     (_original_wait or dist.Work.wait)(work, timedelta(seconds=seconds))
 
 
-@lru_cache(maxsize=16)
-def _timedelta(seconds: float) -> timedelta:
-    return timedelta(seconds=seconds)
-
-
 def wait_within(work: Any, limit: timedelta) -> bool:
-    """Wait for a collective; False if it goes on. Raises what the backend raises if it failed."""
+    """Wait for a collective; return False if it goes on. Raises what the backend raises if it failed."""
     return done_within(work, limit, _original_wait or dist.Work.wait)
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _kernel(name: str, reader: Reader) -> Callable[..., Any]:
-    redispatch = next_kernel(overload(name))
-    names = arguments_of(name)
+def _kernel(operator: Operator) -> Callable[..., Any]:
+    redispatch, read = next_kernel(overload(operator.name)), reader_of(operator)
+    names = arguments_of(operator)
     group_at = names.index("process_group")
-    timeout_at = names.index("timeout") if "timeout" in names else -1
-    read = _with_caller(reader, timeout_at) if lacks_async_op(name) else reader
-    defaults = [argument.default_value for argument in schema(overload(name)).arguments]
+    timeout_at = names.index("timeout") if "timeout" in names else 0
+    defaults = [argument.default_value for argument in schema(overload(operator.name)).arguments]
 
     def kernel(*args: Any) -> Any:
         view = view_of(unbox_group(args[group_at]))
         keys = _keys_of(args[0]) or _keys_of(args[1]) or _CPU
-        if view.is_ours:
+        if view.is_internal:
             return redispatch(keys, *args)
-        call = read(*args)
-        call.view = view
+        args = (*args, *defaults[len(args) :])  # torch leaves trailing defaults out
+        call = read(args, view)
         for subscriber in _subscribers:
             subscriber.before(call)
-        if call.timeout_ms is not None and timeout_at >= 0:
-            args = _with_timeout((*args, *defaults[len(args) :]), timeout_at, call.timeout_ms)
+        if timeout_at and call.timeout_ms is not None and not 0 <= args[timeout_at] <= call.timeout_ms:
+            args = (*args[:timeout_at], call.timeout_ms, *args[timeout_at + 1 :])
         result = redispatch(keys, *args)
         boxed = result[-1] if type(result) is tuple else result
         work = None if boxed is None else unbox_work(boxed)
@@ -275,43 +244,54 @@ def _kernel(name: str, reader: Reader) -> Callable[..., Any]:
     return kernel
 
 
-def _with_caller(reader: Reader, timeout_at: int) -> Reader:
-    """For an operator that has no ``async_op``, which stands before the timeout, or last."""
-
-    def read(*args: Any) -> Collective:
-        known = args if timeout_at < 0 else args[:timeout_at]
-        return reader(*known, async_op=not told().is_blocking)
-
-    return read
+_key_sets: dict[tuple[str, bool], Any] = {}
 
 
-def _with_timeout(args: tuple[Any, ...], at: int, timeout_ms: int) -> tuple[Any, ...]:
-    if 0 <= args[at] <= timeout_ms:
-        return args
-    return (*args[:at], timeout_ms, *args[at + 1 :])
+def _keys_of(argument: Any) -> Any:
+    """Return where the operator goes on, from a tensor, tensors, or lists of them; None if there is no tensor.
+
+    A rank that does not receive what is gathered passes no output.
+    """
+    while type(argument) is list or type(argument) is tuple:
+        if not argument:
+            return None
+        argument = argument[0]
+    if not isinstance(argument, torch.Tensor):
+        return None
+    if argument.is_cpu and not argument.is_sparse:
+        return _CPU
+    return _key_set(argument.device.type, argument.is_sparse)
 
 
-# -- the door for all_reduce ------------------------------------------------------------------------------------------
+def _key_set(device: str, is_sparse: bool) -> Any:
+    if (device, is_sparse) not in _key_sets:
+        _key_sets[device, is_sparse] = keys_of_device(device, is_sparse)
+    return _key_sets[device, is_sparse]
+
+
+_CPU = _key_set("cpu", False)
+
+
+# -- all_reduce in host memory, without the dispatcher ----------------------------------------------------------------
 
 _AllreduceOptions: Any = getattr(dist, "AllreduceOptions", None)
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_ALL_REDUCE = OPERATORS["allreduce_"]
 
 
 def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return _original_all_reduce.__get__(self)(*args, **kwargs)
-    if len(args) != 2 or kwargs or type(args[1]) is not _AllreduceOptions or not _is_plain(args[0]):
+    if kwargs or torch.compiler.is_compiling() or not _is_plain(*args):
         return _original_all_reduce.__get__(self)(*args, **kwargs)
     view = view_of(self)
     if not view.has_host:
         return _original_all_reduce.__get__(self)(*args)
     tensors, options = args
-    call = Collective("all_reduce", tensors, tensors)
-    call.view, call.reduce_op, call.blocking = view, reduce_op_name(options.reduceOp.op), not options.asyncOp
+    call = Collective(_ALL_REDUCE, view, tensors, tensors)
+    call.reduce_op, call.blocking = reduce_op_name(options.reduceOp.op), not options.asyncOp
     for subscriber in _subscribers:
         subscriber.before(call)
     if call.timeout_ms is not None:
-        options = _limited(options, _timedelta(call.timeout_ms / 1000))
+        options = _limited(options, _timedelta(call.timeout_ms))
     work = backend_of(self, HOST).allreduce(tensors, options)
     for subscriber in _subscribers:
         subscriber.after(call, work)
@@ -321,8 +301,13 @@ def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
 hide_from_dynamo(_all_reduce)
 
 
+@lru_cache(maxsize=16)
+def _timedelta(milliseconds: int) -> timedelta:
+    return timedelta(milliseconds=milliseconds)
+
+
 def _limited(options: Any, limit: timedelta) -> Any:
-    """Options with a timeout of at most ``limit``. The caller's own stay as they are; a negative timeout means none."""
+    """Return options with a timeout of at most ``limit``. The caller's stay as they are; a negative timeout is none."""
     if timedelta(0) <= options.timeout <= limit:
         return options
     limited = _AllreduceOptions()
@@ -330,44 +315,16 @@ def _limited(options: Any, limit: timedelta) -> Any:
     return limited
 
 
-def _is_plain(tensors: Any) -> bool:
-    """Whether c10d's kernel for the CPU would get this, and nothing else would see it on its way there."""
-    if type(tensors) is not list or len(tensors) != 1 or dispatch_mode_count():
+def _is_plain(*args: Any) -> bool:
+    """Whether c10d's kernel for the CPU would get these arguments, and nothing else would see them on the way there."""
+    if len(args) != 2 or type(args[0]) is not list or len(args[0]) != 1 or type(args[1]) is not _AllreduceOptions:
         return False
-    tensor = tensors[0]
+    tensor = args[0][0]
     return (
         type(tensor) in _PLAIN
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not (tensor.requires_grad and torch.is_grad_enabled())
+        and not dispatch_mode_count()
         and not profiler_enabled()
     )
-
-
-_key_sets: dict[tuple[str, bool], Any] = {}
-
-
-def _keys_of(given: Any) -> Any:
-    """Where the operator goes on, from one of its arguments: a tensor, tensors, or lists of them; None if it has none.
-
-    Who does not receive what is gathered, say, passes no output.
-    """
-    while type(given) is list or type(given) is tuple:
-        if not given:
-            return None
-        given = given[0]
-    if not isinstance(given, torch.Tensor):
-        return None
-    if given.is_cpu and not given.is_sparse:
-        return _CPU
-    return _key_set(given.device.type, given.is_sparse)
-
-
-def _key_set(device: str, is_sparse: bool) -> Any:
-    found = _key_sets.get((device, is_sparse))
-    if found is None:
-        found = _key_sets[device, is_sparse] = keys_of_device(device, is_sparse)
-    return found
-
-
-_CPU = _key_set("cpu", False)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +94,7 @@ unbox_group: Callable[[Any], Any] = find("distributed.ProcessGroup.unbox", "no c
 unbox_work: Callable[[Any], Any] = find("distributed.Work.unbox", "no collective is observed")
 
 
-def _operators_tell_reduce_op() -> bool:
+def _operators_name_reduce_op() -> bool:
     """Whether the reduce op that a c10d operator is given can be read. Its class is no module of torch's."""
     try:
         return hasattr(torch.classes.c10d.ReduceOp(), "op")
@@ -100,16 +102,12 @@ def _operators_tell_reduce_op() -> bool:
         return False
 
 
-operators_tell_reduce_op = dist.is_available() and _operators_tell_reduce_op()
-if not operators_tell_reduce_op:
-    note_lack("torch.classes.c10d.ReduceOp.op", "nobody knows the reduce op of a collective that C++ code issues")
-
-# The methods of ProcessGroup that issue what has a reduce op, or what a caller may wait for.
-group_methods = (
-    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced", "broadcast", "allgather", "_allgather_base", "allgather_coalesced",
-    "allgather_into_tensor_coalesced", "gather", "scatter", "alltoall", "alltoall_base", "barrier",
-)  # fmt: skip
+operators_name_reduce_op = dist.is_available() and _operators_name_reduce_op()
+if not operators_name_reduce_op:
+    note_lack(
+        "torch.classes.c10d.ReduceOp.op",
+        "no guard can be entered, and a dump has no reduce ops",
+    )
 
 backend_of: Callable[[Any, torch.device], Any] = find(
     "distributed.ProcessGroup._get_backend", "no collective is observed",
@@ -158,6 +156,77 @@ def default_store() -> Any:
     world = dist.group.WORLD
     assert world is not None
     return store_of(world) if ask is None else ask()
+
+
+# -- what is known of a group -----------------------------------------------------------------------------------------
+
+HOST = torch.device("cpu")
+
+
+@dataclass(eq=False)
+class GroupView:
+    """What is known of a process group; one object per group, so that subscribers can hang things on it.
+
+    Attributes:
+        ranks: global ranks, in the group's order. ``rank``: this process's, among them.
+        is_internal: it carries only ddpstats' own collectives.
+        has_host: it has a backend for tensors in host memory.
+        group: returns the process group itself, or None once it is gone.
+        is_registered: the program made it by torch's functions.
+    """
+
+    name: str
+    desc: str
+    ranks: tuple[int, ...]
+    rank: int
+    is_internal: bool
+    has_host: bool = False
+    group: Callable[[], Any] = lambda: None
+    is_registered: bool = False
+
+    def is_alive(self) -> bool:
+        """Whether the program may still use it."""
+        group = self.group()
+        return group is not None and (not self.is_registered or is_registered(group))
+
+
+_views: dict[int, GroupView] = {}  # by the id of the group, while it is there
+
+
+def view_of(group: Any) -> GroupView:
+    """Return the view of a process group; always the same one."""
+    view = _views.get(id(group))
+    if view is None or view.group() is not group:
+        try:
+            ranks = tuple(map(int, dist.get_process_group_ranks(group)))  # who made it may have given numpy's
+        except (KeyError, ValueError, RuntimeError):
+            ranks = tuple(range(group.size()))  # a group that torch's registry does not know
+        is_internal = group.group_desc == OWN_GROUP
+        view = _views[id(group)] = GroupView(
+            group.group_name,
+            group.group_desc,
+            ranks,
+            ranks[group.rank()],
+            is_internal,
+            not is_internal and _has_host(group),
+            weakref.ref(group, partial(_forget, _views, id(group))),
+            is_registered(group),
+        )
+    return view
+
+
+def _forget(views: dict[int, GroupView], number: int, reference: Any) -> None:
+    """Remove a view. ``views`` is `_views`, a name that this module has lost when the interpreter ends."""
+    if number in views and views[number].group is reference:
+        del views[number]
+
+
+def _has_host(group: Any) -> bool:
+    try:
+        backend_of(group, HOST)
+    except RuntimeError:  # a group for an accelerator alone
+        return False
+    return True
 
 
 # -- collectives that were issued, by process group --------------------------------------------------------------------

@@ -1,74 +1,153 @@
-"""c10d's operators: what each of them asks for, read from its arguments into a `Collective`.
+"""The table of c10d's operators, and the reader that makes a `Collective` of an operator's arguments.
 
-One reader per operator. `check_operators` compares what torch has with what this file knows: an operator with other
-arguments, or one that moves data and is not known here, is refused (``ConfigError``), for a program that was observed
-by half would look right. Of torch 2.13 on, all of them are there but ``gather_into_tensor_``, which 2.14 added; before
-2.7 most have no ``async_op``, and before 2.10 none tells its reduce op: `c10d_callers` has both.
+torch runs each collective as an operator ``c10d::*``. `OPERATORS` has one row for each: a new collective of torch is
+one new row, and guard, dumps and `count_collectives` then describe it. `check_operators` compares the table with what
+torch has. An operator with other arguments, or one that takes a process group and has no row, is refused
+(``ConfigError``), because a program of which a part is not observed would look right.
+
+Checked on torch 2.6 to 2.15. Before 2.7 most operators have no ``async_op``, and before 2.10 none names its reduce op:
+there both are unknown, which is enough for dumps, and the guard refuses to start (`check_reduce_ops`).
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from ddpstats._observe.c10d_callers import told
-from ddpstats._observe.groups import backend_of, is_registered, operators_tell_reduce_op, unbox_group
+from ddpstats._observe.groups import GroupView, operators_name_reduce_op
 from ddpstats._observe.torch_compat import operator_arguments, operator_names, schema
-from ddpstats._ranks.gloo import OWN_GROUP
 from ddpstats.errors import ConfigError
 
-HOST = torch.device("cpu")
+HINT = "Install a torch that it was run with (docs/compatibility.md), or run without the guard."
 
 
-@dataclass(eq=False)
-class GroupView:
-    """What is known of a process group; one object per group, so that subscribers can hang things on it."""
+@dataclass(frozen=True)
+class Operator:
+    """One operator of c10d.
+
+    Attributes:
+        name: "allreduce_" for ``c10d::allreduce_``.
+        op: what the program calls it: "all_reduce".
+        schema: the names of its arguments, in torch's order. "in:", "out:" and "inout:" mark the tensors that a rank
+            hands in, receives, or both. ``reduce_op``, ``root_rank``, ``src``, ``dst``, ``tag``, ``async_op`` and
+            ``*_split_sizes`` mean what they say.
+        compared: the tensors that must have the same shapes and dtypes on all ranks: those that are handed in (where
+            a rank hands in none, those that it receives), or those that it receives. "pieces": neither, but what one
+            rank sends must be what another one expects.
+        to_root: only the root receives.
+        methods: the methods of ``ProcessGroup`` that issue it, where these are not called as the operator is.
+    """
 
     name: str
-    desc: str
-    ranks: tuple[int, ...]
-    rank: int
-    is_ours: bool
-    has_host: bool = False  # it has a backend for tensors in host memory
-    group: Callable[[], Any] = lambda: None  # the process group itself, while it is there
-    is_registered: bool = False  # with torch
+    op: str
+    schema: str
+    compared: Literal["in", "out", "pieces"] = "in"
+    to_root: bool = False
+    methods: str = ""
 
-    def is_alive(self) -> bool:
-        """Whether the program may still use it."""
-        group = self.group()
-        return group is not None and (not self.is_registered or is_registered(group))
+    @cached_property
+    def arguments(self) -> list[str]:
+        """The names of the arguments, without their marks."""
+        return [name.rpartition(":")[2] for name in self.schema.split()]
+
+    def index_of_tensors(self, *marks: str) -> int | None:
+        """Return the index of the first argument with one of these marks; None where there is none."""
+        indices = (index for index, name in enumerate(self.schema.split()) if name.partition(":")[0] in marks)
+        return next(indices, None)
+
+    @cached_property
+    def combines(self) -> bool:
+        """Whether the values of the ranks are combined. What they combine must then be the same thing on all ranks."""
+        return "reduce_op" in self.arguments
+
+    @cached_property
+    def is_message(self) -> bool:
+        """Whether it is between two ranks."""
+        return "tag" in self.arguments
+
+    @cached_property
+    def method_names(self) -> list[str]:
+        """The methods of ``ProcessGroup``, of this torch or of others."""
+        return self.methods.split() or [self.name.rstrip("_")]
+
+
+# fmt: off
+_TABLE = (
+    Operator("allreduce_", "all_reduce", "inout:tensors process_group reduce_op sparse_indices async_op timeout"),
+    Operator("allreduce_coalesced_", "all_reduce_coalesced",
+             "inout:tensors process_group reduce_op async_op timeout"),
+    Operator("broadcast_", "broadcast", "inout:tensors process_group root_rank root_tensor async_op timeout"),
+    Operator("reduce_", "reduce", "inout:tensors process_group reduce_op root_rank root_tensor async_op timeout",
+             to_root=True),
+    # The list of outputs is the same on all ranks, the input is an entry of it.
+    Operator("allgather_", "all_gather", "out:output_tensors in:input_tensors process_group async_op timeout",
+             compared="out"),
+    Operator("_allgather_base_", "all_gather_into_tensor",
+             "out:output_tensor in:input_tensor process_group async_op timeout",
+             methods="_allgather_base all_gather_single"),
+    Operator("allgather_coalesced_", "all_gather_coalesced",
+             "out:output_lists in:input_list process_group async_op"),
+    Operator("allgather_into_tensor_coalesced_", "all_gather_coalesced",
+             "out:outputs in:inputs process_group async_op",
+             methods="allgather_into_tensor_coalesced all_gather_single_coalesced"),
+    Operator("reduce_scatter_", "reduce_scatter",
+             "out:output_tensors in:input_tensors process_group reduce_op async_op timeout"),
+    Operator("_reduce_scatter_base_", "reduce_scatter_tensor",
+             "out:output_tensor in:input_tensor process_group reduce_op async_op timeout",
+             methods="_reduce_scatter_base reduce_scatter_single"),
+    Operator("reduce_scatter_tensor_coalesced_", "reduce_scatter_tensor_coalesced",
+             "out:outputs in:inputs process_group reduce_op async_op timeout",
+             methods="reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced"),
+    Operator("gather_", "gather", "out:output_tensors in:input_tensors process_group root_rank async_op timeout",
+             compared="pieces", to_root=True),
+    Operator("gather_into_tensor_", "gather_into_tensor",  # since torch 2.14
+             "out:output_tensor in:input_tensor process_group root_rank async_op timeout", to_root=True),
+    Operator("scatter_", "scatter", "out:output_tensors in:input_tensors process_group root_rank async_op timeout",
+             compared="pieces"),
+    Operator("alltoall_", "all_to_all", "out:output_tensors in:input_tensors process_group async_op timeout",
+             compared="pieces"),
+    Operator("alltoall_base_", "all_to_all_single",
+             "out:output in:input process_group output_split_sizes input_split_sizes async_op timeout",
+             compared="pieces", methods="alltoall_base all_to_all_single"),
+    Operator("barrier", "barrier", "tensor process_group device_ids async_op timeout"),
+    Operator("monitored_barrier_", "monitored_barrier", "tensor process_group device_ids timeout wait_all_ranks"),
+    Operator("send", "send", "in:tensors process_group dst tag"),
+    Operator("recv_", "recv", "out:tensors process_group src tag"),
+    Operator("recv_any_source_", "recv", "out:tensors process_group tag", methods="recv_anysource"),
+)
+# fmt: on
+OPERATORS = {operator.name: operator for operator in _TABLE}
 
 
 class Collective:
     """One collective that is about to run on this rank.
 
     Attributes:
-        op: "all_reduce", "send", ...: what the program asked for, not what the backend makes of it.
+        operator: its row of the table.
         view: the group.
         inputs, outputs: the tensors it reads and writes; the caller's very objects where it was called from Python.
         reduce_op: "sum", ...; None where nothing is reduced.
         root: rank in the group that broadcasts, gathers, ...
         splits: (sizes sent, sizes received) of an all_to_all; None where there are none.
-        peer, tag: of point-to-point; ``peer`` is a rank in the group, or None for a receive from anybody.
+        peer, tag: of a message; ``peer`` is a rank in the group, or None for a receive from any rank.
         blocking: the caller goes on only when the result is there.
         timeout_ms: a subscriber may set it, to less than the program's own; None leaves that.
-        subscriber_state: for who subscribes, to keep what it knows of the call between `before` and `after`.
+        subscriber_state: what a subscriber keeps of the call between `before` and `after`.
     """
 
     __slots__ = (
-        "blocking", "inputs", "op", "outputs", "peer", "reduce_op", "root", "splits", "subscriber_state", "tag",
+        "blocking", "inputs", "operator", "outputs", "peer", "reduce_op", "root", "splits", "subscriber_state", "tag",
         "timeout_ms", "view",
     )  # fmt: skip
 
-    def __init__(self, op: str, inputs: Sequence[Any], outputs: Sequence[Any] = ()) -> None:
-        self.op, self.inputs, self.outputs = op, inputs, outputs
-        self.view: GroupView
+    def __init__(self, operator: Operator, view: GroupView, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        self.operator, self.view, self.inputs, self.outputs = operator, view, inputs, outputs
         self.reduce_op: str | None = None
         self.root: int | None = None
         self.splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -79,190 +158,57 @@ class Collective:
         self.subscriber_state: Any = None
 
     @property
-    def is_p2p(self) -> bool:
-        return self.op in ("send", "recv")
+    def op(self) -> str:
+        """What the program asked for ("all_reduce", "send"), not what the backend makes of it."""
+        return self.operator.op
 
 
-# -- groups -----------------------------------------------------------------------------------------------------------
+# -- reading an operator's arguments ----------------------------------------------------------------------------------
 
-_views: dict[int, GroupView] = {}  # by the id of the group, while it is there
-
-
-def view_of(group: Any) -> GroupView:
-    """The view of a process group; always the same one."""
-    view = _views.get(id(group))
-    if view is None or view.group() is not group:
-        try:
-            ranks = tuple(map(int, dist.get_process_group_ranks(group)))  # who made it may have given numpy's
-        except (KeyError, ValueError, RuntimeError):
-            ranks = tuple(range(group.size()))  # a group that torch's registry does not know
-        ours = group.group_desc == OWN_GROUP
-        view = _views[id(group)] = GroupView(
-            group.group_name,
-            group.group_desc,
-            ranks,
-            ranks[group.rank()],
-            ours,
-            not ours and _has_host(group),
-            weakref.ref(group, partial(_forget, _views, id(group))),
-            is_registered(group),
-        )
-    return view
+Reader = Callable[[Sequence[Any], GroupView], Collective]
 
 
-def _forget(views: dict[int, GroupView], number: int, reference: Any) -> None:
-    """``views``: `_views`, which is gone from this module by its name when the interpreter ends."""
-    if number in views and views[number].group is reference:
-        del views[number]
+def reader_of(operator: Operator) -> Reader:
+    """Return what makes a `Collective` of all arguments of a call of ``operator``."""
+    names = arguments_of(operator)
+    reduce_op, root, tag, asynchronous, sent = (
+        names.index(name) if name in names else 0  # an operator's first argument is none of these
+        for name in ("reduce_op", "root_rank", "tag", "async_op", "input_split_sizes")
+    )
+    received = names.index("output_split_sizes") if sent else 0
+    peer = next((names.index(name) for name in ("src", "dst") if name in names), 0)
+    inputs = _tensors_getter(operator, "in", "inout")
+    outputs = _tensors_getter(operator, "out", "inout")
+
+    def read(args: Sequence[Any], view: GroupView) -> Collective:
+        call = Collective(operator, view, inputs(args), outputs(args))
+        if reduce_op and operators_name_reduce_op:
+            call.reduce_op = reduce_op_name(args[reduce_op].op())
+        if root:
+            call.root = args[root]
+        if asynchronous:
+            call.blocking = not args[asynchronous]
+        if tag:
+            call.tag, call.peer = args[tag], args[peer] if peer else None
+        if sent:
+            size = len(view.ranks)
+            call.splits = _even(args[sent], call.inputs[0], size), _even(args[received], call.outputs[0], size)
+        return call
+
+    return read
 
 
-def _has_host(group: Any) -> bool:
-    try:
-        backend_of(group, HOST)
-    except RuntimeError:  # a group for an accelerator alone
-        return False
-    return True
-
-
-# -- readers -----------------------------------------------------------------------------------------------------------
-
-Reader = Callable[..., Collective]
-"""The operator's arguments, as torch passes them (trailing defaults are left out), to a Collective without its view."""
-
-
-HINT = "Install a torch that it was run with (docs/compatibility.md), or run without the guard."
-
-_RedOpType: Any = dist.ReduceOp.RedOpType if dist.is_available() else None
-_REDUCE_OPS: dict[Any, str] = {}
-
-
-def reduce_op_name(kind: Any) -> str:
-    """The name of a reduce op, from its number or the member of ``RedOpType``."""
-    known = _REDUCE_OPS.get(kind)
-    if known is None:
-        known = _REDUCE_OPS[kind] = _RedOpType(kind).name.lower()
-    return known
-
-
-def _reduce_op_of(op: Any) -> str | None:
-    """Of what an operator is given; where torch does not tell, what the caller has noted, and else None."""
-    kind = op.op() if operators_tell_reduce_op else told().reduce_op
-    return None if kind is None else reduce_op_name(kind)
-
-
-# One reader per operator; its arguments as in `ARGUMENTS`.
-
-
-def _read_all_reduce(
-    tensors: Any, group: Any, op: Any, sparse: Any = None, async_op: bool = True, timeout: int = -1
-) -> Collective:
-    call = Collective("all_reduce", tensors, tensors)
-    call.reduce_op, call.blocking = _reduce_op_of(op), not async_op
-    return call
-
-
-def _read_coalesced(tensors: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1) -> Collective:
-    call = Collective("all_reduce_coalesced", tensors, tensors)
-    call.reduce_op, call.blocking = _reduce_op_of(op), not async_op
-    return call
-
-
-def _read_broadcast(
-    tensors: Any, group: Any, root: int, root_tensor: int = 0, async_op: bool = True, timeout: int = -1
-) -> Collective:
-    call = Collective("broadcast", tensors, tensors)
-    call.root, call.blocking = root, not async_op
-    return call
-
-
-def _read_reduce(
-    tensors: Any, group: Any, op: Any, root: int, root_tensor: int = 0, async_op: bool = True, timeout: int = -1
-) -> Collective:
-    call = Collective("reduce", tensors, tensors)
-    call.reduce_op, call.root, call.blocking = _reduce_op_of(op), root, not async_op
-    return call
-
-
-def _read_all_gather(outputs: Any, inputs: Any, group: Any, async_op: bool = True, timeout: int = -1) -> Collective:
-    call = Collective("all_gather", inputs, outputs[0] if outputs else ())
-    call.blocking = not async_op
-    return call
-
-
-def _read_all_gather_base(output: Any, input: Any, group: Any, async_op: bool = True, timeout: int = -1) -> Collective:
-    call = Collective("all_gather_into_tensor", [input], [output])
-    call.blocking = not async_op
-    return call
-
-
-def _read_all_gather_coalesced(outputs: Any, inputs: Any, group: Any, async_op: bool = True) -> Collective:
-    call = Collective("all_gather_coalesced", inputs, outputs)
-    call.blocking = not async_op
-    return call
-
-
-def _read_reduce_scatter(
-    outputs: Any, inputs: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1
-) -> Collective:
-    call = Collective("reduce_scatter", inputs[0] if inputs else (), outputs)
-    call.reduce_op, call.blocking = _reduce_op_of(op), not async_op
-    return call
-
-
-def _read_reduce_scatter_base(
-    output: Any, input: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1
-) -> Collective:
-    call = Collective("reduce_scatter_tensor", [input], [output])
-    call.reduce_op, call.blocking = _reduce_op_of(op), not async_op
-    return call
-
-
-def _read_reduce_scatter_coalesced(
-    outputs: Any, inputs: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1
-) -> Collective:
-    call = Collective("reduce_scatter_tensor_coalesced", inputs, outputs)
-    call.reduce_op, call.blocking = _reduce_op_of(op), not async_op
-    return call
-
-
-def _read_gather(
-    outputs: Any, inputs: Any, group: Any, root: int, async_op: bool = True, timeout: int = -1
-) -> Collective:
-    call = Collective("gather", inputs, outputs[0] if outputs else ())
-    call.root, call.blocking = root, not async_op
-    return call
-
-
-def _read_scatter(
-    outputs: Any, inputs: Any, group: Any, root: int, async_op: bool = True, timeout: int = -1
-) -> Collective:
-    call = Collective("scatter", inputs[0] if inputs else (), outputs)
-    call.root, call.blocking = root, not async_op
-    return call
-
-
-def _read_gather_into(
-    output: Any, input: Any, group: Any, root: int, async_op: bool = True, timeout: int = -1
-) -> Collective:
-    call = Collective("gather_into_tensor", [input], [output])
-    call.root, call.blocking = root, not async_op
-    return call
-
-
-def _read_all_to_all(outputs: Any, inputs: Any, group: Any, async_op: bool = True, timeout: int = -1) -> Collective:
-    call = Collective("all_to_all", inputs, outputs)
-    call.blocking = not async_op
-    return call
-
-
-def _read_all_to_all_base(
-    output: Any, input: Any, group: Any, out_splits: Any, in_splits: Any, async_op: bool = True, timeout: int = -1
-) -> Collective:
-    call = Collective("all_to_all_single", [input], [output])
-    size = unbox_group(group).size()
-    call.splits = _even(in_splits, input, size), _even(out_splits, output, size)
-    call.blocking = not async_op
-    return call
+def _tensors_getter(operator: Operator, *marks: str) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return what takes a list of tensors from the arguments: torch passes one, a list, or a list of lists."""
+    index = operator.index_of_tensors(*marks)
+    if index is None:
+        return lambda args: ()
+    kind = str(schema(overload(operator.name)).arguments[index].type)
+    if kind == "Tensor":
+        return lambda args: [args[index]]
+    if kind == "List[Tensor]":
+        return itemgetter(index)
+    return lambda args: [tensor for tensors in args[index] for tensor in tensors]
 
 
 def _even(splits: Sequence[int], tensor: torch.Tensor, size: int) -> tuple[int, ...]:
@@ -270,125 +216,59 @@ def _even(splits: Sequence[int], tensor: torch.Tensor, size: int) -> tuple[int, 
     return tuple(splits) or (rows // size,) * size
 
 
-def _read_barrier(
-    tensor: Any, group: Any, device_ids: Any = (), async_op: bool = True, timeout: int = -1
-) -> Collective:
-    call = Collective("barrier", ())
-    call.blocking = not async_op
-    return call
+_REDUCE_OPS: dict[Any, str] = {}
 
 
-def _read_monitored_barrier(
-    tensor: Any, group: Any, device_ids: Any = (), timeout: int = -1, wait_all_ranks: bool = False
-) -> Collective:
-    return Collective("monitored_barrier", ())
-
-
-def _read_send(tensors: Any, group: Any, peer: int, tag: int) -> Collective:
-    call = Collective("send", tensors)
-    call.peer, call.tag = peer, tag
-    return call
-
-
-def _read_recv(tensors: Any, group: Any, peer: int, tag: int) -> Collective:
-    call = Collective("recv", (), tensors)
-    call.peer, call.tag = peer, tag
-    return call
-
-
-def _read_recv_any(tensors: Any, group: Any, tag: int) -> Collective:
-    call = Collective("recv", (), tensors)
-    call.tag = tag
-    return call
-
-
-OPERATORS: dict[str, Reader] = {
-    "allreduce_": _read_all_reduce,
-    "allreduce_coalesced_": _read_coalesced,
-    "broadcast_": _read_broadcast,
-    "reduce_": _read_reduce,
-    "allgather_": _read_all_gather,
-    "_allgather_base_": _read_all_gather_base,
-    "allgather_coalesced_": _read_all_gather_coalesced,
-    "allgather_into_tensor_coalesced_": _read_all_gather_coalesced,
-    "reduce_scatter_": _read_reduce_scatter,
-    "_reduce_scatter_base_": _read_reduce_scatter_base,
-    "reduce_scatter_tensor_coalesced_": _read_reduce_scatter_coalesced,
-    "gather_": _read_gather,
-    "gather_into_tensor_": _read_gather_into,
-    "scatter_": _read_scatter,
-    "alltoall_": _read_all_to_all,
-    "alltoall_base_": _read_all_to_all_base,
-    "barrier": _read_barrier,
-    "monitored_barrier_": _read_monitored_barrier,
-    "send": _read_send,
-    "recv_": _read_recv,
-    "recv_any_source_": _read_recv_any,
-}
-
-_NEWER = frozenset({"gather_into_tensor_"})  # since torch 2.14
-_ASYNC_OP = "async_op"
-
-ARGUMENTS = {
-    "allreduce_": "tensors process_group reduce_op sparse_indices async_op timeout",
-    "allreduce_coalesced_": "tensors process_group reduce_op async_op timeout",
-    "broadcast_": "tensors process_group root_rank root_tensor async_op timeout",
-    "reduce_": "tensors process_group reduce_op root_rank root_tensor async_op timeout",
-    "allgather_": "output_tensors input_tensors process_group async_op timeout",
-    "_allgather_base_": "output_tensor input_tensor process_group async_op timeout",
-    "allgather_coalesced_": "output_lists input_list process_group async_op",
-    "allgather_into_tensor_coalesced_": "outputs inputs process_group async_op",
-    "reduce_scatter_": "output_tensors input_tensors process_group reduce_op async_op timeout",
-    "_reduce_scatter_base_": "output_tensor input_tensor process_group reduce_op async_op timeout",
-    "reduce_scatter_tensor_coalesced_": "outputs inputs process_group reduce_op async_op timeout",
-    "gather_": "output_tensors input_tensors process_group root_rank async_op timeout",
-    "gather_into_tensor_": "output_tensor input_tensor process_group root_rank async_op timeout",
-    "scatter_": "output_tensors input_tensors process_group root_rank async_op timeout",
-    "alltoall_": "output_tensors input_tensors process_group async_op timeout",
-    "alltoall_base_": "output input process_group output_split_sizes input_split_sizes async_op timeout",
-    "barrier": "tensor process_group device_ids async_op timeout",
-    "monitored_barrier_": "tensor process_group device_ids timeout wait_all_ranks",
-    "send": "tensors process_group dst tag",
-    "recv_": "tensors process_group src tag",
-    "recv_any_source_": "tensors process_group tag",
-}
+def reduce_op_name(kind: Any) -> str:
+    """Return the name of a reduce op, given its number or the member of ``RedOpType``."""
+    name = _REDUCE_OPS.get(kind)
+    if name is None:
+        kinds: Any = dist.ReduceOp.RedOpType
+        name = _REDUCE_OPS[kind] = kinds(kind).name.lower()
+    return name
 
 
 # -- what this torch has ----------------------------------------------------------------------------------------------
 
 
 def overload(name: str) -> Any:
-    """The operator ``c10d::name`` as torch calls it; None where this torch has none."""
+    """Return the operator ``c10d::name`` as torch calls it; None where this torch has none."""
     try:
         return getattr(torch.ops.c10d, name).default
     except (AttributeError, RuntimeError):
         return None
 
 
-def arguments_of(name: str) -> list[str]:
-    """The arguments of ``c10d::name`` on this torch, which may lack ``async_op``. Raises `ConfigError` on others."""
-    expected = ARGUMENTS[name].split()
-    found = overload(name)
-    names = [] if found is None else operator_arguments(found)
-    if names not in (expected, [one for one in expected if one != _ASYNC_OP]):
-        raise ConfigError(
-            f"torch {torch.__version__} has no c10d::{name}({', '.join(expected)}), which the guard observes. {HINT}"
-        )
+def arguments_of(operator: Operator) -> list[str]:
+    """Return the names of its arguments on this torch, which may lack ``async_op``. Raises `ConfigError` on others."""
+    names = operator_arguments(overload(operator.name))
+    if names not in (operator.arguments, [name for name in operator.arguments if name != "async_op"]):
+        expected = f"c10d::{operator.name}({', '.join(operator.arguments)})"
+        raise ConfigError(f"torch {torch.__version__} has no {expected}, which the guard observes. {HINT}")
     return names
 
 
-def lacks_async_op(name: str) -> bool:
-    """Whether this torch does not say whether the caller of ``c10d::name`` waits for it."""
-    return _ASYNC_OP in ARGUMENTS[name].split() and _ASYNC_OP not in arguments_of(name)
-
-
 def check_operators() -> None:
-    """Raises `ConfigError` where they are not what this file knows."""
-    for name in ARGUMENTS:
-        if name not in _NEWER or overload(name) is not None:
-            arguments_of(name)
+    """Raise `ConfigError` where this torch has other operators than the table. It may lack some."""
+    for operator in known_operators():
+        arguments_of(operator)
     for name in operator_names("c10d") - OPERATORS.keys():
         if any("ProcessGroup" in str(argument.type) for argument in schema(overload(name)).arguments):
             raise ConfigError(
                 f"torch {torch.__version__} has a collective that the guard does not know, c10d::{name}. {HINT}"
             )
+
+
+def known_operators() -> list[Operator]:
+    """Return the rows of the table whose operators this torch has."""
+    return [operator for operator in OPERATORS.values() if overload(operator.name) is not None]
+
+
+def check_reduce_ops() -> None:
+    """Raise `ConfigError` where operators do not name their reduce op: a guard could not compare it."""
+    if dist.is_available() and not operators_name_reduce_op:
+        raise ConfigError(
+            f"the guard needs torch 2.10 or newer, and this is torch {torch.__version__}: its collectives do not name "
+            "their reduce op, so ranks that reduce by different ones would look alike. Install a newer torch, or run "
+            "without the guard; the rest of ddpstats works with this one."
+        )

@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 from ddpstats._base import config
 from ddpstats._base.version import __version__
-from ddpstats._observe.groups import longest_timeout_sec
-from ddpstats._observe.operators import GroupView
+from ddpstats._observe.groups import GroupView, longest_timeout_sec
 from ddpstats._ranks.comm import refuse_fake
 from ddpstats._ranks.exchange import PROTOCOL_VERSION, different_versions
 from ddpstats._ranks.failure import Membership

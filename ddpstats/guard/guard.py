@@ -37,6 +37,7 @@ from ddpstats._base.config import check_choice, check_count
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.text import first_line
 from ddpstats._observe import collectives
+from ddpstats._observe.operators import check_reduce_ops
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard.compare import Comparing
 from ddpstats.guard.group import Settings, before_destroying, next_turn
@@ -139,6 +140,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             self._outer.conclude()
             self._outer.abandon()
         self._reset()
+        check_reduce_ops()
         next_turn()
         collectives.subscribe(self._watching)
         self._watching.recording.subscribe()

@@ -11,7 +11,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from ddpstats._observe.frames import called_by_c10d, calling_frame, main_stack, site_of
-from ddpstats._observe.operators import Collective, GroupView
+from ddpstats._observe.groups import GroupView
+from ddpstats._observe.operators import Collective
 from ddpstats.guard.buckets import with_parameters
 from ddpstats.guard.compare import Comparing
 from ddpstats.guard.event import BY_TORCH, MESSAGES, Entry, Event, Ring, event_of, label_word
@@ -21,20 +22,11 @@ from ddpstats.guard.labels.evidence import evidence_of
 from ddpstats.guard.labels.infer import Chain, Inferred, infer
 from ddpstats.guard.messages import Awaited
 from ddpstats.guard.recording import Recording
-from ddpstats.guard.signature import NO_PIECES, PIECEWISE, Parts, parts_of, pieces_of, signature_of
+from ddpstats.guard.signature import NO_PIECES, Parts, parts_of, pieces_of, signature_of
 from ddpstats.guard.status import DOUBT, LEFT, GuardFinding, RankStatus
 from ddpstats.guard.summary import Tally
 
 RING_EVENTS = 10_000
-# Operations that combine what must be the same thing on all ranks. With others the names may legally be each rank's
-# own: shards that are gathered, what a root sends. Functions that are known to reduce named stats may gather them:
-# espnet sums what it has all-gathered.
-_COMBINING = frozenset(
-    {
-        *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
-        *("all_reduce_coalesced", "reduce_scatter_tensor_coalesced"),
-    }
-)
 _GATHERING = "all_gather"
 _REPORTED_EVENTS = 2000  # of one group
 _CONTEXT_EVENTS = 64  # before the last on which ranks agreed: which names have met there before
@@ -113,7 +105,7 @@ class Watching:
             raise standing.verdict.with_traceback(None)
         if not call.blocking and self._settings.compares and not standing.silent:
             call.timeout_ms = self._timeout_ms
-        is_message = call.is_p2p
+        is_message = call.operator.is_message
         with self._lock:
             group = None if self.session is None else self.session.find(call.view)
             if group is None:
@@ -211,11 +203,11 @@ class Watching:
     def _describe(self, call: Collective, group: Group) -> Event:
         """What is known of the call but its number and its time: the same object for all calls that are alike."""
         parts = parts_of(call)
-        pieces = pieces_of(call) if parts[0] in PIECEWISE else NO_PIECES
+        pieces = pieces_of(call) if call.operator.compared == "pieces" else NO_PIECES
         frame, by_torch, is_api = calling_frame(3)
         found: str | Inferred | None = current_label()
         if found is None and by_torch:
-            found = BY_TORCH
+            found = BY_TORCH if call.operator.combines else None
         elif found is None and self._settings.infer_labels and is_api and frame is not None:
             found = _inferred(call, frame)
         place = (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
@@ -240,7 +232,7 @@ class Watching:
         signature, digest = signature_of(parts)
         name = found.path if isinstance(found, Inferred) else found
         return Event(
-            f"{group.name}{MESSAGES}" if call.is_p2p else group.name,
+            f"{group.name}{MESSAGES}" if call.operator.is_message else group.name,
             0,
             signature,
             name,
@@ -347,7 +339,7 @@ class Watching:
 
 def _inferred(call: Collective, frame: FrameType) -> Inferred | None:
     """The label of what a collective combines, if the text of the program gives it one."""
-    if call.op in _COMBINING and call.inputs:
+    if call.operator.combines and call.inputs:
         return infer(call.inputs[0], frame)
     if call.op == _GATHERING and call.inputs:
         found = infer(call.inputs[0], frame)

@@ -19,10 +19,7 @@ from ddpstats._base.text import dtype_name
 from ddpstats._observe.operators import Collective
 from ddpstats.guard.event import MASK, Signature, digest_of, stable_hash
 
-_WITHOUT_TENSORS = frozenset({"barrier", "monitored_barrier"})
-_FROM_OUTPUTS = frozenset({"all_gather"})  # the list of outputs is the same on all ranks, the input is an entry of it
 _STRIDED = torch.strided
-PIECEWISE = frozenset({"gather", "scatter", "all_to_all", "all_to_all_single"})
 NO_PIECES = "", 0
 
 Parts = tuple[str, str | None, int | None, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
@@ -31,11 +28,9 @@ Parts = tuple[str, str | None, int | None, tuple[Any, ...], tuple[Any, ...], tup
 
 def parts_of(call: Collective) -> Parts:
     """Costs next to nothing, and is as good as the `Signature` for telling one call from another."""
-    op = call.op
-    if op in _WITHOUT_TENSORS:
-        return op, None, None, (), (), ()
-    tensors = call.outputs if op in _FROM_OUTPUTS or not call.inputs else call.inputs
-    if op in PIECEWISE:
+    op, compared = call.op, call.operator.compared
+    tensors = call.outputs if compared == "out" or not call.inputs else call.inputs
+    if compared == "pieces":
         return op, None, call.root, ((),), (tensors[0].dtype,), ()
     if len(tensors) == 1:
         tensor = tensors[0]
@@ -74,25 +69,18 @@ def _sent(call: Collective, me: int) -> list[Piece]:
     if call.splits is not None:
         row = _row(call.inputs[0])
         return [(me, to, f"{size} x {row}") for to, size in enumerate(call.splits[0])]
-    if call.op == "all_to_all":
-        return [(me, to, _spec(tensor)) for to, tensor in enumerate(call.inputs)]
-    if call.op == "gather":
-        return [(me, _root(call), _spec(call.inputs[0]))]
-    return [(me, to, _spec(tensor)) for to, tensor in enumerate(call.inputs)]  # scatter, at the root
+    if call.root is not None and call.operator.to_root:
+        return [(me, call.root, _spec(call.inputs[0]))]
+    return [(me, to, _spec(tensor)) for to, tensor in enumerate(call.inputs)]
 
 
 def _expected(call: Collective, me: int) -> list[Piece]:
     if call.splits is not None:
         row = _row(call.outputs[0])
         return [(source, me, f"{size} x {row}") for source, size in enumerate(call.splits[1])]
-    if call.op == "scatter":
-        return [(_root(call), me, _spec(call.outputs[0]))]
+    if call.root is not None and not call.operator.to_root:
+        return [(call.root, me, _spec(call.outputs[0]))]
     return [(source, me, _spec(tensor)) for source, tensor in enumerate(call.outputs)]
-
-
-def _root(call: Collective) -> int:
-    assert call.root is not None
-    return call.root
 
 
 def _spec(tensor: Any) -> str:

@@ -15,38 +15,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-# How to find what a rank hands in: the position of the tensors among the arguments after self, and their keyword names.
-_TENSORS = (0, ("tensors", "tensor"))
-_INPUTS = (1, ("input_tensors", "input_list", "inputs", "input", "inputTensor", "input_tensor"))
-_NOTHING = (0, ())
+from ddpstats._observe.operators import OPERATORS
 
-_OPS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "allreduce": _TENSORS,
-    "allreduce_coalesced": _TENSORS,
-    "broadcast": _TENSORS,
-    "reduce": _TENSORS,
-    "send": _TENSORS,
-    "recv": _TENSORS,
-    "recv_anysource": _TENSORS,
-    "allgather": _INPUTS,
-    "allgather_coalesced": _INPUTS,
-    "allgather_into_tensor_coalesced": _INPUTS,
-    "_allgather_base": _INPUTS,
-    "all_gather_single": _INPUTS,
-    "all_gather_single_coalesced": _INPUTS,
-    "gather": _INPUTS,
-    "scatter": _INPUTS,
-    "reduce_scatter": _INPUTS,
-    "reduce_scatter_tensor_coalesced": _INPUTS,
-    "_reduce_scatter_base": _INPUTS,
-    "reduce_scatter_single": _INPUTS,
-    "reduce_scatter_single_coalesced": _INPUTS,
-    "alltoall": _INPUTS,
-    "alltoall_base": _INPUTS,
-    "all_to_all_single": _INPUTS,
-    "barrier": _NOTHING,
-    "monitored_barrier": _NOTHING,
-}
+_METHODS = {method: operator for operator in OPERATORS.values() for method in operator.method_names}
 
 
 def die(signal: int = signals.SIGKILL) -> NoReturn:
@@ -105,7 +76,7 @@ def count_collectives() -> Iterator[CollectiveCount]:
         (1, 1, 16)
     """
     count = CollectiveCount()
-    originals = {op: vars(dist.ProcessGroup)[op] for op in _OPS if op in vars(dist.ProcessGroup)}
+    originals = {op: vars(dist.ProcessGroup)[op] for op in _METHODS if op in vars(dist.ProcessGroup)}
     try:
         for op in originals:
             setattr(dist.ProcessGroup, op, _counting(op, getattr(dist.ProcessGroup, op), count))
@@ -124,11 +95,18 @@ def _counting(op: str, call: Callable[..., Any], count: CollectiveCount) -> Call
     return counted
 
 
-def _handed_in(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    position, names = _OPS[op]
-    if names and position < len(args):
-        return args[position]
-    return next((kwargs[name] for name in names if name in kwargs), None)
+def _handed_in(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the tensors among the arguments: those that are handed in, or, of a receive, that are written to."""
+    operator = _METHODS[method]
+    index = operator.index_of_tensors("in", "inout")
+    if index is None:
+        index = operator.index_of_tensors("out")
+    if index is None:
+        return None
+    if len(args) > index:
+        return args[index]
+    named = (value for name, value in kwargs.items() if not name.startswith("output"))
+    return next((value for value in named if isinstance(value, (torch.Tensor, list, tuple))), None)
 
 
 def _bytes(tensors: Any) -> int:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpstats._observe.groups import operators_tell_reduce_op
+from ddpstats._observe.groups import operators_name_reduce_op
 from ddpstats.cli import main
 from ddpstats.dump import StatsDump
 from ddpstats.dump.format._files import open_rank
@@ -102,7 +102,7 @@ def test_messages_name_their_peer_also_where_a_guard_waits_for_them(path: Path, 
 
 @RANKS
 def test_reducer_of_ddp_has_an_entry_of_the_backward_pass(path: Path, rank: int) -> None:
-    op = "sum" if operators_tell_reduce_op else {}  # DDP's reducer is C++ code
+    op = "sum" if operators_name_reduce_op else {}  # DDP's reducer is C++ code
     last = entries(path, "reducer", rank)[-1]
     assert brief([last]) == [("all_reduce", [[(1.0 + rank) / 2]], [[1.5]])]
     assert given(last[1], "op") == op

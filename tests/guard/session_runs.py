@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._base.config import GuardMode
-from ddpstats._observe.operators import view_of
+from ddpstats._observe.groups import view_of
 from ddpstats.guard import collective_guard
 from ddpstats.guard.notes import Note
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -133,7 +134,8 @@ def test_second_guard_is_refused() -> None:
 
 
 def test_another_torch_is_refused_and_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(operators.ARGUMENTS, "allreduce_", "tensors process_group something_new")
+    other = replace(operators.OPERATORS["allreduce_"], schema="inout:tensors process_group something_new")
+    monkeypatch.setitem(operators.OPERATORS, "allreduce_", other)
     before = dist.Work.wait
     with pytest.raises(ConfigError, match=r"no c10d::allreduce_\(tensors, process_group, something_new\)"):
         collective_guard("strict").__enter__()
@@ -300,7 +302,7 @@ def test_first_of_several_guards_that_compare_nothing_says_so() -> None:
 
 
 _ONE_RANK = (
-    "import gc, logging, sys, ddpstats, torch.distributed as dist; from ddpstats._observe import operators\n"
+    "import gc, logging, sys, ddpstats, torch.distributed as dist; from ddpstats._observe import groups\n"
     "logging.basicConfig(stream=sys.stdout)\n"
     "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())\n"
 )
@@ -315,8 +317,8 @@ def test_group_that_outlives_the_packages_names_ends_silently() -> None:
     """As where the interpreter ends with a traceback that holds the group."""
     code = (
         "sys.unraisablehook = lambda found: print(found.exc_value)\n"
-        "kept = operators.view_of(dist.group.WORLD)\n"
-        "operators._views = None\n"
+        "kept = groups.view_of(dist.group.WORLD)\n"
+        "groups._views = None\n"
         "dist.destroy_process_group()\n"
         "gc.collect()"
     )

@@ -30,8 +30,6 @@ from ddpstats._observe.operators import Collective
 from ddpstats._observe.torch_compat import graph_task, queue_callback
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 
-_TO_ROOT = frozenset({"reduce", "gather", "gather_into_tensor"})
-
 
 @dataclass(eq=False)
 class _Pending:
@@ -119,7 +117,9 @@ class CollectiveWatch:
         entry = None
         try:
             self.poll()
-            of_group: tuple[object, ...] = (call.view.name, call.op, call.peer) if call.is_p2p else (call.view.name,)
+            of_group: tuple[object, ...] = (
+                (call.view.name, call.op, call.peer) if call.operator.is_message else (call.view.name,)
+            )
             with self._lock:
                 number = self._recorder.number(of_group)
             about = described(call) | {"seq": _int(number)}
@@ -212,9 +212,9 @@ def described(call: Collective) -> dict[str, object]:
     if call.reduce_op is not None:
         found["op"] = {"type": "str", "value": call.reduce_op}
     if call.root is not None:
-        found["dst" if call.op in _TO_ROOT else "src"] = _int(call.view.ranks[call.root])
+        found["dst" if call.operator.to_root else "src"] = _int(call.view.ranks[call.root])
     if call.peer is not None:
-        found["dst" if call.op == "send" else "src"] = _int(call.view.ranks[call.peer])
+        found["dst" if "dst" in call.operator.arguments else "src"] = _int(call.view.ranks[call.peer])
     if call.tag is not None:
         found["tag"] = _int(call.tag)
     return found

@@ -1,0 +1,73 @@
+"""The table of torch's collectives: one row is all that a new one needs, and what it does not know is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpstats import collective_guard
+from ddpstats._observe import collectives, operators
+from ddpstats._observe.operators import OPERATORS
+from ddpstats.errors import ConfigError
+from ddpstats.testing import RankPool
+from tests.observe import operator_runs as runs
+
+
+def test_a_new_collective_is_one_row(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Without it, torch is refused; with it, guard, record and dump describe the collective, and ranks are compared."""
+    outcomes = two_ranks.run(runs.collective_that_is_new, str(tmp_path), timeout_sec=60).values()
+    for refusal, mismatch, (recorded,), dumped in outcomes:
+        assert "has a collective that the guard does not know, c10d::relay_" in refusal
+        assert "rank 0: relay(float32[3], root=0)" in mismatch
+        assert "rank 1: relay(float32[3], root=1)" in mismatch
+        assert (recorded["op"], recorded["root"], recorded["shapes"]) == ("relay", 1, [[3]])
+        assert dumped == [("Distributed.relay.0.forward", 1.0, 2.0)]
+
+
+def test_only_what_torch_combines_is_called_gradients(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Not the length that ZeRO broadcasts, nor DDP's buffers, nor the parameters that FSDP gathers."""
+    for labels in two_ranks.run(runs.labels_of_torchs_own, str(tmp_path), timeout_sec=60).values():
+        assert {op for op, label in labels if label == "(gradients)"} == {"all_reduce", "reduce_scatter_tensor"}
+        assert {op for op, label in labels if label is None} == {"broadcast", "all_gather_into_tensor"}
+
+
+def test_methods_of_the_table_are_those_of_torch() -> None:
+    """`count_collectives` counts them; a row whose method has another name would count nothing."""
+    methods = {name for name in vars(dist.ProcessGroup) if not name.startswith("__")}
+    for operator in operators.known_operators():
+        assert methods & set(operator.method_names), operator.name
+
+
+def test_a_torch_that_does_not_name_reduce_ops_is_refused_by_the_guard_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "operators_name_reduce_op", False)
+    with pytest.raises(ConfigError, match=f"needs torch 2.10 or newer, and this is torch {torch.__version__[:4]}"):
+        collective_guard("strict").__enter__()
+    assert not collectives.is_installed()
+
+
+@pytest.mark.parametrize("name", ["allgather_", "reduce_scatter_", "allgather_coalesced_"])
+def test_lists_of_lists_are_read_as_one_list(name: str) -> None:
+    read = operators.reader_of(OPERATORS[name])
+    one, two = torch.zeros(1), torch.zeros(2)
+    nested, flat = [[one], [two]], [two]
+    outer, inner = (flat, nested) if name == "reduce_scatter_" else (nested, flat)
+    call = read([outer, inner, None, _Sum(), True, -1], None)  # type: ignore[arg-type]
+    assert [id(tensor) for tensor in (call.inputs if outer is flat else call.outputs)] == [id(one), id(two)]
+    assert (call.outputs if outer is flat else call.inputs) is flat
+    assert not call.blocking
+
+
+class _Sum:
+    """A reduce op as an operator is given it."""
+
+    def op(self) -> int:
+        return 0
+
+
+@pytest.mark.slow
+def test_a_collective_that_ends_while_a_slice_does_has_not_failed(two_ranks: RankPool) -> None:
+    """torch reports that the wait was too short; by the time that is examined, the collective is complete."""
+    assert max(two_ranks.run(runs.waits_in_slices, 500, timeout_sec=60).values()) > 0
