@@ -284,6 +284,8 @@ def test_ranks_that_hang_are_ended_at_the_limit(start: Start, tmp_path: Path) ->
     assert status == 1
     assert "DdpstatsError: the ranks took longer than 6 s, and were ended" in err
     assert 6 <= float(out) < 2 * 6 + 5
+    assert "the end of rank 0's stderr:" in err
+    assert " in _end_with_parent" in err  # its stacks, which it writes when the pipe on its stdin closes
 
 
 def start_hanging_ranks(start: Start, tmp_path: Path) -> Program:
