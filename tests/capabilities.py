@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpstats._observe.groups import lacking
+from ddpstats._observe.groups import lacking, operators_name_reduce_op
 from ddpstats._observe.torch_compat import kernel_at, next_node_number
 
+needs_guard = pytest.mark.skipif(not operators_name_reduce_op, reason=f"the guard needs torch 2.10: {lacking()}")
 flips_products = pytest.mark.skipif(kernel_at is None, reason=f"bits of products cannot be flipped: {lacking()}")
 takes_kernels_away = pytest.mark.skipif(kernel_at is None, reason=f"kernels that were parked stay: {lacking()}")
 shards_on_cpu = pytest.mark.skipif(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import collective_guard
+from ddpstats._observe.groups import operators_name_reduce_op
 from ddpstats.dump import StatsDump
 
 
@@ -20,8 +21,10 @@ def dump_all(path: str) -> None:
     rank = dist.get_rank()
     for name, program in PROGRAMS.items():
         _dump(Path(path) / name, program, rank)
-    with collective_guard(mode="strict"):
-        _dump(Path(path) / "inside a guard", _messages, rank)
+    if operators_name_reduce_op:
+        _dump(Path(path) / "around a guard", _under_guard, rank)
+        with collective_guard(mode="strict"):
+            _dump(Path(path) / "inside a guard", _messages, rank)
     _dump_unfinished(Path(path) / "unfinished", rank)
     _dump_training(Path(path) / "training")
 
@@ -105,7 +108,6 @@ PROGRAMS: dict[str, Callable[[int], None]] = {
     "rooted": _rooted,
     "pieces": _pieces,
     "messages": _messages,
-    "around a guard": _under_guard,
     "reducer": _reducer,
     "subgroups": _subgroups,
     "raising": _raising,

@@ -1,4 +1,4 @@
-"""The fixture with which several tests of the guard write their programs."""
+"""The fixture with which several tests of the guard write their programs; all of them need a torch of the guard's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.capabilities import needs_guard
 
 
 @pytest.fixture
@@ -19,3 +21,10 @@ def script(tmp_path: Path) -> Any:
         return str(path)
 
     return write
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests of this folder on a torch that the guard refuses."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(needs_guard)

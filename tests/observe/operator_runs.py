@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import collective_guard
@@ -87,6 +86,7 @@ def collective_that_is_new(path: str) -> tuple[str, str, list[dict[str, Any]], l
 
 def labels_of_torchs_own(path: str) -> set[tuple[str, str | None]]:
     """Return (op, label) of each collective that torch issues by itself: in DDP, in ZeRO and in FSDP."""
+    from torch.distributed.fsdp import fully_shard  # takes long to import
     from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns
 
     model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ import torch.distributed as dist
 
 from ddpstats import collective_guard
 from ddpstats._observe import collectives, operators
-from ddpstats._observe.operators import OPERATORS
+from ddpstats._observe.groups import group_of_one
+from ddpstats._observe.operators import OPERATORS, Collective
 from ddpstats.errors import ConfigError
 from ddpstats.testing import RankPool
+from tests.capabilities import needs_guard
 from tests.observe import operator_runs as runs
 
 
+@needs_guard
 def test_a_new_collective_is_one_row(two_ranks: RankPool, tmp_path: Path) -> None:
     """Without it, torch is refused; with it, guard, record and dump describe the collective, and ranks are compared."""
     outcomes = two_ranks.run(runs.collective_that_is_new, str(tmp_path), timeout_sec=60).values()
@@ -27,6 +31,7 @@ def test_a_new_collective_is_one_row(two_ranks: RankPool, tmp_path: Path) -> Non
         assert dumped == [("Distributed.relay.0.forward", 1.0, 2.0)]
 
 
+@needs_guard
 def test_only_what_torch_combines_is_called_gradients(two_ranks: RankPool, tmp_path: Path) -> None:
     """Not the length that ZeRO broadcasts, nor DDP's buffers, nor the parameters that FSDP gathers."""
     for labels in two_ranks.run(runs.labels_of_torchs_own, str(tmp_path), timeout_sec=60).values():
@@ -46,6 +51,25 @@ def test_a_torch_that_does_not_name_reduce_ops_is_refused_by_the_guard_alone(mon
     with pytest.raises(ConfigError, match=f"needs torch 2.10 or newer, and this is torch {torch.__version__[:4]}"):
         collective_guard("strict").__enter__()
     assert not collectives.is_installed()
+    collectives.subscribe(seen := _Seen())
+    with group_of_one("test") as only:
+        only[0].allreduce([torch.ones(1)]).wait()
+    collectives.unsubscribe(seen)
+    assert seen.calls == [("all_reduce", None)]  # for a dump
+
+
+class _Seen:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str | None]] = []
+
+    def before(self, call: Collective) -> None:
+        self.calls.append((call.op, call.reduce_op))
+
+    def after(self, call: Collective, work: Any) -> None:
+        pass
+
+    def waiting(self, work: Any, limited: bool) -> bool:
+        return False
 
 
 @pytest.mark.parametrize("name", ["allgather_", "reduce_scatter_", "allgather_coalesced_"])
