@@ -24,14 +24,13 @@ _BY_ITSELF = (
     "torch.distributed.optim",
 )  # fmt: skip
 # Where a program's own call of a collective arrives, and our doors, for what it calls on the group itself.
-_C10D = "torch.distributed.distributed_c10d"
 _APIS = (
-    "torch.distributed.c10d_logger", _C10D, "torch.distributed._functional_collectives",
+    "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d",
+    "torch.distributed._functional_collectives",
     "torch.distributed.nn.functional", "torch._ops", "ddpstats.",
 )  # fmt: skip
 _CHECKPOINT = "torch.utils.checkpoint"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_MOST_WRAPPERS = 16  # around a function of torch's
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _OF_A_GRAPH = "<eval_with_key>"  # the file of code that torch.fx makes
 
@@ -117,18 +116,6 @@ def main_stack(limit: int) -> str:
 def _lines_of(entry: traceback.FrameSummary) -> list[str]:
     where = f"{entry.filename}:{entry.lineno} in {entry.name}"
     return [where, "   " + entry.line] if entry.line else [where]
-
-
-def called_by_c10d(*functions: str) -> bool:
-    """Whether one of these functions of ``torch.distributed`` asked for what is under way."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MOST_WRAPPERS):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__") == _C10D and frame.f_code.co_name in functions:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def is_in_checkpoint() -> bool:

@@ -1,6 +1,6 @@
 """Comparing what ranks post about their collectives: one by one (strict), or rolling digests now and then (step).
 
-`verdicts` waits for what others post, and says what a difference leads to; `message_waits` compares messages.
+`verdicts` waits for what others post, and says what a difference leads to; `messages` compares messages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ddpstats._ranks.store import STORE_ERRORS, StoreSilent
 from ddpstats.guard.event import MASK, Event, roll, same_labels
 from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.group import Group, Session, Settings, Standing
-from ddpstats.guard.message_waits import MessageComparing
+from ddpstats.guard.messages import Messages
 from ddpstats.guard.notes import Note, Overrun
 from ddpstats.guard.notes_shm import agree, share
 from ddpstats.guard.spoken import words_of
@@ -41,7 +41,7 @@ class Comparing:
     def __init__(self, session: Session, standing: Standing, settings: Settings) -> None:
         self.session, self._standing, self._strict = session, standing, settings.mode == "strict"
         self.verdicts = Verdicts(session, standing, settings)
-        self.messages = MessageComparing(session, self.verdicts)
+        self.messages = Messages(standing, self.verdicts)
         self._asked: list[tuple[Group, _Digests]] = []
 
     def foretell(self, group: Group, event: Event, seq: int) -> None:
@@ -212,7 +212,6 @@ class Comparing:
         """The last comparison, after `post_ends`. A rank that left earlier, or runs one collective more, shows here."""
         for group in self.session.groups():
             self.settle(group, group.posted)
-        self.messages.await_receivers()
 
     @contextmanager
     def ending_within(self, seconds: float) -> Iterator[None]:

@@ -1,109 +1,130 @@
-"""From what each rank says it did to a verdict in words: who differs, where, since when, and why, as far as that shows.
+"""Decides what the ranks of a group did differently, or which of them is missing, and says so in words.
 
-Pure: the same statuses give the same text on every rank, online and from records on disk.
+For live verdicts and for records. Pure: the same statuses give the same text on every rank.
+
+1. `find` looks for the first collective that differs. Labels that differ are a fault, a doubt or nothing: `judge` says.
+2. Where a rank has waited too long, or some have come further than others, `_missing_ranks` says who is missing.
+3. A message between two ranks is found by what both know of it: `pair_messages`.
+4. The rest is words: what each rank did and where, what differs, what may have led to it, and what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from ddpstats._base.text import ranks_text
-from ddpstats.guard.event import BY_TORCH, MASK, Event, Signature, same_labels
+from ddpstats.guard.event import BY_TORCH, MASK, MESSAGES, Event, Signature, same_labels
 from ddpstats.guard.labels.judge import Judgement, judge
 from ddpstats.guard.status import DOUBT, LEFT, MISMATCH, MISSING, NOTHING, GuardFinding, RankStatus
 
 _SHOWN_GROUPS = 8
 
-_BY_DIFFERENCE = {
-    "the operation": "Make all ranks issue the same collectives in the same order.",
-    "the reduce op": "Pass the same op= on all ranks.",
-    "the root": "Pass the same src= or dst=, a global rank, on all ranks.",
-    "the number of tensors": "Pass as many tensors on all ranks: where a rank lacks one, zeros in its place.",
-    "the dtype": "Convert to one dtype on all ranks before the call.",
-    "the number of dimensions": "Pass tensors of one shape on all ranks: reshape before the call.",
-    "the shape": "Pass tensors of one shape on all ranks: pad them to the largest.",
-    "the memory format": "Call .contiguous() on the tensor before the call, on all ranks.",
-    "the label": (
-        "Make all ranks go through the same keys in the same order (sort them, and reduce zeros for a key that a rank "
-        "lacks), or use ddpstats.reduce_stats; where the difference is meant, put the calls into `with "
-        "ddpstats.label('...')` of one name on all ranks."
-    ),
-    "the pieces": "Make what each rank sends to another what that one expects: split sizes, shapes and dtypes.",
-}
-_PARTS: tuple[tuple[str, Callable[[Signature], object]], ...] = (
-    ("the operation", lambda signature: signature.op),
-    ("the reduce op", lambda signature: signature.reduce_op),
-    ("the root", lambda signature: signature.root),
-    ("the number of tensors", lambda signature: len(signature.shapes)),
-    ("the dtype", lambda signature: signature.dtypes),
-    ("the number of dimensions", lambda signature: tuple(map(len, signature.shapes))),
-    ("the shape", lambda signature: signature.shapes),
-    ("the memory format: elements of equal shape lie in different order", lambda signature: signature.strides),
-)
-_BY_HAND = (
-    "ddpstats.label() gave these names: give the same one on all ranks where they reduce the same thing. Where they do "
-    "not, make all ranks go through the same keys in the same order, or use ddpstats.reduce_stats, which aligns them."
-)
-_ORDER = "Make all ranks issue the same collectives in the same order."
+ByRank = Mapping[int, RankStatus]
+DescribeBucket = Callable[[Event], str]
+"""Returns what is in a tensor that torch's own code reduces; empty where that is not known."""
 
 
 def find(
     group: str,
     words: str,
     statuses: Sequence[RankStatus],
-    until: int | None = None,
+    overdue: int | None = None,
     were_absent: Sequence[int] = (),
-    in_doubt: bool = False,
+    tentative: bool = False,
+    bucket_words: DescribeBucket = lambda event: "",
 ) -> GuardFinding | None:
-    """The first thing that went wrong in ``group`` (``words`` describe it), or None if all ranks agree.
+    """Return the first thing that went wrong in ``group``, which ``words`` describe; None if all ranks agree.
 
-    ``until``: a number that every rank should have reached, and in which some rank has waited for too long, or cannot
-    be joined by all any more. Missing are the ranks that died or left before it by an error; else those that are behind
-    it; else those that ran no Python for long; else those that are behind any other; else those that do not wait
-    themselves. If all have come meanwhile, it is those that ``were_absent`` then. ``in_doubt``: labels differ, and that
-    alone raised the question: without ``until`` no rank has waited in vain, and none is missing.
+    ``overdue``: a number that every rank should have reached, and in which some rank has waited too long, or cannot be
+    joined by all any more. ``were_absent``: the ranks that had not come then. ``tentative``: only digests or labels
+    differ so far; without ``overdue`` no rank has waited in vain, and none is missing.
     """
     by_rank = {status.rank: status for status in statuses}
-    is_end = until is not None and all(status.count < until for status in statuses)  # nobody began such a collective
-    end = until if is_end else None
+    if group.endswith(MESSAGES):
+        return _message_finding(group, words, by_rank, overdue is not None)
     seq, judged = first_difference(statuses)
     if seq is not None:
-        return _mismatch(group, words, by_rank, seq)
-    if in_doubt and until is None:
-        return _doubt(group, words, by_rank, judged) if judged else None
-    if until is not None:
-        asleep = [rank for rank, status in by_rank.items() if status.slept_sec]
-        named = _lost(by_rank, until, end) or _behind(by_rank, end, until) or asleep
-        if named:
-            came_to = [by_rank[rank].count for rank in named if not by_rank[rank].is_silent]
-            return _missing(group, words, by_rank, min([until, *(count + 1 for count in came_to)]), named)
-    behind = _behind(by_rank, end, max(status.count for status in statuses))
-    if behind:
-        return _missing(group, words, by_rank, min(by_rank[rank].count for rank in behind) + 1, behind)
-    absent = [rank for rank, status in by_rank.items() if status.waits_in is None]
-    if until is not None and 0 < len(absent) < len(by_rank):
-        gone = [rank for rank in absent if by_rank[rank].dead or by_rank[rank].left not in (None, LEFT)]
-        return _missing(group, words, by_rank, until, gone or absent)
-    late = [rank for rank in were_absent if rank in by_rank]
-    if until is not None and late:
-        return _missing(group, words, by_rank, until, late)
+        return _mismatch(group, words, by_rank, seq, bucket_words)
+    if overdue is not None or not tentative:
+        missing = _missing_ranks(by_rank, overdue, were_absent)
+        if missing is not None:
+            return _missing(group, words, by_rank, *missing, bucket_words)
     return _doubt(group, words, by_rank, judged) if judged else None
 
 
-def _lost(by_rank: Mapping[int, RankStatus], until: int, end: int | None) -> list[int]:
-    """Ranks for which no other one should have waited: others that are behind may only not have come yet.
+def first_difference(statuses: Sequence[RankStatus]) -> tuple[int | None, dict[int, Judgement]]:
+    """Return the first number at which the ranks that have come so far did different things, or None.
+
+    With it the numbers before at which their labels differ without that being a fault.
+    """
+    first = max((status.events[0].seq for status in statuses if status.events), default=0)
+    last = max((status.events[-1].seq for status in statuses if status.events), default=-1)
+    judged: dict[int, Judgement] = {}
+    for seq in range(first, last + 1):
+        events = [event for status in statuses if (event := status.at(seq)) is not None]
+        if len({event.digest for event in events}) > 1:
+            return seq, judged
+        if not same_labels(event.word for event in events):
+            judgement = judge(events, _matched_before(statuses, events[0], seq))
+            if judgement == "fault":
+                return seq, judged
+            judged[seq] = judgement
+        if len(events) == len(statuses) and sum(status.balances.get(seq, 0) for status in statuses) & MASK:
+            return seq, judged
+    return None, judged
+
+
+def _matched_before(statuses: Sequence[RankStatus], event: Event, seq: int) -> int:
+    """How many names were equal on all ranks before, at the call site of ``event``."""
+    site, matched = str(event.site), set()
+    for earlier in statuses[0].events:
+        if earlier.seq < seq and earlier.word and str(earlier.site) == site:
+            events = [status.at(earlier.seq) for status in statuses]
+            if all(event is not None and event.word == earlier.word for event in events):
+                matched.add(earlier.word)
+    return len(matched)
+
+
+def _missing_ranks(
+    by_rank: ByRank, overdue: int | None, were_absent: Sequence[int]
+) -> tuple[int, Sequence[int]] | None:
+    """Return the number that was not completed and the ranks it waits for, by the first rule that names some."""
+    ended = overdue is not None and all(status.count < overdue for status in by_rank.values())
+    end = overdue if ended else None  # the number of the ranks' end, in which no collective was begun
+    if overdue is not None:
+        asleep = [rank for rank, status in by_rank.items() if status.slept_sec]
+        missing = _lost(by_rank, overdue, end) or _behind(by_rank, end, overdue) or asleep
+        if missing:
+            reached = [by_rank[rank].count for rank in missing if not by_rank[rank].is_silent]
+            return min([overdue, *(count + 1 for count in reached)]), missing
+    behind = _behind(by_rank, end, max(status.count for status in by_rank.values()))
+    if behind:
+        return min(by_rank[rank].count for rank in behind) + 1, behind
+    if overdue is None:
+        return None
+    idle = [rank for rank, status in by_rank.items() if status.waits_in is None]
+    if 0 < len(idle) < len(by_rank):
+        gone = [rank for rank in idle if by_rank[rank].dead or by_rank[rank].left not in (None, LEFT)]
+        return overdue, gone or idle
+    late = [rank for rank in were_absent if rank in by_rank]  # all have come meanwhile
+    return (overdue, late) if late else None
+
+
+def _lost(by_rank: ByRank, overdue: int, end: int | None) -> list[int]:
+    """Return the ranks that died or left by an error: others that are behind may only not have come yet.
 
     A rank that left because it missed another one is not at fault itself.
     """
-    behind = _behind(by_rank, end, until)
+    behind = _behind(by_rank, end, overdue)
     left = [rank for rank in behind if by_rank[rank].left not in (None, LEFT)]
     lost = [rank for rank, status in by_rank.items() if rank in left or (status.dead and status.left is None)]
     first = [rank for rank in lost if not by_rank[rank].missed]
-    missed = {one for rank in lost for one in by_rank[rank].missed}
+    missed = {absent for rank in lost for absent in by_rank[rank].missed}
     return first or sorted(missed.intersection(by_rank)) or lost
 
 
-def _behind(by_rank: Mapping[int, RankStatus], end: int | None, last: int) -> list[int]:
+def _behind(by_rank: ByRank, end: int | None, last: int) -> list[int]:
     return [rank for rank, status in by_rank.items() if _reached(status, end) < last]
 
 
@@ -114,12 +135,13 @@ def _reached(status: RankStatus, end: int | None) -> int:
 
 
 def unexplained(group: str, words: str, seq: int, waited: bool) -> GuardFinding:
-    """The verdict where something is wrong and what the ranks told does not show what."""
+    """The verdict where something is wrong and no status shows what."""
+    what = "a message" if group.endswith(MESSAGES) else f"collective number {seq}"
     if waited:
         return GuardFinding(
             MISSING,
-            f"collective number {seq} of {words} was not completed in time, though all ranks began it and are about to "
-            "do the same: the connection between them is slow or broken. A larger timeout_sec may help.",
+            f"{what} of {words} was not completed in time, though all ranks began it and are about to do the same: the "
+            "connection between them is slow or broken. A larger timeout_sec may help.",
             group,
             seq,
         )
@@ -132,46 +154,13 @@ def unexplained(group: str, words: str, seq: int, waited: bool) -> GuardFinding:
     )
 
 
-def first_difference(statuses: Sequence[RankStatus]) -> tuple[int | None, dict[int, Judgement]]:
-    """The first number at which the ranks that have come so far did different things, or None.
-
-    And the numbers before it at which their labels differ without that being a fault.
-    """
-    first = max((t.events[0].seq for t in statuses if t.events), default=0)
-    last = max((t.events[-1].seq for t in statuses if t.events), default=-1)
-    judged: dict[int, Judgement] = {}
-    for seq in range(first, last + 1):
-        events = [event for status in statuses if (event := status.at(seq)) is not None]
-        if len({event.digest for event in events}) > 1:
-            return seq, judged
-        if not same_labels(event.word for event in events):
-            judgement = judge(events, _matched_before(statuses, events[0], seq))
-            if judgement == "fault":
-                return seq, judged
-            judged[seq] = judgement
-        if len(events) == len(statuses) and sum(t.balances.get(seq, 0) for t in statuses) & MASK:
-            return seq, judged
-    return None, judged
-
-
-def _matched_before(statuses: Sequence[RankStatus], event: Event, seq: int) -> int:
-    """How many names were equal on all ranks, at the place of ``event``, in what is known of earlier collectives."""
-    site, found = str(event.site), set()
-    for earlier in statuses[0].events:
-        if earlier.seq < seq and earlier.word and str(earlier.site) == site:
-            met = [status.at(earlier.seq) for status in statuses]
-            if all(one is not None and one.word == earlier.word for one in met):
-                found.add(earlier.word)
-    return len(found)
-
-
-def _doubt(group: str, words: str, by_rank: Mapping[int, RankStatus], judged: Mapping[int, Judgement]) -> GuardFinding:
-    """Labels differ, and may: a warning for the first of which there is doubt, nothing where they are data."""
+def _doubt(group: str, words: str, by_rank: ByRank, judged: Mapping[int, Judgement]) -> GuardFinding:
+    """Labels differ, and may: a warning for the first that is in doubt, nothing where they are each rank's own data."""
     doubtful = [seq for seq, judgement in judged.items() if judgement == "doubt"]
     if not doubtful:
         return GuardFinding(NOTHING, "", group, min(judged), doubts=tuple(judged))
     seq = doubtful[0]
-    events = {rank: event for rank, t in by_rank.items() if (event := t.at(seq)) is not None}
+    events = _events_at(by_rank, seq)
     lines = [f"ranks of {words} combine values under different names (collective number {seq} of this group):"]
     lines += _table(_parties(events), events)
     lines.append(
@@ -186,62 +175,183 @@ def _doubt(group: str, words: str, by_rank: Mapping[int, RankStatus], judged: Ma
 # -- a mismatch -------------------------------------------------------------------------------------------------------
 
 
-def _mismatch(group: str, words: str, by_rank: Mapping[int, RankStatus], seq: int) -> GuardFinding:
-    events = {rank: event for rank, t in by_rank.items() if (event := t.at(seq)) is not None}
+class _Part(NamedTuple):
+    """Something in which two collectives can differ, and what to do about it."""
+
+    words: str
+    of: Callable[[Signature], object]
+    remedy: str
+
+
+_ORDER = "Make all ranks issue the same collectives in the same order."
+_PARTS = (
+    _Part("the operation", lambda signature: signature.op, _ORDER),
+    _Part("the reduce op", lambda signature: signature.reduce_op, "Pass the same op= on all ranks."),
+    _Part("the root", lambda signature: signature.root, "Pass the same src= or dst=, a global rank, on all ranks."),
+    _Part(
+        "the number of tensors",
+        lambda signature: len(signature.sizes),
+        "Pass as many tensors on all ranks: where a rank lacks one, zeros in its place.",
+    ),
+    _Part("the dtype", lambda signature: signature.dtypes, "Convert to one dtype on all ranks before the call."),
+    _Part(
+        "the shape",
+        lambda signature: signature.sizes,
+        "Pass tensors of one shape on all ranks: pad them to the largest.",
+    ),
+    _Part(
+        "the memory format: elements of equal shape lie in different order",
+        lambda signature: signature.strides,
+        "Call .contiguous() on the tensor before the call, on all ranks.",
+    ),
+)
+_LABEL = "the label: operation, shape and dtype are equal, but they are about different things"
+_PIECES = "the pieces that ranks send to each other: what one rank sends is not what the other expects"
+_OTHER_REMEDIES = {
+    _LABEL: (
+        "Make all ranks go through the same keys in the same order (sort them, and reduce zeros for a key that a rank "
+        "lacks), or use ddpstats.reduce_stats; where the difference is meant, put the calls into `with "
+        "ddpstats.label('...')` of one name on all ranks."
+    ),
+    _PIECES: "Make what each rank sends to another what that one expects: split sizes, shapes and dtypes.",
+}
+_LABEL_BY_HAND = (
+    "ddpstats.label() gave these names: give the same one on all ranks where they reduce the same thing. Where they do "
+    "not, make all ranks go through the same keys in the same order, or use ddpstats.reduce_stats, which aligns them."
+)
+
+
+def _mismatch(group: str, words: str, by_rank: ByRank, seq: int, bucket_words: DescribeBucket) -> GuardFinding:
+    events = _events_at(by_rank, seq)
     parties = _parties(events)
     culprits = _minority(parties, len(events))
     lines = [f"the ranks of {words} do not run the same collective (number {seq} of this group):"]
-    lines += _table(parties, events)
+    lines += _table(parties, events, bucket_words)
     absent = [rank for rank in by_rank if rank not in events]
     if absent:
         lines.append(f"  {ranks_text(absent)}: {_whereabouts([by_rank[rank] for rank in absent], seq)}")
     lines.append(_last_agreed(by_rank, seq))
-    difference, likely = what_differs([events[ranks[0]] for ranks in parties]), reasons(parties, events, by_rank, seq)
-    lines.append(f"What differs: {difference}.")
-    lines += [f"Likely: {reason}" for reason in likely]
+    differences = what_differs([events[ranks[0]] for ranks in parties])
+    in_other_order = _other_order(parties, by_rank, seq) or _other_calls(differences)
+    lines.append(f"What differs: {' and '.join(differences)}.")
+    lines += [f"Likely: {reason}" for reason in (*in_other_order, *_lacking(parties, events))]
     who = "Nothing here tells which rank is right."
     if culprits:
         who = f"Most ranks agree with each other, so look at {ranks_text(culprits)} first."
-    in_order = not any(reason.startswith(("order swapped", "extra call")) for reason in likely)
     by_hand = any(event.word and event.evidence is None and event.label != BY_TORCH for event in events.values())
-    lines.append(f"{who} {remedy(difference, in_order, by_hand)}")
+    lines.append(f"{who} {remedy(differences, bool(in_other_order), by_hand)}")
     return GuardFinding(MISMATCH, "\n".join(lines), group, seq, tuple(absent), culprits, events)
 
 
+def what_differs(events: Sequence[Event]) -> list[str]:
+    """Name everything in which the events differ; of different operations nothing else."""
+    signatures = [event.signature for event in events]
+    differences = [words for words, part, _ in _PARTS if len({part(signature) for signature in signatures}) > 1]
+    if differences[:1] == [_PARTS[0].words]:
+        return differences[:1]
+    if not same_labels(event.word for event in events):
+        differences.append("the label" if differences else _LABEL)
+    return differences or [_PIECES]
+
+
+def remedy(differences: Sequence[str], in_other_order: bool, by_hand: bool = False) -> str:
+    """Say what to do about `what_differs`. ``by_hand``: the program itself gave the labels."""
+    first = differences[0]
+    if first == _LABEL:
+        return _LABEL_BY_HAND if by_hand else _OTHER_REMEDIES[_LABEL]
+    if in_other_order:
+        return _ORDER
+    return next((part.remedy for part in _PARTS if part.words == first), _OTHER_REMEDIES.get(first, _ORDER))
+
+
+def _other_order(parties: Sequence[Sequence[int]], by_rank: ByRank, seq: int) -> list[str]:
+    """Say if the ranks run the same collectives in another order, or some rank one more, by what each runs next."""
+    if len(parties) < 2:
+        return []
+    a, b = (ranks_text(ranks) for ranks in parties[:2])
+    here, there = (_two_calls(by_rank[ranks[0]], seq) for ranks in parties[:2])
+    if len(here) > 1 and len(there) > 1 and here == there[::-1]:
+        return [f"order swapped: {a} and {b} run the same two collectives in different order."]
+    if here[1:] == there[1:]:
+        return []  # they differ here alone
+    if here[1:] == there[:1]:
+        return [f"{b} skipped a call, or {a} made one more: number {seq} of {b} is what {a} runs next."]
+    if there[1:] == here[:1]:
+        return [f"{a} skipped a call, or {b} made one more: number {seq} of {a} is what {b} runs next."]
+    return []
+
+
+def _two_calls(status: RankStatus, seq: int) -> list[tuple[int, int]]:
+    return [(event.digest, event.word) for event in status.events if event.seq >= seq][:2]
+
+
+def _other_calls(differences: Sequence[str]) -> list[str]:
+    """Calls that differ in several things are not one call with a wrong argument."""
+    if len(differences) < 2:
+        return []
+    return ["these are two different calls: some rank skipped a call, or made one more."]
+
+
+def _lacking(parties: Sequence[Sequence[int]], events: Mapping[int, Event]) -> Iterator[str]:
+    """Say which ranks have no such key as others reduce."""
+    for ranks in parties[:_SHOWN_GROUPS] if len(parties) > 1 else ():
+        evidence = events[ranks[0]].evidence
+        key = evidence.key if evidence is not None else ""
+        lacking = [
+            rank
+            for others in parties
+            for rank in others
+            if others is not ranks and (names := _names(events[rank])) and key not in names
+        ]
+        if key and lacking:
+            verb = "lacks" if len(lacking) == 1 else "lack"
+            yield f"{ranks_text(lacking)} {verb} key {key!r}, which {ranks_text(ranks)} reduces."
+
+
+def _names(event: Event) -> Sequence[str]:
+    return () if event.evidence is None else event.evidence.names
+
+
+def _events_at(by_rank: ByRank, seq: int) -> dict[int, Event]:
+    return {rank: event for rank, status in by_rank.items() if (event := status.at(seq)) is not None}
+
+
 def _parties(events: Mapping[int, Event]) -> list[list[int]]:
-    """Ranks by what they did; the largest party first. Where that is the same the pieces make the difference."""
-    found: dict[object, list[int]] = {}
+    """Group ranks by what they did; the largest group first. Where that is the same the pieces make the difference."""
+    parties: dict[object, list[int]] = {}
     digests = {event.digest for event in events.values()}
     differ = len(digests) > 1 or not same_labels(event.word for event in events.values())
     for rank, event in sorted(events.items()):
         key = (event.digest, event.word) if differ else (event.pieces, rank)
-        found.setdefault(key, []).append(rank)
-    return sorted(found.values(), key=lambda ranks: (-len(ranks), ranks))
+        parties.setdefault(key, []).append(rank)
+    return sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
 
 
-def _minority(parties: list[list[int]], total: int) -> tuple[int, ...]:
+def _minority(parties: Sequence[Sequence[int]], total: int) -> tuple[int, ...]:
     if len(parties[0]) * 2 <= total or len(parties) < 2:
         return ()
     return tuple(sorted(rank for ranks in parties[1:] for rank in ranks))
 
 
-def _table(parties: list[list[int]], events: Mapping[int, Event]) -> list[str]:
+def _table(
+    parties: list[list[int]], events: Mapping[int, Event], bucket_words: DescribeBucket = lambda event: ""
+) -> list[str]:
     lines = []
     for ranks in sorted(parties)[:_SHOWN_GROUPS]:
         event = events[ranks[0]]
-        pieces = f", {event.pieces}" if event.pieces else ""
-        lines.append(f"  {ranks_text(ranks)}: {event}{pieces}")
-        of_site: dict[str, Event] = {}
+        pieces = event.pieces or (bucket_words(event) if event.label == BY_TORCH else "")
+        lines.append(f"  {ranks_text(ranks)}: {event}{', ' if pieces else ''}{pieces}")
+        by_site: dict[str, Event] = {}
         for rank in ranks:
-            of_site.setdefault(str(events[rank].site), events[rank])
-        for event in list(of_site.values())[:3]:
+            by_site.setdefault(str(events[rank].site), events[rank])
+        for event in list(by_site.values())[:3]:
             lines += event.site_lines()
     if len(parties) > _SHOWN_GROUPS:
         lines.append(f"  and {len(parties) - _SHOWN_GROUPS} more kinds of call")
     return lines
 
 
-def _last_agreed(by_rank: Mapping[int, RankStatus], seq: int) -> str:
+def _last_agreed(by_rank: ByRank, seq: int) -> str:
     for status in by_rank.values():
         event = status.at(seq - 1)
         if event is not None:
@@ -249,117 +359,51 @@ def _last_agreed(by_rank: Mapping[int, RankStatus], seq: int) -> str:
     return "It is the first collective of this group that is known."
 
 
-def what_differs(events: Sequence[Event]) -> str:
-    """The first of operation, reduce op, root, dtype, shape and label in which the events differ."""
-    for what, part in _PARTS:
-        if len({part(event.signature) for event in events}) > 1:
-            return what
-    if not same_labels(event.word for event in events):
-        return "the label: operation, shape and dtype are equal, but they are about different things"
-    return "the pieces that ranks send to each other: what one rank sends is not what the other expects"
-
-
-def remedy(difference: str, in_order: bool, by_hand: bool = False) -> str:
-    """``difference``: as `what_differs` says it. Not ``in_order``: calls are swapped, or one is extra.
-    ``by_hand``: the program itself gave the names."""
-    if by_hand and difference.startswith("the label"):
-        return _BY_HAND
-    if not in_order and not difference.startswith("the label"):
-        return _ORDER
-    return next((fix for what, fix in _BY_DIFFERENCE.items() if difference.startswith(what)), _ORDER)
-
-
-def reasons(
-    parties: list[list[int]], events: Mapping[int, Event], by_rank: Mapping[int, RankStatus], seq: int
-) -> list[str]:
-    """What may have led to it, from what the ranks did before and after."""
-    if len(parties) < 2:
-        return []
-    found = []
-    one, other = by_rank[parties[0][0]], by_rank[parties[1][0]]
-    a, b = ranks_text(parties[0]), ranks_text(parties[1])
-    mine, yours = _digests(one, seq), _digests(other, seq)
-    if len(mine) > 1 and len(yours) > 1 and mine[0] == yours[1] and mine[1] == yours[0]:
-        found.append(f"order swapped: {a} and {b} run the same two collectives in different order.")
-    elif mine[1:2] == yours[1:2]:
-        pass  # they differ here alone
-    elif len(mine) > 1 and yours[:1] == mine[1:2]:
-        found.append(f"extra call on {a}, or a missing one on {b}: number {seq} of {b} is what {a} runs next.")
-    elif len(yours) > 1 and mine[:1] == yours[1:2]:
-        found.append(f"extra call on {b}, or a missing one on {a}: number {seq} of {a} is what {b} runs next.")
-    found += _lacking(parties, events, by_rank)
-    return found
-
-
-def _digests(status: RankStatus, seq: int) -> list[tuple[int, int]]:
-    return [(event.digest, event.word) for event in status.events if event.seq >= seq][:2]
-
-
-def _lacking(parties: list[list[int]], events: Mapping[int, Event], by_rank: Mapping[int, RankStatus]) -> list[str]:
-    lines = []
-    for ranks in parties[:_SHOWN_GROUPS]:
-        evidence = events[ranks[0]].evidence
-        key = evidence.key if evidence is not None else ""
-        if not key:
-            continue
-        lacking = [
-            rank
-            for others in parties
-            for rank in others
-            if others is not ranks and (names := _names(events[rank])) and key not in names
-        ]
-        if lacking:
-            verb = "lacks" if len(lacking) == 1 else "lack"
-            lines.append(f"{ranks_text(lacking)} {verb} key {key!r}, which {ranks_text(ranks)} reduces.")
-    return lines
-
-
-def _names(event: Event) -> Sequence[str]:
-    return () if event.evidence is None else event.evidence.names
-
-
 # -- a missing rank ---------------------------------------------------------------------------------------------------
 
 
 def _missing(
-    group: str, words: str, by_rank: Mapping[int, RankStatus], seq: int, missing: Iterable[int]
+    group: str, words: str, by_rank: ByRank, seq: int, missing: Sequence[int], bucket_words: DescribeBucket
 ) -> GuardFinding:
     missing = tuple(sorted(missing))
-    events = {rank: event for rank, t in by_rank.items() if (event := t.at(seq)) is not None}
-    cycle = [
-        rank
-        for rank in missing
-        if (there := by_rank[rank].waits_in) is not None and there[0] != group and not by_rank[rank].dead
-    ]
-    lines = [f"collective number {seq} of {words} was not completed:"]
-    lines += _table(_parties(events), events) if events else []
     for rank in missing:
-        lines.append(f"  {ranks_text([rank])}: {_whereabouts([by_rank[rank]], seq)}")
-        stack = by_rank[rank].stack
-        if stack and not by_rank[rank].dead and by_rank[rank].left is None and by_rank[rank].waits_in is None:
-            lines += [f"      {line}" for line in stack.splitlines()]
+        waits_in = by_rank[rank].waits_in
+        if waits_in is not None and waits_in[0] == group + MESSAGES and not by_rank[rank].dead:
+            unknown = unexplained(group + MESSAGES, words, seq, True)
+            return _message_finding(group + MESSAGES, words, by_rank, True) or unknown
+    events = _events_at(by_rank, seq)
+    lines = [f"collective number {seq} of {words} was not completed:"]
+    lines += _table(_parties(events), events, bucket_words) if events else []
+    for rank in missing:
+        status = by_rank[rank]
+        lines.append(f"  {ranks_text([rank])}: {_whereabouts([status], seq)}")
+        if status.stack and not status.dead and status.left is None and status.waits_in is None:
+            lines += [f"      {line}" for line in status.stack.splitlines()]
     lines.append(_last_agreed(by_rank, seq))
-    if cycle and len(cycle) == len(missing):
+    if all(_waits_in_another_group(by_rank[rank], group) for rank in missing):
         lines.append(
             "Likely: order swapped between groups: ranks that are in two groups use them in different order, and wait "
             "for each other for ever."
         )
         return GuardFinding(MISMATCH, "\n".join(lines), group, seq, missing, (), events)
-    if any(by_rank[rank].left == LEFT or _waits_behind(by_rank[rank], group, seq) for rank in missing):
-        others = [rank for rank in by_rank if rank not in missing]
-        if others:
-            lines.append(f"Likely: extra call on {ranks_text(others)}, or a missing one on {ranks_text(missing)}.")
+    others = [rank for rank in by_rank if rank not in missing]
+    if others and any(by_rank[rank].left == LEFT or _waits_behind(by_rank[rank], group, seq) for rank in missing):
+        lines.append(f"Likely: {ranks_text(missing)} skipped a call, or {ranks_text(others)} made one more.")
     if all(by_rank[rank].left == LEFT for rank in missing):
         lines.append(
             f"{ranks_text(missing)} had come to the end of the guarded program, or of its process group, without this "
             "call. Make all ranks issue the same collectives: the same keys, and as many steps."
         )
     else:
-        lines.append(
-            f"Look at the output of {ranks_text(missing)} first. A rank that is only slow needs a larger timeout_sec "
-            "(or DDPSTATS_TIMEOUT_SEC)."
-        )
+        lines.append(f"Look at the output of {ranks_text(missing)} first. {_LARGER_TIMEOUT}")
     return GuardFinding(MISSING, "\n".join(lines), group, seq, missing, (), events)
+
+
+_LARGER_TIMEOUT = "A rank that is only slow needs a larger timeout_sec (or DDPSTATS_TIMEOUT_SEC)."
+
+
+def _waits_in_another_group(status: RankStatus, group: str) -> bool:
+    return status.waits_in is not None and status.waits_in[0] != group and not status.dead
 
 
 def _waits_behind(status: RankStatus, group: str, seq: int) -> bool:
@@ -368,20 +412,138 @@ def _waits_behind(status: RankStatus, group: str, seq: int) -> bool:
 
 
 def _whereabouts(statuses: Sequence[RankStatus], seq: int) -> str:
-    """Of ranks that are not in number ``seq``."""
-    told = []
+    """Say where ranks are that are not in number ``seq``."""
+    words = []
     for status in statuses:
         last = f"; its last known collective was {status.last}" if status.last else "; no collective of it is known"
         if status.is_silent and seq > 1:  # what its watchdog wrote is older than what the others agreed on with it
             last = ""
+        state = "did not come"
         if status.dead and (status.left is None or status.left == LEFT):
-            told.append("the process is gone" + last)
+            state = "the process is gone"
         elif status.left is not None:
-            told.append(f"{status.left}" + last)
+            state = status.left
         elif status.slept_sec:
-            told.append(f"ran no Python for {status.slept_sec:.0f} s: stopped, or in a call that holds the GIL" + last)
+            state = f"ran no Python for {status.slept_sec:.0f} s: stopped, or in a call that holds the GIL"
+        elif status.waits_in is not None and status.waits_in[0].endswith(MESSAGES):
+            state = "waits for a message"
         elif status.waits_in is not None:
-            told.append(f"waits in number {status.waits_in[1]} of group {status.waits_in[0]!r}" + last)
-        else:
-            told.append("did not come" + last)
-    return " | ".join(dict.fromkeys(told))
+            state = f"waits in number {status.waits_in[1]} of group {status.waits_in[0]!r}"
+        words.append(state + last)
+    return " | ".join(dict.fromkeys(words))
+
+
+# -- messages between two ranks ---------------------------------------------------------------------------------------
+
+Pair = tuple[int, int, int, int]
+"""A sender, which of its messages, the receiver, which of its messages: the two sides of one message."""
+
+
+def pair_messages(messages: Mapping[int, Sequence[Event]]) -> tuple[list[Pair], list[tuple[int, int]]]:
+    """Return the messages that both ranks know of, and (rank, which of its messages) of those that only one knows of.
+
+    A message whose number is 0 is in neither: see `MessageNumbers`.
+    """
+    sides: dict[object, dict[str, tuple[int, int]]] = {}
+    for rank, events in messages.items():
+        for index, event in enumerate(events):
+            if event.peer is not None and event.seq:
+                sends = event.signature.op == "send"
+                ends = (rank, event.peer) if sends else (event.peer, rank)
+                key = event.group, *ends, event.tag, event.seq
+                sides.setdefault(key, {})[event.signature.op] = rank, index
+    pairs = [(*side["send"], *side["recv"]) for side in sides.values() if len(side) == 2]
+    return pairs, [at for side in sides.values() if len(side) == 1 for at in side.values()]
+
+
+def message_mismatch(messages: Mapping[int, Sequence[Event]]) -> GuardFinding | None:
+    """Return a finding for the first message that is not what its receiver expects."""
+    for sender, sent_at, receiver, received_at in pair_messages(messages)[0]:
+        sent, received = messages[sender][sent_at], messages[receiver][received_at]
+        expected, given = received.signature, sent.signature
+        if expected.sizes == given.sizes and expected.dtypes == given.dtypes:
+            continue
+        what = "the dtype" if expected.dtypes != given.dtypes else "the shape"
+        lines = [
+            "a message is not what its receiver expects:",
+            *_call_lines(sender, sent),
+            *_call_lines(receiver, received),
+            f"What differs: {what}.",
+            "Make both ranks pass tensors of one shape and dtype, in the same order per tag.",
+        ]
+        by_rank = {sender: sent, receiver: received}
+        return GuardFinding(MISMATCH, "\n".join(lines), received.group, received.seq, (), (), by_rank)
+    return None
+
+
+def _message_finding(group: str, words: str, by_rank: ByRank, is_overdue: bool) -> GuardFinding | None:
+    """Return what is wrong with the messages of these ranks; if nothing is, the one that a rank waits for too long."""
+    finding = message_mismatch({rank: status.messages for rank, status in by_rank.items()})
+    if finding is not None or not is_overdue:
+        return finding
+    for rank, status in by_rank.items():
+        for event in status.messages:
+            if status.waits_in == (group, message_place(event)):
+                peer = by_rank.get(event.peer) if event.peer is not None else None
+                return unmatched(event, rank, words, peer)
+    return None
+
+
+def message_place(event: Event) -> int:
+    """What a rank that waits for a message waits in, for `RankStatus.waits_in`."""
+    return int(event.started * 1e6)
+
+
+def unmatched(event: Event, rank: int, words: str, peer: RankStatus | None) -> GuardFinding:
+    """Return the finding for a message that did not come through in time.
+
+    ``peer``: the rank that it was to go to, or come from; None where any rank will do.
+    """
+    is_sent, here = event.signature.op == "send", ranks_text([rank])
+    there = "any rank" if peer is None else ranks_text([peer.rank])
+    if is_sent:
+        head = f"{here} sends a message to {there}, which has not received it ({words}):"
+    else:
+        head = f"{here} waits for a message from {there}, which has not come ({words}):"
+    lines = [head, *_call_lines(rank, event)]
+    sent = [message for message in peer.messages if message.peer == rank] if peer is not None and not is_sent else []
+    last = next((message for message in reversed(sent) if message.signature.op == "send"), None)
+    if last is not None:
+        lines += [f"  {there}: its last message to {here} was {last}", *last.site_lines()[:1]]
+    elif peer is not None:
+        lines.append(f"  {there}: {_state_of_peer(peer)}")
+    if last is not None and last.tag != event.tag:
+        lines.append("What differs: the tag.")
+    lines.append(_message_advice(event, rank, peer))
+    if not is_sent and last is None:
+        lines.append("A guard sees no message that was sent before it began: if that is so here, begin it earlier.")
+    missing = () if peer is None else (peer.rank,)
+    return GuardFinding(MISSING, "\n".join(lines), event.group, event.seq, missing, (), {rank: event})
+
+
+def _call_lines(rank: int, event: Event) -> list[str]:
+    return [f"  {ranks_text([rank])}: {event}", *event.site_lines()]
+
+
+def _state_of_peer(peer: RankStatus) -> str:
+    state = "it runs, and has made no such call"
+    if peer.dead:
+        state = "its process is gone"
+    elif peer.left is not None:
+        state = peer.left.replace(LEFT, "it has come to the end of the guarded program, or of its process group,", 1)
+    return f"{state.rstrip(',')}; its last known call was {peer.last}" if peer.last else f"{state}; no call is known"
+
+
+def _message_advice(event: Event, rank: int, peer: RankStatus | None) -> str:
+    if peer is not None and peer.dead:
+        return f"Look at the output of {ranks_text([peer.rank])} first."
+    op, answer = event.signature.op, "receive" if event.signature.op == "send" else "send"
+    there = "some rank" if peer is None else ranks_text([peer.rank])
+    call = f"recv(src={rank}, tag={event.tag})" if op == "send" else f"send(dst={rank}, tag={event.tag})"
+    advice = (
+        f"Make {there} call dist.{call} with a tensor of this shape and dtype, or leave out the call of rank {rank}."
+    )
+    last = "" if peer is None else peer.last or ""
+    if last.startswith(f"{op}(") and f" with rank {rank}, " in last:
+        advice += f" Where both ranks {op} first, let one of them {answer} first."
+    return f"{advice} {_LARGER_TIMEOUT}"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +24,11 @@ _MAX_LEVELS = 64
 
 @dataclass(frozen=True)
 class Signature:
-    """What is the same on all ranks of a correct program.
+    """What is the same on all ranks of a correct program, and the shapes.
 
-    What a tensor was called is not part of it: see `label_word`. ``shapes`` and ``dtypes`` are of the tensors that must
-    agree; what may legally differ (the root's extra arguments, the pieces of an all_to_all) is not here but in the
-    event's ``pieces``.
+    ``shapes`` and ``dtypes`` are of the tensors that must agree in dtype and number of elements: their shapes may
+    differ. What else may legally differ (the root's extra arguments, the pieces of an all_to_all) is not here but in
+    the event's ``pieces``, and the names of tensors are in its ``word``.
     """
 
     op: str
@@ -36,6 +37,11 @@ class Signature:
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     strides: tuple[tuple[int, ...], ...] = ()  # empty where all tensors are contiguous
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many elements each tensor has."""
+        return tuple(map(math.prod, self.shapes))
 
     def __str__(self) -> str:
         given = [f"{dtype}{list(shape)}" for shape, dtype in zip(self.shapes[:3], self.dtypes[:3], strict=True)]
@@ -51,8 +57,8 @@ class Signature:
 
 
 def digest_of(signature: Signature) -> int:
-    """64 bits that stand for a signature."""
-    parts = (signature.op, signature.reduce_op, signature.root, signature.shapes, signature.dtypes, signature.strides)
+    """Return 64 bits that are equal on all ranks of a correct program."""
+    parts = (signature.op, signature.reduce_op, signature.root, signature.sizes, signature.dtypes, signature.strides)
     return stable_hash(repr(parts))
 
 
@@ -61,7 +67,7 @@ def stable_hash(text: str) -> int:
 
 
 MESSAGES = " (point-to-point)"  # after the name of a group
-BY_TORCH = "(gradients)"  # the label of what torch's own code issues: DDP's buckets, FSDP's shards
+BY_TORCH = "(gradients)"  # the label of what torch's own code combines: DDP's buckets, FSDP's shards
 _BY_TORCH_WORD = 2
 
 
@@ -249,7 +255,7 @@ class Event:
 
     def in_full(self) -> str:
         """With its place in the program, and in its group."""
-        number = f"number {self.seq} of group {self.group!r}, " if self.peer is None else ""
+        number = "" if self.is_message else f"number {self.seq} of group {self.group!r}, "
         return f"{number}{self}{self.at}"
 
     @property
@@ -308,6 +314,30 @@ def newest_in_a_row(events: Iterable[Event]) -> tuple[Event, ...]:
             found.clear()
         found.append(event)
     return tuple(found)
+
+
+class MessageNumbers:
+    """Numbers one rank's messages: the n-th send and the n-th receive of two ranks and one tag belong together."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str, int | None, int | None]] = Counter()
+        self._from_any: set[tuple[str, int | None]] = set()
+        self.seen = 0
+
+    def next(self, event: Event) -> int:
+        """Return the message's number; 0 where it cannot be known which message a receive takes.
+
+        A receive that names no sender may take any message of its tag, and so may those after it.
+        """
+        self.seen += 1
+        op, stream = event.signature.op, (event.group, event.tag)
+        if op == "recv" and event.peer is None:
+            self._from_any.add(stream)
+        if op == "recv" and stream in self._from_any:
+            return 0
+        key = event.group, op, event.peer, event.tag
+        self._counts[key] += 1
+        return self._counts[key]
 
 
 Entry = tuple[Event, int, float]

@@ -25,6 +25,7 @@ from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreLog, growing_polls, shared_poll
 from ddpstats.guard.diagnosis import find, unexplained
 from ddpstats.guard.event import MESSAGES, Event
+from ddpstats.guard.signature import bucket_words
 from ddpstats.guard.status import DOUBT, MISSING, NOTHING, GuardFinding, RankStatus
 from ddpstats.guard.watchdog import WATCHDOG_SEC, Watchdog
 
@@ -241,8 +242,8 @@ class FailureAgreement:
         everyone = [
             statuses.get(rank) or self._last_known_status(rank, alarm.group, rank in dead) for rank in alarm.ranks
         ]
-        until = alarm.seq if alarm.until else None
-        found = find(alarm.group, alarm.words, everyone, until, alarm.absent, alarm.doubt)
+        overdue = alarm.seq if alarm.until else None
+        found = find(alarm.group, alarm.words, everyone, overdue, alarm.absent, alarm.doubt, bucket_words)
         if found is None and alarm.doubt:  # labels may differ for good reasons
             return GuardFinding(NOTHING, "", alarm.group, alarm.seq)
         return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)
@@ -307,6 +308,7 @@ class FailureAgreement:
         return self._last_known_status(rank, group, bool(self.dead([rank])))
 
     def _last_known_status(self, rank: int, group: str, dead: bool) -> RankStatus:
+        group = group.removesuffix(MESSAGES)
         words, left = self.store.find(f"words/{rank}/{group}"), self.has_left(rank)
         said = RankStatus(rank) if words is None else RankStatus.unpack(words, rank)
         how, last = (str(left.get("how")), left.get("last")) if left is not None else (None, None)
@@ -326,6 +328,7 @@ class FailureAgreement:
             how,
             dead,
             missed=said.missed,
+            messages=said.messages,
         )
 
     def slept_sec(self) -> float:

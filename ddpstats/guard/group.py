@@ -29,14 +29,13 @@ from ddpstats._ranks.exchange import PROTOCOL_VERSION, different_versions
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import LIMIT_SEC, STORE_ERRORS
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
-from ddpstats.guard.event import Event
+from ddpstats.guard.event import Event, MessageNumbers
 from ddpstats.guard.failure_agreement import FailureAgreement, ReportStatus
 from ddpstats.guard.live_notes import LiveNotes, here
-from ddpstats.guard.messages import Messages
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.spoken import read
 from ddpstats.guard.status import GuardFinding
-from ddpstats.guard.summary import FROM_ANYBODY, NOT_RECEIVED, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
+from ddpstats.guard.summary import MESSAGES_SEEN, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
 from ddpstats.guard.world_store import world_store
 
 _KEPT_DESTROYED = 64
@@ -86,9 +85,10 @@ class Standing:
         return next((place for place in waits if place[0] == name), waits[0] if waits else None)
 
     @contextmanager
-    def waiting(self, group: Group, seq: int) -> Iterator[None]:
+    def waiting(self, group: Group, seq: int, kind: str = "") -> Iterator[None]:
+        """``kind``: `MESSAGES` where ``seq`` is the number of a message."""
         thread = threading.get_ident()
-        self.waits[thread] = group.name, seq
+        self.waits[thread] = group.name + kind, seq
         if self.live is not None:
             self.live.waits(True)
         try:
@@ -107,10 +107,8 @@ def run_name(limit_sec: float) -> str:
 class Group:
     """What the guard knows of one process group."""
 
-    def __init__(
-        self, name: str, view: GroupView, exchange: Exchange | None, messages: Messages | None, timeout_sec: float
-    ) -> None:
-        self.name, self.view, self.exchange, self.messages = name, view, exchange, messages
+    def __init__(self, name: str, view: GroupView, exchange: Exchange | None, timeout_sec: float) -> None:
+        self.name, self.view, self.exchange = name, view, exchange
         self.timeout_sec = timeout_sec  # how long others are waited for
         known_as = "the default group" if view.desc == "default_pg" else f"group {view.name[:24]!r}"
         self.words = f"{known_as} of {len(view.ranks)} ranks"
@@ -126,8 +124,7 @@ class Group:
         self.proved = 0  # the same, by a question to all ranks: so they all have the same number here
         self.checked_at: dict[int, int] = {}  # step: note -> the number up to which it goes
         self.has_ended = False  # strict: its end was posted, as if it were a collective
-        self.sent = self.received = self.received_well = 0  # messages
-        self.unread = 0  # of those sent: not compared by their receivers when the program ended
+        self.messages = MessageNumbers()
 
 
 class Session:
@@ -212,18 +209,17 @@ class Session:
         self._forget_destroyed()
         self._lives[view.name] += 1
         session, life = self._number, self._lives[view.name]
-        exchange = messages = None
+        exchange = None
         if self._compares and len(view.ranks) > 1:
             # Ranks that make their groups in different order have different groups of one name: they must not meet.
             members = zlib.crc32(repr(view.ranks).encode())
             part = self._store.part(f"group/{view.name}/{members:08x}/{life}", self._timeout_sec)
             with self._reaching_store():
                 exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
-            messages = Messages(part, view.rank)
         # Numbers begin again with each of these: nothing of one is ever compared, or shown, as if it were the other's.
         name = view.name + f" of session {session}" * (session > 1) + f" of life {life}" * (life > 1)
         own_sec = longest_timeout_sec(view.group()) if self._yields_to_groups else 0.0
-        made = Group(name, view, exchange, messages, max(self._timeout_sec, own_sec))
+        made = Group(name, view, exchange, max(self._timeout_sec, own_sec))
         group = self._groups[view] = self.named[name] = made
         return group
 
@@ -268,13 +264,11 @@ class Session:
     def _tally_of(self, group: Group) -> Tally:
         if group.exchange is None:
             why = WITHOUT_OTHERS if self._compares else RECORDED
-            return Tally.of({why: group.seq + group.sent + group.received})
+            return Tally.of({why: group.seq + group.messages.seen})
         agreed = min(group.agreed, group.seq)
-        compared = agreed + group.sent - group.unread + group.received_well
-        agreeing = group.view.ranks if compared else ()
-        left = Tally.of({self.unfinished or UNSETTLED: group.seq - agreed}, compared, agreeing)
-        left += Tally.of({NOT_RECEIVED: group.unread})
-        return left + Tally.of({self.unfinished or FROM_ANYBODY: group.received - group.received_well})
+        agreeing = group.view.ranks if agreed else ()
+        left = {self.unfinished or UNSETTLED: group.seq - agreed, MESSAGES_SEEN: group.messages.seen}
+        return Tally.of(left, agreed, agreeing)
 
     def leave(self, how: str, last: Event | None, report_status: ReportStatus) -> None:
         """Tell the others that this rank leaves; never waits."""

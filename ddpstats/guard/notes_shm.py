@@ -44,6 +44,7 @@ _EVENTS_TOLD = 8  # per rank
 _TOLD_WORDS = 4  # check word, number, digest, length and CRC; then the words themselves
 _TOLD_BYTES = _TOLD_WORDS * _BYTES + EVENT_BYTES
 _TOLD_STEP = _TOLD_BYTES // _BYTES
+_MESSAGES_KEPT = 256  # per rank: a key and a digest each
 
 
 def agree(notes: Sequence[Note]) -> bool:
@@ -190,6 +191,13 @@ class Exchange:
         """
         return self._shared is not None and self._shared.tell(seq, digest, words)
 
+    def post_message(self, peer: int, key: int, digest: int) -> bool:
+        """Say what message this rank begins; never waits. True if ``peer``, the other rank of it, began another one.
+
+        ``key`` names the message on both ranks, and ``digest`` stands for what is in it.
+        """
+        return self._shared is not None and self._shared.post_message(peer, key, digest)
+
     def told_by(self, index: int) -> list[tuple[int, int, bytes]]:
         """(number, digest, words) of the last events of a rank of this host, oldest first."""
         return [] if self._shared is None else self._shared.told_by(index)
@@ -228,7 +236,7 @@ class _Shared:
 
     @staticmethod
     def _length(size: int) -> int:
-        return size * (NOTES_KEPT * _WORDS * _BYTES + _EVENTS_TOLD * _TOLD_BYTES)
+        return size * (NOTES_KEPT * _WORDS * _BYTES + _EVENTS_TOLD * _TOLD_BYTES + _MESSAGES_KEPT * 2 * _BYTES)
 
     @classmethod
     def of(cls, store: Any, machine: bytes, index: int, size: int) -> _Shared:
@@ -319,6 +327,14 @@ class _Shared:
             if check == seq ^ digest ^ length_and_crc ^ _SALT and zlib.crc32(payload) == length_and_crc & 0xFFFFFFFF:
                 found.append((seq, digest, payload))
         return sorted(found)
+
+    def post_message(self, peer: int, key: int, digest: int) -> bool:
+        words, begin = self._words, self._told_at(0) + self._size * _EVENTS_TOLD * _TOLD_STEP
+        at, there = (begin + (index * _MESSAGES_KEPT + key % _MESSAGES_KEPT) * 2 for index in (self._index, peer))
+        words[at] = 0  # not valid while it changes
+        words[at + 1] = digest
+        words[at] = key
+        return words[there] == key and words[there + 1] != digest and words[there] == key
 
     def drop_file(self) -> None:
         """Once all ranks have it open, nobody needs the descriptor. Local and idempotent."""

@@ -10,17 +10,15 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
-from ddpstats._observe.frames import called_by_c10d, calling_frame, main_stack, site_of
+from ddpstats._observe.frames import calling_frame, main_stack, site_of
 from ddpstats._observe.groups import GroupView
 from ddpstats._observe.operators import Collective
-from ddpstats.guard.buckets import with_parameters
 from ddpstats.guard.compare import Comparing
 from ddpstats.guard.event import BY_TORCH, MESSAGES, Entry, Event, Ring, event_of, label_word
 from ddpstats.guard.group import Group, Session, Settings, Standing
 from ddpstats.guard.labels import current_label
 from ddpstats.guard.labels.evidence import evidence_of
 from ddpstats.guard.labels.infer import Chain, Inferred, infer
-from ddpstats.guard.messages import Awaited
 from ddpstats.guard.recording import Recording
 from ddpstats.guard.signature import NO_PIECES, Parts, parts_of, pieces_of, signature_of
 from ddpstats.guard.status import DOUBT, LEFT, GuardFinding, RankStatus
@@ -29,6 +27,7 @@ from ddpstats.guard.summary import Tally
 RING_EVENTS = 10_000
 _GATHERING = "all_gather"
 _REPORTED_EVENTS = 2000  # of one group
+_REPORTED_MESSAGES = 256
 _CONTEXT_EVENTS = 64  # before the last on which ranks agreed: which names have met there before
 _STACK_FRAMES = 6  # of the main thread, for a rank that is somewhere else
 _KEPT_WORKS = 1024  # messages that nobody ever waits for would keep their tensors
@@ -37,8 +36,8 @@ _KEPT_EVENTS = 4096
 log = logging.getLogger("ddpstats")
 
 
-_Seen = tuple[Group, Entry, Awaited | None]
-"""What is known of a collective once it is described; the last of a message that is still to be compared."""
+_Seen = tuple[Group, Entry]
+"""What is known of a collective once it is described."""
 
 
 class _Work(NamedTuple):
@@ -48,9 +47,9 @@ class _Work(NamedTuple):
     seen: _Seen
 
     def is_done(self) -> bool:
-        """A message is never taken for done: its receiver still has to compare it."""
-        _, (event, _, _), awaited = self.seen
-        return event.peer is None and awaited is None and bool(self.work.is_completed())
+        """Whether it is over; of a message that is never known: gloo says it only to who waits."""
+        _, (event, _, _) = self.seen
+        return not event.is_message and bool(self.work.is_completed())
 
 
 class Watching:
@@ -114,16 +113,19 @@ class Watching:
             if not is_message:
                 group.seq += 1
             seq = group.seq
-            entry = event, seq, time.time()
+            entry = event, group.messages.next(event) if is_message else seq, time.time()
             self.ring.append(entry)
             standing.collectives += 1
             if standing.live is not None:
                 standing.live.begins(group.name, group.view.ranks, event, seq)
             if self.recording.writer is not None:
                 self.recording.writer.write_event(event_of(entry))
-        call.subscriber_state = group, entry, self._begin_message(entry, group) if is_message else None
+        call.subscriber_state = group, entry
         comparing = self.comparing
-        if is_message or standing.silent or group.exchange is None or comparing is None:
+        if standing.silent or group.exchange is None or comparing is None:
+            return
+        if is_message:
+            comparing.messages.begin(group, event_of(entry))
             return
         if self._mode == "step" or not call.blocking:
             comparing.foretell(group, event, seq)
@@ -133,22 +135,6 @@ class Watching:
                 comparing.settle(group, seq)
         else:
             comparing.take_in(group, event, self._settings.check_every)
-
-    def _begin_message(self, entry: Entry, group: Group) -> Awaited | None:
-        """What is to be compared when the program waits for the message, if anything."""
-        event = event_of(entry)
-        group.sent += event.signature.op == "send"
-        group.received += event.signature.op == "recv"
-        if self.standing.silent or group.messages is None or self.comparing is None:
-            return None
-        if event.signature.op == "send":
-            self.comparing.messages.post(group, event)
-            return None
-        awaited = group.messages.awaited(event)
-        if awaited is not None and called_by_c10d("recv", "recv_object_list"):
-            self.comparing.messages.settle(group, awaited)
-            return None
-        return awaited
 
     def after(self, call: Collective, work: Any) -> None:
         """Wait for a blocking one, so that a rank that never comes is named."""
@@ -186,10 +172,8 @@ class Watching:
             if self._mode == "strict" and self.standing.verdict is None:
                 comparing.settle_what_is_ready()
             return False
-        group, entry, awaited = found.seen
-        if awaited is not None:
-            comparing.messages.settle(group, awaited)
-        if entry[0].group != group.name:
+        group, entry = found.seen
+        if entry[0].is_message:
             comparing.messages.wait_for(work, group, event_of(entry))
             return True
         if self._mode == "strict":
@@ -261,9 +245,7 @@ class Watching:
         if self.standing.live is not None:
             self.standing.live.left(how_left(error))
         if self.session is not None:
-            self.session.leave(
-                how_left(error), self.ring.last(), lambda name: self._report_status(name, error is not None)
-            )
+            self.session.leave(how_left(error), self.ring.last(), self._report_status)
         if self.recording.writer is not None:
             self.recording.writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
 
@@ -294,16 +276,14 @@ class Watching:
         last = self.ring.last()
         return "" if last is None else last.in_full()
 
-    def _report_status(self, name: str, in_full: bool = True) -> RankStatus:
-        """What this rank knows of itself about one group. Called by any thread. ``in_full`` takes a while."""
-        session, last = self.session, self.ring.last()
+    def _report_status(self, name: str) -> RankStatus:
+        """What this rank knows of itself about one group. Called by any thread."""
+        session, last, name = self.session, self.ring.last(), name.removesuffix(MESSAGES)
         group = None if session is None else session.named.get(name)
         events: Sequence[Event] = self.ring.of(name)
         if group is not None:  # what is in question comes after what was agreed on
             first = group.agreed - _CONTEXT_EVENTS
             events = [event for event in events if event.seq >= first][:_REPORTED_EVENTS]
-            if in_full:
-                events = with_parameters(events, BY_TORCH, group.view.name)
         return RankStatus(
             -1 if session is None else session.rank,
             events,
@@ -316,6 +296,7 @@ class Watching:
             main_stack(_STACK_FRAMES),
             self._slept_sec(),
             self._missed,
+            self.ring.of(name + MESSAGES)[-_REPORTED_MESSAGES:],
         )
 
     def _slept_sec(self) -> float:

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ddpstats._base.files import (
 )
 from ddpstats._base.marks import Mark
 from ddpstats.errors import ConfigError
-from ddpstats.guard.event import Event, Evidence, event_of, line_of, text_of
+from ddpstats.guard.event import Event, Evidence, MessageNumbers, event_of, line_of, text_of
 from ddpstats.guard.mark_lines import mark_as_dict, mark_from_dict
 
 FORMAT = 1
@@ -153,8 +153,13 @@ class RankRecord:
 
     @cached_property
     def messages(self) -> Sequence[tuple[int, Event]]:
-        """Point-to-point: place among the events, and event."""
-        return [(place, event) for place, event in enumerate(self.events) if event.is_message]
+        """Return (index among the events, event) of each message, with its number: 0 where older lines were dropped."""
+        numbers = MessageNumbers()
+        return [
+            (index, replace(event, seq=numbers.next(event) if self.complete else 0))
+            for index, event in enumerate(self.events)
+            if event.is_message
+        ]
 
     @cached_property
     def events_by_group(self) -> Mapping[str, list[Event]]:

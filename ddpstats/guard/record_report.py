@@ -5,13 +5,12 @@ They are what ``collective_guard(record_dir=...)`` wrote, also when the processe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpstats._base.text import count_of, ranks_text
-from ddpstats.guard.diagnosis import find
-from ddpstats.guard.event import MESSAGES, newest_in_a_row
-from ddpstats.guard.messages import match_records, unmatched, unpaired
+from ddpstats.guard.diagnosis import Pair, find, message_mismatch, pair_messages, unmatched
+from ddpstats.guard.event import MESSAGES, Event, newest_in_a_row
 from ddpstats.guard.record import RankRecord
 from ddpstats.guard.status import LEFT, NOTHING, GuardFinding, RankStatus
 
@@ -20,7 +19,7 @@ def diagnose(records: Sequence[RankRecord]) -> list[GuardFinding]:
     """What went wrong first, per group; the group in which it happened first comes first."""
     groups = {**_undescribed(records), **_described(records)}
     found = [finding for name in groups if (finding := _in_group(name, groups[name], records)) is not None]
-    message = match_records(records) or _not_through(records)
+    message = message_mismatch(_messages_of(records)) or _not_through(records)
     found += [message] if message is not None else []
     return sorted(found, key=lambda finding: min((e.started for e in finding.by_rank.values()), default=0.0))
 
@@ -47,7 +46,7 @@ def assumed(records: Sequence[RankRecord]) -> list[str]:
     alone = [
         f"{ranks_text([rank.rank])}: {rank.events[place]}{rank.events[place].at}: {ranks_text([peer.rank])} "
         "recorded nothing that goes with it"
-        for rank, place, peer in unpaired(records)
+        for rank, place, peer in _unpaired(records)
         if not _may_wait(rank, place, peer)
     ]
     return alone + [
@@ -61,15 +60,46 @@ def assumed(records: Sequence[RankRecord]) -> list[str]:
 def _not_through(records: Sequence[RankRecord]) -> GuardFinding | None:
     """The first message that only one rank recorded, and for which it may have waited; a receive before any send."""
     alone = [
-        (rank, rank.events[place], peer) for rank, place, peer in unpaired(records) if _may_wait(rank, place, peer)
+        (rank, rank.events[place], peer) for rank, place, peer in _unpaired(records) if _may_wait(rank, place, peer)
     ]
     if not alone:
         return None
     rank, event, peer = min(alone, key=lambda found: (found[1].signature.op == "send", found[1].started))
     group = event.group.removesuffix(MESSAGES)
-    sent = [one for one in peer.events if one.signature.op == "send" and one.peer == rank.rank]
     words = _described(records).get(group, {}).get("words", f"group {group!r}")
-    return unmatched(event, rank.rank, words, sent[-1] if sent else None, _status_of(peer.rank, event.group, peer))
+    return unmatched(event, rank.rank, words, _status_of(peer.rank, event.group, peer))
+
+
+def message_pairs(records: Sequence[RankRecord]) -> list[Pair]:
+    """Return the two sides of each message that both ranks recorded, by their index among a rank's events."""
+    messages = {record.rank: record.messages for record in records}
+    pairs = pair_messages(_messages_of(records))[0]
+    return [(a, messages[a][sent][0], b, messages[b][received][0]) for a, sent, b, received in pairs]
+
+
+def _messages_of(records: Sequence[RankRecord]) -> dict[int, list[Event]]:
+    return {record.rank: [event for _, event in record.messages] for record in records}
+
+
+def _unpaired(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, int, RankRecord]]:
+    """Yield (rank, which of its events, the other rank) of the first message of each stream that the other lacks.
+
+    Not where either has dropped older lines, nor where the receiver takes some from any rank: no number is known there.
+    """
+    by_rank, streams = {record.rank: record for record in records if record.complete}, set()
+    from_any = {
+        (rank, event.group, event.tag)
+        for rank, record in by_rank.items()
+        for _, event in record.messages
+        if event.peer is None
+    }
+    for rank, index in pair_messages(_messages_of(records))[1]:
+        place, event = by_rank[rank].messages[index]
+        receiver = event.peer if event.signature.op == "send" else rank
+        stream = rank, event.signature.op, event.peer, event.group, event.tag
+        if event.peer in by_rank and (receiver, event.group, event.tag) not in from_any and stream not in streams:
+            streams.add(stream)
+            yield by_rank[rank], place, by_rank[event.peer]
 
 
 def _may_wait(rank: RankRecord, place: int, peer: RankRecord) -> bool:
@@ -126,6 +156,7 @@ def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:
         None,
         None if last is None else last.in_full(),
         left if left is not None else "its record ends here (the process was killed, or hangs)",
+        messages=[event for _, event in record.messages],
     )
 
 

@@ -9,18 +9,22 @@ fixed size per rank is enough to tell.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ddpstats._base.text import dtype_name
+from ddpstats._base.text import dtype_name, shorten
+from ddpstats._observe.groups import bucket_assignments
 from ddpstats._observe.operators import Collective
-from ddpstats.guard.event import MASK, Signature, digest_of, stable_hash
+from ddpstats.guard.event import MASK, Event, Signature, digest_of, stable_hash
 
 _STRIDED = torch.strided
 NO_PIECES = "", 0
+_SHOWN_NAMES = 6
 
 Parts = tuple[str, str | None, int | None, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 """Operation, reduce op, root, shapes, dtypes, strides: what must be equal on all ranks, as torch has it."""
@@ -55,49 +59,100 @@ def pieces_of(call: Collective) -> tuple[str, int]:
     sent, expected = _sent(call, me), _expected(call, me)
     words = []
     if sent:
-        words.append("sends " + _spelled(sent, me, to=True))
+        words.append("sends " + _in_words(sent, by_sender=True))
     if expected:
-        words.append("expects " + _spelled(expected, me, to=False))
-    return "; ".join(words), (_total(sent) - _total(expected)) & MASK
+        words.append("expects " + _in_words(expected, by_sender=False))
+    return "; ".join(words), (_balance(sent) - _balance(expected)) & MASK
 
 
-Piece = tuple[int, int, str]
-"""(from, to, what)."""
+class _Piece(NamedTuple):
+    """What one rank sends to another. ``sender`` and ``receiver`` are ranks of the group."""
+
+    sender: int
+    receiver: int
+    dtype: str
+    size: int
+    words: str
 
 
-def _sent(call: Collective, me: int) -> list[Piece]:
+def _sent(call: Collective, me: int) -> list[_Piece]:
     if call.splits is not None:
-        row = _row(call.inputs[0])
-        return [(me, to, f"{size} x {row}") for to, size in enumerate(call.splits[0])]
+        return [_rows(me, to, rows, call.inputs[0]) for to, rows in enumerate(call.splits[0])]
     if call.root is not None and call.operator.to_root:
-        return [(me, call.root, _spec(call.inputs[0]))]
-    return [(me, to, _spec(tensor)) for to, tensor in enumerate(call.inputs)]
+        return [_whole(me, call.root, call.inputs[0])]
+    return [_whole(me, to, tensor) for to, tensor in enumerate(call.inputs)]
 
 
-def _expected(call: Collective, me: int) -> list[Piece]:
+def _expected(call: Collective, me: int) -> list[_Piece]:
     if call.splits is not None:
-        row = _row(call.outputs[0])
-        return [(source, me, f"{size} x {row}") for source, size in enumerate(call.splits[1])]
+        return [_rows(source, me, rows, call.outputs[0]) for source, rows in enumerate(call.splits[1])]
     if call.root is not None and not call.operator.to_root:
-        return [(call.root, me, _spec(call.outputs[0]))]
-    return [(source, me, _spec(tensor)) for source, tensor in enumerate(call.outputs)]
+        return [_whole(call.root, me, call.outputs[0])]
+    return [_whole(source, me, tensor) for source, tensor in enumerate(call.outputs)]
 
 
-def _spec(tensor: Any) -> str:
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+def _whole(sender: int, receiver: int, tensor: Any) -> _Piece:
+    dtype = dtype_name(tensor.dtype)
+    return _Piece(sender, receiver, dtype, tensor.numel(), f"{dtype}{list(tensor.shape)}")
 
 
-def _row(tensor: Any) -> str:
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape[1:])}"
+def _rows(sender: int, receiver: int, rows: int, tensor: Any) -> _Piece:
+    dtype, row = dtype_name(tensor.dtype), tuple(tensor.shape[1:])
+    return _Piece(sender, receiver, dtype, rows * math.prod(row), f"{rows} x {dtype}{list(row)}")
 
 
-def _total(pieces: Iterable[Piece]) -> int:
-    return sum(stable_hash(repr(piece)) for piece in pieces) & MASK
+def _balance(pieces: Iterable[_Piece]) -> int:
+    return sum(stable_hash(repr(tuple(piece[:4]))) for piece in pieces) & MASK
 
 
-def _spelled(pieces: list[Piece], me: int, to: bool) -> str:
-    whats = [what for _, _, what in pieces[:8]]
+def _in_words(pieces: Sequence[_Piece], by_sender: bool) -> str:
+    words = [piece.words for piece in pieces[:8]]
     if len(pieces) == 1:
-        peer = pieces[0][1] if to else pieces[0][0]
-        return f"{whats[0]} {'to' if to else 'from'} group rank {peer}"
-    return "[" + ", ".join(whats) + (", ...]" if len(pieces) > 8 else "]")
+        return (
+            f"{words[0]} to group rank {pieces[0].receiver}"
+            if by_sender
+            else f"{words[0]} from group rank {pieces[0].sender}"
+        )
+    return "[" + ", ".join(words) + (", ...]" if len(pieces) > 8 else "]")
+
+
+# -- what a bucket of gradients holds ---------------------------------------------------------------------------------
+
+
+def bucket_words(event: Event) -> str:
+    """Return which parameters' gradients DDP reduces in ``event``; empty where that is not certain.
+
+    For a message, when something has gone wrong: this looks at all objects of the process. DDP's C++ reducer sums flat
+    buffers, and cannot be asked: while a backward pass hangs it holds its lock. So the buckets of the models that use
+    the group are worked out with the function that DDP divides parameters with: all in one bucket at first, then by
+    size from the last to the first. Checked on torch 2.13.
+    """
+    shapes = event.signature.shapes
+    if event.signature.op != "all_reduce" or len(shapes) != 1 or len(shapes[0]) != 1:
+        return ""
+    try:
+        buckets = [bucket for model in _models_on(event.group) for bucket in _buckets(model)]
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # a DDP of another torch
+        return ""
+    fitting = {words for words, elements in buckets if elements == shapes[0][0]}
+    return fitting.pop() if len(fitting) == 1 else ""
+
+
+def _models_on(group: str) -> Iterator[Any]:
+    kind = torch.nn.parallel.DistributedDataParallel
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), kind):
+            name = getattr(candidate.process_group, "group_name", None)
+            if group == name or group.startswith(f"{name} of "):  # a session or a life of it
+                yield candidate
+
+
+def _buckets(model: Any) -> Iterator[tuple[str, int]]:
+    """Yield (words, number of elements) of each bucket that the model may reduce."""
+    named = [(name, parameter) for name, parameter in model.module.named_parameters() if parameter.requires_grad]
+    yield "all parameters", sum(parameter.numel() for _, parameter in named)
+    named.reverse()
+    for groups in bucket_assignments([parameter for _, parameter in named], int(model.bucket_bytes_cap)):
+        for number, indices in enumerate(groups if len(groups) > 1 else ()):
+            names = shorten([named[index][0] for index in indices], _SHOWN_NAMES)
+            yield f"bucket {number} of {len(groups)}: {names}", sum(named[index][1].numel() for index in indices)

@@ -38,6 +38,7 @@ class RankStatus:
     stack: str | None = None
     slept_sec: float = 0.0
     missed: tuple[int, ...] = ()
+    messages: Sequence[Event] = ()
 
     @property
     def is_silent(self) -> bool:
@@ -52,7 +53,8 @@ class RankStatus:
         return self.events[index] if 0 <= index < len(self.events) else None
 
     def pack(self) -> str:
-        return json.dumps({**vars(self), "events": events_as_dicts(self.events)})
+        messages = [event.as_dict() for event in self.messages]
+        return json.dumps({**vars(self), "events": events_as_dicts(self.events), "messages": messages})
 
     @classmethod
     def unpack(cls, payload: bytes, rank: int) -> RankStatus:
@@ -74,6 +76,7 @@ class RankStatus:
                 _text_or_none(given["stack"]),
                 float(given["slept_sec"]),
                 tuple(map(int, given["missed"])),
+                tuple(map(Event.from_dict, given["messages"])),
             )
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
             return cls(rank)

@@ -13,8 +13,7 @@ NO_GROUP = (
     f"no process group was made in this process. {TO_RUN}; ranks that the program starts itself (mp.spawn) are guarded "
     "by DDPSTATS_GUARD=strict, where they import ddpstats"
 )
-NOT_RECEIVED = "messages whose receiver had not compared them by the end"
-FROM_ANYBODY = "messages after one that was received from anybody"
+MESSAGES_SEEN = "messages between two ranks, compared where one of them fails"
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,7 @@ class GuardCounters:
 
     Attributes:
         collectives: seen on this rank; messages count, too.
-        compared: those that all ranks of their group are known to have done alike. A message that was sent
-            counts, for its receiver compares it, unless it has not by the end.
+        compared: those that all ranks of their group are known to have done alike.
         not_compared: all others.
         steps: calls of `collective_guard.step`.
         mode: of the guard.

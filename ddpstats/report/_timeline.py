@@ -19,9 +19,8 @@ from operator import attrgetter
 
 from ddpstats._base.marks import VALUES, Mark
 from ddpstats.guard.event import BY_TORCH, Event
-from ddpstats.guard.messages import pair_messages
 from ddpstats.guard.record import RankRecord
-from ddpstats.guard.record_report import assumed, not_compared
+from ddpstats.guard.record_report import assumed, message_pairs, not_compared
 from ddpstats.guard.status import DOUBT, GuardFinding
 
 _time_of = attrgetter("time")
@@ -203,7 +202,7 @@ def timeline_of(
         lanes,
         calls,
         groups,
-        list(pair_messages(records)),
+        message_pairs(records),
         sorted([*_labels(lanes, calls, groups, killed), *_values(records, killed)], key=lambda key: not key.differs),
         told,
         findings,

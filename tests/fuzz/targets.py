@@ -40,7 +40,6 @@ from ddpstats.dump.origin import _nan_origin
 from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, ProtocolMismatch
 from ddpstats.guard import spoken
 from ddpstats.guard.failure_agreement import Alarm
-from ddpstats.guard.messages import _read
 from ddpstats.guard.status import GuardFinding, RankStatus
 from ddpstats.report import _report
 
@@ -82,7 +81,6 @@ _READERS: Sequence[tuple[Callable[[bytes], Any], tuple[type[Exception], ...]]] =
     (lambda data: RankStatus.unpack(data, 0), ()),
     (GuardFinding.unpack, (ValueError,)),
     (Alarm.unpack, (ValueError,)),
-    (_read, ()),
     (lambda data: spoken.read([(1, 0, data)]), ()),
 )
 
@@ -105,7 +103,7 @@ def _wire_seeds() -> list[bytes]:
     notes = {"events": [event], "balances": {"3": 1}, "count": 3, "waits_in": ["0", 3], "last": "x", "left": None}
     texts = [
         {"missing": [1, 2], "message": "text"},
-        {**notes, "stack": None, "slept_sec": 7.5, "missed": [1]},
+        {**notes, "stack": None, "slept_sec": 7.5, "missed": [1], "messages": []},
         {**finding, "by_rank": {"0": event}},
         ["0", "words", [0, 1], 3, True, False, False],
         event,

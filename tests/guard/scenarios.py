@@ -154,7 +154,8 @@ def reduce_op(bad: bool) -> None:
 
 
 def number_of_dimensions(bad: bool) -> None:
-    dist.all_reduce(ones(2, 2) if odd(bad) else ones(4))
+    """Legal: as many elements in another shape."""
+    dist.all_reduce(ones(2, 2) if rank() == 1 else ones(5 if bad else 4))
 
 
 def dtype(bad: bool) -> None:
@@ -192,11 +193,11 @@ def coalesced(bad: bool) -> None:
 
 def extra_call(bad: bool) -> None:
     if odd(bad):
-        dist.all_reduce(ones(1))
+        dist.all_reduce(ones(3))
     dist.all_reduce(ones(2, 2).sum())
-    dist.all_reduce(ones(1, 1))
+    dist.all_reduce(ones(1, 2))
     if not odd(bad):
-        dist.all_reduce(ones(1))
+        dist.all_reduce(ones(3))
 
 
 def after_many_good_ones(bad: bool) -> None:
@@ -458,7 +459,7 @@ def message_shape(bad: bool) -> None:
     if rank() == 0:
         dist.send(ones(2, 2), dst=1)
     else:
-        dist.recv(torch.empty(4) if bad else torch.empty(2, 2), src=0)
+        dist.recv(torch.empty(8) if bad else torch.empty(4), src=0)
 
 
 def message_dtype(bad: bool) -> None:
@@ -567,7 +568,7 @@ SCENARIOS: dict[str, Row] = {
         Row(operation, MISMATCH, "the operation", "MBI CollCallOrder"),
         Row(barrier_against_collective, MISMATCH, "barrier()", "CorrBench MisplacedCall"),
         Row(reduce_op, MISMATCH, "the reduce op", "MBI CollOpMatching"),
-        Row(number_of_dimensions, MISMATCH, "number of dimensions", "CorrBench ArgMismatch-Count"),
+        Row(number_of_dimensions, MISMATCH, "the shape", "CorrBench ArgMismatch-Count"),
         Row(dtype, MISMATCH, "the dtype", "MBI CollDataMatching"),
         Row(shape, MISMATCH, "the shape", "CorrBench ArgMismatch-Count"),
         Row(memory_format, MISMATCH, "the memory format", "-"),
@@ -602,7 +603,7 @@ SCENARIOS: dict[str, Row] = {
         Row(message_from_anybody, MISMATCH, "the reduce op", "MBI P2PCallMatching"),
         Row(message_between_two_of_three, MISMATCH, "the reduce op", "-", ranks=3),
         Row(message_tag, MISSING, "tag 6", "MBI P2PCallMatching"),
-        Row(returns_early, MISSING, "extra call on rank 0", "CorrBench MissingCall"),
+        Row(returns_early, MISSING, "rank 1 skipped a call, or rank 0 made one more", "CorrBench MissingCall"),
         Row(raises, MISSING, "ZeroDivisionError", "CorrBench MissingCall", rank_1="ZeroDivisionError"),
         Row(
             raises_what_sounds_like_gloo,
@@ -645,7 +646,7 @@ def play_bare(name: str, bad: bool) -> str:
 _ENDS_BY_LIMIT = {
     *("functional", "compiled_with_breaks", "ddp_comm_hook", "ddp_extra_collective", "ddp_other_parameters"),
     *("wrong_group", "groups_in_different_order", "message_shape", "message_bytes", "message_tag", "returns_early"),
-    *("late", "pieces"),
+    *("late", "pieces", "message_dtype"),
 }
 
 

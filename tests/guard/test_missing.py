@@ -49,7 +49,7 @@ def status(rank: int, count: int, waits: int | None = None, **given: object) -> 
 )
 def test_rank_that_failed_is_named(others: list[RankStatus], named: tuple[int, ...]) -> None:
     """Rank 0 waits in number 5."""
-    finding = find("0", "the default group", [status(0, 5, 5), *others], until=5)
+    finding = find("0", "the default group", [status(0, 5, 5), *others], overdue=5)
     assert finding is not None
     assert (finding.kind, finding.missing) == (MISSING, named), finding.message
     assert finding.seq == (4 if any(other.left == LEFT for other in others) else 5)
@@ -60,14 +60,14 @@ def test_rank_that_failed_is_named(others: list[RankStatus], named: tuple[int, .
 @pytest.mark.parametrize("stack", [None, "train.py:7 in load"])
 def test_rank_without_a_status_is_missing_where_the_others_wait(stack: str | None) -> None:
     gone = RankStatus(1, last="number 2 of group '0'", dead=stack is None, stack=stack)
-    finding = find("0", "the default group", [status(0, 5, 5), gone], until=5)
+    finding = find("0", "the default group", [status(0, 5, 5), gone], overdue=5)
     assert finding is not None
     assert (finding.seq, finding.missing) == (5 if stack is None else 1, (1,))
     assert ("number 2 of group" in finding.message) == (stack is not None)
 
 
 def test_no_rank_is_missing_where_only_labels_differ() -> None:
-    assert find("0", "the default group", [status(0, 6), status(1, 2)], in_doubt=True) is None
+    assert find("0", "the default group", [status(0, 6), status(1, 2)], tentative=True) is None
     finding = find("0", "the default group", [status(0, 6), status(1, 2)])
     assert finding is not None
     assert finding.missing == (1,)
@@ -77,7 +77,7 @@ def test_no_rank_is_missing_where_only_labels_differ() -> None:
 def test_rank_that_came_to_its_end_is_missing_in_a_later_collective(at_end: bool, missing: tuple[int, ...]) -> None:
     others = [status(0, 4, 5, left=LEFT), status(2, 3)] if at_end else [status(0, 5, 5), status(2, 5, 5)]
     statuses = [others[0], status(1, 4, 5, left=LEFT), others[1]]
-    finding = find("0", "the default group", statuses, until=5)
+    finding = find("0", "the default group", statuses, overdue=5)
     assert finding is not None
     assert finding.missing == missing
 

@@ -130,7 +130,7 @@ def test_messages_pair_by_their_order(tmp_path: Path) -> None:
 
 def test_messages_pair_within_their_group(tmp_path: Path) -> None:
     """Its own order and its own sender from anybody: another group's messages are others, under equal tags, too."""
-    places = {0: (("a", 1), ("b", 1)), 1: (("b", 0), ("b", None), ("a", 0))}
+    places = {0: (("a", 1), ("b", 1)), 1: (("b", None), ("b", 0), ("a", 0))}
     for rank, messages in places.items():
         writer = RecordWriter(tmp_path, rank, 2, "run")
         for number, (group, peer) in enumerate(messages):

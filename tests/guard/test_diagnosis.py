@@ -1,0 +1,95 @@
+"""Messages between two ranks, and what may differ between ranks: no error, little cost, and words that fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddpstats.guard.diagnosis import remedy, what_differs
+from ddpstats.guard.event import Event, Signature, digest_of, label_word
+from ddpstats.testing import RankPool, run_ranks
+from tests.guard import diagnosis_runs as runs
+from tests.guard.tiers import tiers
+
+MODES = tiers(["strict"], ["step"])
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_pipelining_of_torch_runs(mode: str) -> None:
+    assert run_ranks(runs.pipelined, 2, mode, timeout_sec=60).values() == ["silent"] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_shapes_of_as_many_elements_are_legal(two_ranks: RankPool, mode: str) -> None:
+    assert two_ranks.run(runs.equal_elements, mode).values() == ["silent"] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sender_may_have_any_number_of_messages_under_way(two_ranks: RankPool, mode: str) -> None:
+    assert two_ranks.run(runs.many_sends, mode, 1100).values() == ["silent"] * 2
+
+
+@pytest.mark.parametrize("mode", tiers(["step"], ["strict"]))
+def test_diagnosis_do_not_ask_the_store(two_ranks: RankPool, mode: str) -> None:
+    assert two_ranks.run(runs.questions_of_messages, mode, 40).values() == [0, 0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_skipped_step_is_called_that(two_ranks: RankPool, mode: str) -> None:
+    endings = two_ranks.run(runs.skipped, mode).values()
+    two_ranks.restart()
+    assert endings[0] == endings[1]
+    assert "skipped a call, or" in endings[0]
+    assert "Pass the same op=" not in endings[0]
+
+
+def test_objects_of_the_process_are_not_looked_at_where_only_labels_differ(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.labelled_on_one_rank, "step", 3).values() == [0, 0]
+
+
+def test_buffers_are_not_called_gradients(two_ranks: RankPool) -> None:
+    endings = two_ranks.run(runs.issued_by_torch, "strict").values()
+    two_ranks.restart()
+    assert endings[0] == endings[1]
+    assert "CollectiveMismatch" in endings[0]
+    assert "gradients" not in endings[0]
+
+
+SIGNATURE = Signature("all_reduce", "sum", None, ((4,),), ("float32",))
+
+
+def event(label: str | None = None, **changes: Any) -> Event:
+    signature = replace(SIGNATURE, **changes)
+    return Event("0", 1, signature, label, label_word(label), "train.py:3 in step", digest_of(signature))
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference", "words"),
+    [
+        ({"op": "broadcast", "reduce_op": None}, "the operation", "same order"),
+        ({"reduce_op": "max"}, "the reduce op", "op="),
+        ({"root": 1}, "the root", "src="),
+        ({"shapes": ((5,),)}, "the shape", "one shape"),
+        ({"dtypes": ("int32",)}, "the dtype", "one dtype"),
+        ({"strides": ((2,),)}, "the memory format: elements", "contiguous"),
+        ({}, "the pieces that ranks", "split sizes"),
+    ],
+)
+def test_the_fix_fits_what_differs(changes: dict[str, Any], difference: str, words: str) -> None:
+    (first, *more) = what_differs([event(), event(**changes)])
+    assert first.startswith(difference)
+    assert not more
+    assert words in remedy([first], in_other_order=False)
+    assert "label(" not in remedy([first], in_other_order=False) + remedy([first], in_other_order=True)
+
+
+def test_all_that_differs_is_named_and_shapes_of_as_many_elements_do_not_differ() -> None:
+    assert what_differs([event("a"), event("b", reduce_op="max", shapes=((2,),))]) == [
+        *("the reduce op", "the shape", "the label")
+    ]
+    labels = what_differs([event("a"), event("b", shapes=((2, 2),))])
+    assert labels[0].startswith("the label: ")
+    assert "label(" in remedy(labels, in_other_order=True)
