@@ -136,7 +136,6 @@ class BackwardPass:
     """One backward pass: whose gradients it brought, how large; whether they are reduced afterwards.
 
     Attributes:
-        early: places of parameters whose gradient was reduced by hooks of the program's, and measured before these.
         arrived: whether a gradient has.
         quiet: places of those that are known to have arrived before any collective since the forward pass began.
         issued: collectives since then, when the pass had ended; None while it goes on.
@@ -148,19 +147,9 @@ class BackwardPass:
     measured: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)
     exchanged: bool = False
     arrived: bool = False
-    early: set[int] = field(default_factory=set)
     quiet: set[int] = field(default_factory=set)
     issued: Counts | None = None
     end: Counts = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class EarlyGradient:
-    """A gradient before the program's hooks on it: its norm, itself where it may be needed, collectives until then."""
-
-    norms: Tensor
-    gradient: Tensor | None
-    counts: Counts
 
 
 @dataclass
@@ -171,7 +160,6 @@ class WatchedMicroBatch:
         tasks: autograd's graph tasks whose end has been asked for; the first one of a pass is the outermost.
         waiting: parameters whose gradient has arrived and is not yet measured.
         local: place of a parameter -> its own gradient, kept because one was bad.
-        early: place of a parameter -> what its gradient was before the program's hooks, which are running.
         start: collectives until the last forward pass began, and of the program's hooks on parameters.
         first: how many backward passes there were by then.
     """
@@ -183,7 +171,6 @@ class WatchedMicroBatch:
     tasks: set[int] = field(default_factory=set)
     waiting: list[Tensor] = field(default_factory=list)
     local: dict[int, Tensor] = field(default_factory=dict)
-    early: dict[int, EarlyGradient] = field(default_factory=dict)
     _quiet: bool = True
 
     def count_from_here(self) -> None:
@@ -233,10 +220,6 @@ class BackwardNorms:
             () if one.quiet & set(bad[number]) else ranks_of(self._foreign(number))
             for number, one in enumerate(self._passes)
         ]
-
-    def early_places(self) -> set[int]:
-        """Parameters whose gradient was reduced by hooks of the program's on it, and measured before these."""
-        return {place for one in self._passes for place in one.early}
 
     def _foreign(self, number: int) -> list[Any]:
         """Groups on which more was issued, until the end of that pass, than DDP does in those until then."""

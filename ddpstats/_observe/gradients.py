@@ -15,19 +15,16 @@ DistributedDataParallel takes one communication hook, and that belongs to the us
    reduce its gradient, or take it away.
 4. Passes are told apart, and DDP says whether it reduces after one: from then on every rank's gradients hold those of
    all.
-5. A program may reduce by itself. Where a parameter has hooks of ``Tensor.register_hook``, one of ours is put before
-   them: if a collective is issued between that one and the hook of 1, they have reduced the gradient, and what counts
-   is what it was before. Other collectives of the program's in a backward pass (a hook on a tensor between the layers,
-   on autograd's own nodes, in a ``backward`` of its own) cannot be looked behind: they are counted
-   (`groups`), and a gradient that came after one is not called this rank's own. Where nothing in the model is
-   DDP, gradients are measured in their hooks as long as it is not known that a backward pass issues none.
+5. A program may reduce by itself: in hooks on its tensors or on autograd's nodes, in a ``backward`` of its own. Its
+   collectives are counted (`groups.issued`), and a gradient that arrived after one may already be reduced: it is not
+   called this rank's own. Where nothing in the model is DDP, gradients are measured in their hooks as long as it is not
+   known that a backward pass issues none.
 
 A gradient that is sharded when it arrives (FSDP2: a DTensor) has been reduced already: `sees_local` is False, and only
 `measure` of what the step is left with can be had.
 
 Checked on torch 2.13. It relies on ``Tensor.register_post_accumulate_grad_hook`` (public); on a torch without
-`queue_callback` every gradient is measured in its hook. Hooks of one tensor run in the order of its `gradient_hooks`,
-before those of ``Node.register_prehook``.
+`queue_callback` every gradient is measured in its hook.
 """
 
 from __future__ import annotations
@@ -46,7 +43,6 @@ from ddpstats._base.lazy import breaks_graph
 from ddpstats._observe.gradient_norms import (
     BackwardNorms,
     BackwardPass,
-    EarlyGradient,
     WatchedMicroBatch,
     elements,
     exact,
@@ -55,10 +51,9 @@ from ddpstats._observe.gradient_norms import (
     is_sparse,
     norms_of,
 )
-from ddpstats._observe.groups import issued, plus, since
+from ddpstats._observe.groups import issued
 from ddpstats._observe.torch_compat import (
     accumulated_hooks,
-    gradient_hooks,
     graph_task,
     in_backward,
     queue_callback,
@@ -96,7 +91,6 @@ class GradientWatch:
         self._replicas: list[nn.parallel.DistributedDataParallel] | None = None
         self._static_graph_known = False
         self._communicates: bool | None = None  # in its backward passes, by itself
-        self._early = _EarlyHooks(self)
         self._active = False
         self._micro = WatchedMicroBatch()
 
@@ -109,7 +103,6 @@ class GradientWatch:
             inner = unwrapped(self._module)
             hook = ForwardBegins(inner, self, GradientWatch._forward_begins, inner is not self._module)
             self._handles.append(inner.register_forward_pre_hook(hook))
-        self._early.update()
         if self.arrivals and not self._replicas:
             self.arrivals[-1].note_reduction()
         self._micro = WatchedMicroBatch(at_once=self._has_to_be_quick(self._replicas), start=issued())
@@ -137,7 +130,6 @@ class GradientWatch:
         self._active = False
         for handle in self._handles:
             handle.remove()
-        self._early.close()
         self._handles = []
         self._unhooked = []
 
@@ -166,47 +158,19 @@ class GradientWatch:
         if self._active and not in_backward():
             self._micro.count_from_here()
 
-    def _about_to_arrive(self, place: int, gradient: Tensor) -> None:
-        """Before the program's own hooks have seen it."""
-        with torch.no_grad():
-            values = [elements(gradient)]
-            norms = gathered(norms_of(values))
-            norms = exact(values, norms) if norms.is_cpu else norms
-            is_bad = norms.is_cpu and not bool(norms.isfinite().all())
-            keeps = is_bad or self.bad or bool(self._micro.local) or self.observer is not None
-            kept = gradient.detach().clone() if keeps else None
-        self._micro.early[place] = EarlyGradient(norms, kept, issued())
-
     def _arrived(self, parameter: Tensor) -> None:
         micro, task = self._micro, graph_task()
         if task not in micro.tasks:
             self._note_task(micro, task)
-        to_look_at = micro.at_once or micro.early or not micro.passes[-1].arrived  # of most passes, the first one alone
-        if to_look_at and self._measured_before(micro, parameter):
-            return
+        current = micro.passes[-1]
+        # under DDP of the pass's first one alone: a NaN of the loss is in it, and to count costs as much as to measure
+        if (micro.at_once or (self._replicas and not current.arrived)) and micro.is_quiet():
+            current.quiet.add(self._place[id(parameter)])
+        current.arrived = True
         if micro.at_once or _has_foreign_hooks(parameter) or is_sparse(parameter.grad):
             self._measure([parameter])
         else:
             micro.waiting.append(parameter)
-
-    def _measured_before(self, micro: WatchedMicroBatch, parameter: Tensor) -> bool:
-        """Notes whether it may have been reduced. Was it, by the program's hooks, and was it measured before them?"""
-        place = self._place[id(parameter)]
-        early = micro.early.pop(place, None)
-        between = {} if early is None else since(early.counts)
-        if early is not None and between:
-            micro.start = plus(micro.start, between)
-        # under DDP of the pass's first one alone: a NaN of the loss is in it, and to count costs as much as to measure
-        if micro.at_once or (self._replicas and not micro.passes[-1].arrived):
-            if micro.is_quiet():
-                micro.passes[-1].quiet.add(place)
-            elif early is None and not self._replicas and gradient_hooks(parameter):
-                self._early.stay(place)
-        micro.passes[-1].arrived = True
-        if early is None or not between:
-            return False
-        self._take_early(parameter, place, early)
-        return True
 
     def _note_task(self, micro: WatchedMicroBatch, task: int) -> None:
         """Its first gradient arrives."""
@@ -222,18 +186,6 @@ class GradientWatch:
         micro.tasks.discard(task)
         if not micro.tasks:
             micro.close_pass()
-
-    def _take_early(self, parameter: Tensor, place: int, early: EarlyGradient) -> None:
-        """The program's hooks have reduced it: what it was before counts. Whether that was bad, the end will show."""
-        current = self._micro.passes[-1]
-        current.measured.append(([parameter], early.norms))
-        current.exchanged = True
-        current.early.add(place)
-        if early.gradient is not None:
-            if self.observer is not None:
-                self.observer([parameter], [early.gradient])
-            if self.bad or self._micro.local or not bool(early.norms.isfinite().all()):
-                self._micro.local[place] = early.gradient
 
     def _measure_waiting(self) -> None:
         waiting, self._micro.waiting = self._micro.waiting, []
@@ -282,59 +234,6 @@ class _ArrivalHook:
         watch = self._watch()
         if watch is not None and watch._active:
             watch._arrived(parameter)
-
-
-class _EarlyHooks:
-    """Hooks on the gradients of those parameters that have hooks of somebody else there; before these."""
-
-    def __init__(self, watch: GradientWatch) -> None:
-        self._watch, self._parameters = weakref.ref(watch), watch.parameters if watch.sees_local else []
-        self._handles: dict[int, Any] = {}
-        self._staying: set[int] = set()
-
-    def update(self) -> None:
-        """As hooks are now: somebody may have registered more, or taken his away. Takes a look at every parameter."""
-        for place, parameter in enumerate(self._parameters):
-            hooks = gradient_hooks(parameter)
-            if hooks or place in self._handles:
-                self._update_one(place, parameter, hooks or {})
-
-    def stay(self, place: int) -> None:
-        """The program registers its hooks on that parameter shortly before they run."""
-        if place not in self._staying:
-            self._staying.add(place)
-            self._update_one(place, self._parameters[place], gradient_hooks(self._parameters[place]) or {})
-
-    def close(self) -> None:
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles, self._parameters = {}, []
-
-    def _update_one(self, place: int, parameter: Tensor, hooks: dict[int, Any]) -> None:
-        handle = self._handles.get(place)
-        foreign = place in self._staying or any(type(one) is not _EarlyHook for one in hooks.values())
-        wanted = parameter.requires_grad and foreign
-        if handle is not None and not (wanted and handle.id in hooks):
-            self._handles.pop(place).remove()
-            handle = None
-        if handle is None and wanted:
-            hook = _EarlyHook(self._watch, place)
-            handle = self._handles[place] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-            _put_first(gradient_hooks(parameter), handle.id)
-
-
-class _EarlyHook:
-    """Of one parameter; must not keep the watch alive."""
-
-    __torch_unserializable__ = True  # it is not missed in a copy of the parameter: no warning
-
-    def __init__(self, watch: weakref.ref[GradientWatch], place: int) -> None:
-        self._watch, self._place = watch, place
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        watch = self._watch()
-        if watch is not None and watch._active and gradient is not None:
-            watch._about_to_arrive(self._place, gradient)
 
 
 def _put_first(hooks: Any, number: int) -> None:

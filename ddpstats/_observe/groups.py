@@ -256,18 +256,9 @@ def since(before: Counts) -> Counts:
     return found
 
 
-def plus(before: Counts, more: Counts) -> Counts:
-    """``before``, as if ``more`` had been issued by then."""
-    return {**before, **{group: _sum(before.get(group, 0), count) for group, count in more.items()}}
-
-
 def ranks_of(groups: Iterable[Any]) -> tuple[int, ...]:
     """The global ranks that are in any of them."""
     return tuple(sorted({int(rank) for group in groups for rank in dist.get_process_group_ranks(group)}))
-
-
-def _sum(one: int | None, other: int | None) -> int | None:
-    return None if one is None or other is None else one + other
 
 
 def _count(group: Any) -> int | None:

@@ -113,10 +113,8 @@ def report_of(watch: GradientWatch, scaler: Any, step: int) -> Report:
     reduced = [place for place, fine in enumerate(finite) if not fine]
     for micro_batch, arrivals in enumerate(watch.arrivals):
         arrived |= arrivals.places()
-        mended = arrivals.early_places() - set(reduced)  # by a hook of the program's, before it reduced
         seen = zip(arrivals.bad_places(), arrivals.exchanged, arrivals.shared_with(), strict=True)
-        for found, reduces, shared_with in seen:
-            places = [place for place in found if place not in mended]
+        for places, reduces, shared_with in seen:
             if places:
                 bad.append(NonFiniteGradients(micro_batch, number, _named(watch, arrivals, places), shared_with))
             if reduces:
