@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -153,36 +154,25 @@ def _try_out() -> None:
 
 def _sees(group: Any, *options: Any) -> bool:
     """Whether an all_reduce and the wait for it are seen: by its kernel, or, with options, by `_all_reduce`."""
-    probe = _Probe()
+    seen: list[str] = []
+    thread = threading.get_ident()
+
+    def note(event: str) -> None:
+        if threading.get_ident() == thread:
+            seen.append(event)
+
+    probe: Any = SimpleNamespace(
+        before=lambda call: note(call.op),
+        after=lambda call, work: note("issued"),
+        waiting=lambda work, limited: note("waited for"),
+    )
     _subscribers.append(probe)
     try:
         with no_dispatch_no_grad():
             group.allreduce([torch.zeros(1, device="cpu")], *options).wait()
     finally:
         _subscribers.remove(probe)
-    return probe.seen == ["all_reduce", "issued", "waited for"]
-
-
-class _Probe:
-    """Sees one collective of this thread begin, and the wait for it."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        self._thread = threading.get_ident()
-
-    def before(self, call: Collective) -> None:
-        self._note(call.op)
-
-    def after(self, call: Collective, work: Any) -> None:
-        self._note("issued")
-
-    def waiting(self, work: Any, limited: bool) -> bool:
-        self._note("waited for")
-        return False
-
-    def _note(self, event: str) -> None:
-        if threading.get_ident() == self._thread:
-            self.seen.append(event)
+    return seen == ["all_reduce", "issued", "waited for"]
 
 
 # -- waits ------------------------------------------------------------------------------------------------------------

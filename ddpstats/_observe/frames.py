@@ -1,7 +1,7 @@
 """The frames of the program's own code: which of them called a collective or an operation, and its line.
 
-What stands between the program and torch (torch's own Python, this package, the standard library) is passed over. What
-is known of a code object is worked out once. Pure: torch's modules, private ones too, are known here by their names.
+Frames between the program and torch (torch's own Python, this package, the standard library) are skipped. A code object
+is classified once. This file imports no torch: torch's modules, private ones too, are known here by their names.
 """
 
 from __future__ import annotations
@@ -37,8 +37,14 @@ _OF_A_GRAPH = "<eval_with_key>"  # the file of code that torch.fx makes
 
 @dataclass(frozen=True)
 class CodePlan:
-    """Of a code object: whether it is no code of the program's, whether torch runs it unasked, whether it is an API,
-    and whether it is what a Python thread begins with."""
+    """What is known of a code object.
+
+    Attributes:
+        internal: it is not the program's own.
+        by_itself: torch runs it, and no line of the program asks for the collectives in it.
+        is_api: a program's own call of a collective goes through it.
+        begins_thread: a Python thread begins with it.
+    """
 
     code: CodeType
     internal: bool
@@ -52,7 +58,7 @@ _plans: dict[int, CodePlan] = {}
 
 
 def plan_of(frame: FrameType) -> CodePlan:
-    """The plan of the frame's code."""
+    """Return what is known of the frame's code."""
     code = frame.f_code
     plan = _plans.get(id(code))
     if plan is None:
@@ -71,13 +77,13 @@ def _plan(code: CodeType, module: str) -> CodePlan:
 
 
 def _is_generated(file: str) -> bool:
-    """Whether torch has made the code, for `torch.compile` or of a graph: it belongs to no module."""
+    """Whether torch has made the code, for `torch.compile` or from a graph: it belongs to no module."""
     directory = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or _OF_A_GRAPH)
     return file.startswith((_OF_A_GRAPH, directory + os.sep))
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The first frame of the program's own code from ``frame`` outwards."""
+    """Return the first frame of the program's own code from ``frame`` outwards."""
     while frame is not None and (_plans.get(id(frame.f_code)) or plan_of(frame)).internal:
         frame = frame.f_back
     return frame
@@ -90,22 +96,22 @@ _step_callers: set[CodeType] = set()
 
 
 def calls_step(function: Function) -> Function:
-    """Decorates what calls a step of the program's: frames further out are not the step's."""
+    """Decorate a function that calls a step of the program: frames further out are not the step's."""
     _step_callers.add(function.__code__)
     return function
 
 
 def step_frames() -> Iterator[FrameType]:
-    """The program's frames, innermost first, from where this is called up to what calls the step, if anything does."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in _step_callers:
-        if not (_plans.get(id(frame.f_code)) or plan_of(frame)).internal:
+    """Yield the program's frames, innermost first, up to the function that calls the step, if there is one."""
+    for frame in _outwards(sys._getframe(1)):
+        if frame.f_code in _step_callers:
+            return
+        if not plan_of(frame).internal:
             yield frame
-        frame = frame.f_back
 
 
 def main_stack(limit: int) -> str:
-    """The main thread's innermost frames but for ours, for a rank that is somewhere else; a line or two each."""
+    """Return the main thread's innermost frames without this package's, one or two lines each."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return ""
@@ -119,51 +125,50 @@ def _lines_of(entry: traceback.FrameSummary) -> list[str]:
 
 
 def is_in_checkpoint() -> bool:
-    """Whether this is called from what activation checkpointing runs."""
-    frame: FrameType | None = sys._getframe(1)
+    """Whether activation checkpointing runs the caller."""
+    return any(frame.f_globals.get("__name__") == _CHECKPOINT for frame in _outwards(sys._getframe(1)))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        if frame.f_globals.get("__name__") == _CHECKPOINT:
-            return True
+        yield frame
         frame = frame.f_back
-    return False
 
 
 # -- call sites -------------------------------------------------------------------------------------------------------
 
 
 class CallSite:
-    """A line of the user's program; spelled out only when somebody reads it."""
+    """A line of the user's program; becomes text only when it is read.
+
+    Without code: no frame of the user's is on the stack. C++ called, or the collective is the target of a thread.
+    """
 
     __slots__ = ("code", "line")
 
-    def __init__(self, code: CodeType, line: int) -> None:
+    def __init__(self, code: CodeType | None, line: int = 0) -> None:
         self.code, self.line = code, line
 
     def __str__(self) -> str:
+        if self.code is None:
+            return "(called by no line of the program: from C++, or as the target of a thread)"
         name = getattr(self.code, "co_qualname", self.code.co_name)
         return f"{self.code.co_filename}:{self.line} in {name}"
 
     def source(self) -> str:
-        """The line's text; empty where it is not to be had."""
-        return linecache.getline(self.code.co_filename, self.line).strip()
+        """Return the line's text; empty where it cannot be read."""
+        return "" if self.code is None else linecache.getline(self.code.co_filename, self.line).strip()
 
 
-class NoSite:
-    """No frame of the user's is on this thread's stack: C++ called, or the thread's target is the collective itself."""
-
-    def __str__(self) -> str:
-        return "(called by no line of the program: from C++, or as the target of a thread)"
-
-    def source(self) -> str:
-        return ""
-
-
-_NO_SITE = NoSite()
+_NO_SITE = CallSite(None)
 
 
 def calling_frame(depth: int) -> tuple[FrameType | None, bool, bool]:
-    """The innermost frame of the program's own code, whether torch calls by itself (from autograd, DDP, C++), and
-    whether the frame calls a collective itself, not something of torch's that issues one."""
+    """Return the innermost frame of the program's own code, and two facts about the call.
+
+    These are whether torch calls by itself (from autograd, DDP, C++), and whether that frame calls a collective itself,
+    not a function of torch that issues one.
+    """
     frame: FrameType | None = sys._getframe(depth)
     by_torch, is_api, outermost = False, True, None
     while frame is not None:
@@ -176,5 +181,6 @@ def calling_frame(depth: int) -> tuple[FrameType | None, bool, bool]:
     return None, by_torch or not is_target, is_api
 
 
-def site_of(frame: FrameType | None) -> CallSite | NoSite:
+def site_of(frame: FrameType | None) -> CallSite:
+    """Return the call site of a frame of the program."""
     return _NO_SITE if frame is None else CallSite(frame.f_code, frame.f_lineno)

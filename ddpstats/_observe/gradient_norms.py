@@ -56,17 +56,14 @@ def norm_kind(device: torch.device) -> str:
 
 
 def norms_of(gradients: list[Tensor]) -> list[Tensor]:
-    """Element for element, as 0-d tensors on the gradients' devices; one call per device and dtype."""
-    if len({gradient.dtype for gradient in gradients}) == 1 and len({gradient.device for gradient in gradients}) == 1:
-        return _norms_of_a_kind(gradients)
-    kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
-    found: list[Tensor | None] = [None] * len(gradients)
-    for kind in kinds:
-        places = [place for place, gradient in enumerate(gradients) if (gradient.device, gradient.dtype) == kind]
-        norms = _norms_of_a_kind([gradients[place] for place in places])
-        for place, norm in zip(places, norms, strict=True):
-            found[place] = norm
-    return [norm for norm in found if norm is not None]
+    """Return a norm of each, as 0-d tensors on the gradients' devices; one call per device and dtype."""
+    kinds: dict[Any, list[int]] = {}
+    for index, gradient in enumerate(gradients):
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(index)
+    norms: dict[int, Tensor] = {}
+    for indices in kinds.values():
+        norms.update(zip(indices, _norms_of_a_kind([gradients[index] for index in indices]), strict=True))
+    return [norms[index] for index in range(len(gradients))]
 
 
 def _norms_of_a_kind(gradients: list[Tensor]) -> list[Tensor]:

@@ -37,12 +37,9 @@ def bucket_count(replica: nn.parallel.DistributedDataParallel) -> float:
     return float("inf") if ask is None else len(ask())
 
 
-_bucket_assignment = find(
-    "distributed._compute_bucket_assignment_by_size", "no message names the parameters in a bucket of gradients"
-)
-_first_bucket_bytes = find(
-    "distributed._DEFAULT_FIRST_BUCKET_BYTES", "no message names the parameters in a bucket of gradients"
-)
+# Without them no message names the parameters in a bucket of gradients.
+_bucket_assignment = find("distributed._compute_bucket_assignment_by_size")
+_first_bucket_bytes = find("distributed._DEFAULT_FIRST_BUCKET_BYTES")
 
 
 def bucket_assignments(parameters: Sequence[Tensor], cap_bytes: int) -> Iterator[Sequence[Sequence[int]]]:
@@ -89,9 +86,10 @@ def groups_made() -> int:
     return int(getattr(getattr(dist.distributed_c10d, "_world", None), "group_count", 0))
 
 
-# From an argument or result of a c10d operator to the process group and the work that it stands for.
-unbox_group: Callable[[Any], Any] = find("distributed.ProcessGroup.unbox", "no collective is observed")
-unbox_work: Callable[[Any], Any] = find("distributed.Work.unbox", "no collective is observed")
+# From an argument or result of a c10d operator to the process group and the work that it stands for. Without them, and
+# without `backend_of`, no collective is observed.
+unbox_group: Callable[[Any], Any] = find("distributed.ProcessGroup.unbox")
+unbox_work: Callable[[Any], Any] = find("distributed.Work.unbox")
 
 
 def _operators_name_reduce_op() -> bool:
@@ -102,17 +100,14 @@ def _operators_name_reduce_op() -> bool:
         return False
 
 
+# Without it no guard can be entered, and a dump has no reduce ops.
 operators_name_reduce_op = dist.is_available() and _operators_name_reduce_op()
 if not operators_name_reduce_op:
-    note_lack(
-        "torch.classes.c10d.ReduceOp.op",
-        "no guard can be entered, and a dump has no reduce ops",
-    )
+    note_lack("torch.classes.c10d.ReduceOp.op")
 
 backend_of: Callable[[Any, torch.device], Any] = find(
-    "distributed.ProcessGroup._get_backend", "no collective is observed",
-    lambda group, device: refuse("the backends of a process group are not told"),
-)  # fmt: skip
+    "distributed.ProcessGroup._get_backend", lambda group, device: refuse("a process group does not name its backends")
+)
 """The backend of a group for a kind of device. Raises ``RuntimeError`` where it has none."""
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._observe.groups import GroupView, operators_name_reduce_op
-from ddpstats._observe.torch_compat import operator_arguments, operator_names, schema
+from ddpstats._observe.torch_compat import operator_names, schema
 from ddpstats.errors import ConfigError
 
 HINT = "Install a torch that it was run with (docs/compatibility.md), or run without the guard."
@@ -241,7 +241,8 @@ def overload(name: str) -> Any:
 
 def arguments_of(operator: Operator) -> list[str]:
     """Return the names of its arguments on this torch, which may lack ``async_op``. Raises `ConfigError` on others."""
-    names = operator_arguments(overload(operator.name))
+    given = [argument.name for argument in schema(overload(operator.name)).arguments]
+    names = ["async_op" if name == "asyncOp" else name for name in given]  # torch 2.6 spells it in two ways
     if names not in (operator.arguments, [name for name in operator.arguments if name != "async_op"]):
         expected = f"c10d::{operator.name}({', '.join(operator.arguments)})"
         raise ConfigError(f"torch {torch.__version__} has no {expected}, which the guard observes. {HINT}")
