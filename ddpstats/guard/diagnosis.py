@@ -231,11 +231,12 @@ def _mismatch(group: str, words: str, by_rank: ByRank, seq: int, bucket_words: D
     if absent:
         lines.append(f"  {ranks_text(absent)}: {_whereabouts([by_rank[rank] for rank in absent], seq)}")
     lines.append(_last_agreed(by_rank, seq))
-    differences = what_differs([events[ranks[0]] for ranks in parties])
-    in_other_order = _other_order(parties, by_rank, seq) or _other_calls(differences)
+    calls = [events[ranks[0]] for ranks in parties]
+    differences = what_differs(calls)
+    in_other_order = _other_order(parties, by_rank, seq) or _other_calls(differences, calls)
     lines.append(f"What differs: {' and '.join(differences)}.")
     lines += [f"Likely: {reason}" for reason in (*in_other_order, *_lacking(parties, events))]
-    who = "Nothing here tells which rank is right."
+    who = "The guard cannot tell which rank is right."
     if culprits:
         who = f"Most ranks agree with each other, so look at {ranks_text(culprits)} first."
     by_hand = any(event.word and event.evidence is None and event.label != BY_TORCH for event in events.values())
@@ -244,11 +245,12 @@ def _mismatch(group: str, words: str, by_rank: ByRank, seq: int, bucket_words: D
 
 
 def what_differs(events: Sequence[Event]) -> list[str]:
-    """Name everything in which the events differ; of different operations nothing else."""
+    """Name everything in which the events differ; of other operations, or another number of tensors, nothing more."""
     signatures = [event.signature for event in events]
     differences = [words for words, part, _ in _PARTS if len({part(signature) for signature in signatures}) > 1]
-    if differences[:1] == [_PARTS[0].words]:
-        return differences[:1]
+    for whole in ("the operation", "the number of tensors"):
+        if whole in differences:
+            return differences[: differences.index(whole) + 1]
     if not same_labels(event.word for event in events):
         differences.append("the label" if differences else _LABEL)
     return differences or [_PIECES]
@@ -271,7 +273,7 @@ def _other_order(parties: Sequence[Sequence[int]], by_rank: ByRank, seq: int) ->
     a, b = (ranks_text(ranks) for ranks in parties[:2])
     here, there = (_two_calls(by_rank[ranks[0]], seq) for ranks in parties[:2])
     if len(here) > 1 and len(there) > 1 and here == there[::-1]:
-        return [f"order swapped: {a} and {b} run the same two collectives in different order."]
+        return [f"the order is swapped: {a} and {b} run the same two collectives in different order."]
     if here[1:] == there[1:]:
         return []  # they differ here alone
     if here[1:] == there[:1]:
@@ -285,9 +287,11 @@ def _two_calls(status: RankStatus, seq: int) -> list[tuple[int, int]]:
     return [(event.digest, event.word) for event in status.events if event.seq >= seq][:2]
 
 
-def _other_calls(differences: Sequence[str]) -> list[str]:
-    """Calls that differ in several things are not one call with a wrong argument."""
-    if len(differences) < 2:
+def _other_calls(differences: Sequence[str], calls: Sequence[Event]) -> list[str]:
+    """Say if the calls differ in several things, and so are not one call with a wrong argument."""
+    arguments = {part.words for part in _PARTS[1:]}
+    other_line = differences[0] in arguments and len({str(event.site) for event in calls}) > 1
+    if len(differences) + other_line < 2:
         return []
     return ["these are two different calls: some rank skipped a call, or made one more."]
 
@@ -305,7 +309,8 @@ def _lacking(parties: Sequence[Sequence[int]], events: Mapping[int, Event]) -> I
         ]
         if key and lacking:
             verb = "lacks" if len(lacking) == 1 else "lack"
-            yield f"{ranks_text(lacking)} {verb} key {key!r}, which {ranks_text(ranks)} reduces."
+            reduce = "reduces" if len(ranks) == 1 else "reduce"
+            yield f"{ranks_text(lacking)} {verb} key {key!r}, which {ranks_text(ranks)} {reduce}."
 
 
 def _names(event: Event) -> Sequence[str]:
@@ -356,7 +361,7 @@ def _last_agreed(by_rank: ByRank, seq: int) -> str:
         event = status.at(seq - 1)
         if event is not None:
             return f"Last collective on which they agreed: number {seq - 1}, {event}{event.at}."
-    return "It is the first collective of this group that is known."
+    return "It is the first collective of this group." if seq == 1 else "No earlier collective of this group is known."
 
 
 # -- a missing rank ---------------------------------------------------------------------------------------------------
@@ -382,8 +387,8 @@ def _missing(
     lines.append(_last_agreed(by_rank, seq))
     if all(_waits_in_another_group(by_rank[rank], group) for rank in missing):
         lines.append(
-            "Likely: order swapped between groups: ranks that are in two groups use them in different order, and wait "
-            "for each other for ever."
+            "Likely: the order is swapped between groups, and ranks wait for each other for ever. Make all ranks use "
+            "their groups in the same order."
         )
         return GuardFinding(MISMATCH, "\n".join(lines), group, seq, missing, (), events)
     others = [rank for rank in by_rank if rank not in missing]
@@ -395,7 +400,8 @@ def _missing(
             "call. Make all ranks issue the same collectives: the same keys, and as many steps."
         )
     else:
-        lines.append(f"Look at the output of {ranks_text(missing)} first. {_LARGER_TIMEOUT}")
+        is_slow = any(by_rank[rank].left is None and not by_rank[rank].dead for rank in missing)
+        lines.append(f"Look at the output of {ranks_text(missing)} first.{f' {_LARGER_TIMEOUT}' if is_slow else ''}")
     return GuardFinding(MISSING, "\n".join(lines), group, seq, missing, (), events)
 
 

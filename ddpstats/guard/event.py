@@ -13,6 +13,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ddpstats._base.files import LATEST_TIME_SEC
@@ -149,6 +150,12 @@ class Evidence:
         )
 
 
+@lru_cache(maxsize=4096)
+def _work_out(give: Callable[[], Evidence]) -> Evidence:
+    """Return what ``give`` does, which takes a while: once for all calls that are alike."""
+    return give()
+
+
 @dataclass(slots=True)
 class Event:
     """One collective of one rank. ``site`` is "file:line in function" of the calling code.
@@ -174,8 +181,8 @@ class Event:
 
     @property
     def evidence(self) -> Evidence | None:
-        """None for a label that the program itself gave."""
-        return self.told() if callable(self.told) else self.told
+        """What is known of the label; None where the program itself gave it."""
+        return _work_out(self.told) if callable(self.told) else self.told
 
     @property
     def source(self) -> str:
@@ -251,7 +258,10 @@ class Event:
     def __str__(self) -> str:
         named = f" {self.label!r}" if self.label else ""
         peer = f" with rank {self.peer}, tag {self.tag}" if self.peer is not None else ""
-        return f"{self.signature}{named}{peer}"
+        signature = self.signature
+        if self.pieces:  # which have the shapes and dtypes
+            signature = dataclasses.replace(signature, shapes=(), dtypes=())
+        return f"{signature}{named}{peer}"
 
     def in_full(self) -> str:
         """With its place in the program, and in its group."""

@@ -284,6 +284,9 @@ class Watching:
         if group is not None:  # what is in question comes after what was agreed on
             first = group.agreed - _CONTEXT_EVENTS
             events = [event for event in events if event.seq >= first][:_REPORTED_EVENTS]
+            for event in events:
+                if event.seq <= group.agreed:
+                    event.told = None  # evidence takes a while to work out, and is asked for where ranks differ
         return RankStatus(
             -1 if session is None else session.rank,
             events,

@@ -98,7 +98,8 @@ def _whole(sender: int, receiver: int, tensor: Any) -> _Piece:
 
 def _rows(sender: int, receiver: int, rows: int, tensor: Any) -> _Piece:
     dtype, row = dtype_name(tensor.dtype), tuple(tensor.shape[1:])
-    return _Piece(sender, receiver, dtype, rows * math.prod(row), f"{rows} x {dtype}{list(row)}")
+    words = f"{rows} x {dtype}{list(row) if row else ''}"
+    return _Piece(sender, receiver, dtype, rows * math.prod(row), words)
 
 
 def _balance(pieces: Iterable[_Piece]) -> int:

@@ -559,7 +559,7 @@ DIES = "dies"
 SCENARIOS: dict[str, Row] = {
     row.play.__name__: row
     for row in [
-        Row(swap_of_equal_signature, MISMATCH, "the label", "MBI CollCallOrder", in_step="order swapped"),
+        Row(swap_of_equal_signature, MISMATCH, "the label", "MBI CollCallOrder", in_step="the order is swapped"),
         Row(swap_through_one_recursive_line, MISMATCH, "lacks key 'snr_loss'", "the seed"),
         Row(named_by_the_program, MISMATCH, "'snr'", "Horovod tensor names"),
         Row(experts_of_each_rank, MISMATCH, "z_loss", "-"),

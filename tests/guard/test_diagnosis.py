@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,13 @@ def test_skipped_step_is_called_that(two_ranks: RankPool, mode: str) -> None:
 
 def test_objects_of_the_process_are_not_looked_at_where_only_labels_differ(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.labelled_on_one_rank, "step", 3).values() == [0, 0]
+
+
+@pytest.mark.parametrize(("mode", "count"), tiers([("step", 0)], [("strict", 0), ("record", 2)]))
+def test_evidence_is_worked_out_where_ranks_differ_or_once_for_a_record(
+    two_ranks: RankPool, mode: str, count: int, tmp_path: Path
+) -> None:
+    assert two_ranks.run(runs.evidence_worked_out, mode, str(tmp_path)).values() == [count] * 2
 
 
 def test_buffers_are_not_called_gradients(two_ranks: RankPool) -> None:

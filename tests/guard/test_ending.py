@@ -107,7 +107,7 @@ def test_mismatch_that_is_left_at_the_end_is_printed_by_one_rank(
 def _assert_printed_once(done: Ended) -> None:
     """Assert that one rank prints it in full, and torchrun its most important line."""
     printed = done.stderr + done.first
-    assert printed.count("Nothing here tells which rank is right.") == 1, printed
+    assert printed.count("The guard cannot tell which rank is right.") == 1, printed
     assert printed.count("Likely: rank 1 lacks key 'snr'") == 1
     line = done.first
     assert re.search(r"rank 0: all_reduce\(float32\[\], sum\) 'snr' at \S*train.py:\d+ in <module>; rank 1: ", line)

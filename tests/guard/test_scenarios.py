@@ -86,7 +86,7 @@ def test_error_has_culprits_missing_ranks_and_events_as_attributes(three_ranks: 
 def test_no_rank_is_blamed_without_a_majority(two_ranks: RankPool) -> None:
     for ending in two_ranks.run(probe, "reduce_op", "strict", True).values():
         assert ending.culprits == ()
-        assert "Nothing here tells which rank is right" in ending.message
+        assert "The guard cannot tell which rank is right" in ending.message
 
 
 def test_documents_count_these_scenarios() -> None:
