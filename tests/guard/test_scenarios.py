@@ -57,7 +57,7 @@ def test_fault_is_named_on_every_rank_in_the_same_words(pool: RankPool, name: st
         if mode == "step":
             pool.restart()  # the collectives did run, and left gloo in some state
     errors = [DIES if ending is None else ending.error for ending in endings]
-    assert errors == [row.error, error_of_rank_1, row.error][: row.ranks]
+    assert errors == [row.error, error_of_rank_1, row.error][: row.ranks], endings
     messages = {ending.message for ending in endings if ending is not None and ending.error == row.error}
     assert len(messages) == 1
     assert text in messages.pop()
