@@ -1,4 +1,4 @@
-"""Run torch's own tests of `torch.distributed` on gloo ranks, with or without a guard: ``python -m`` MODE RANKS [NAME ...].
+"""Run torch's own tests of `torch.distributed` on gloo ranks, with or without a guard: MODE RANKS [NAME ...].
 
 The tests are those of `torch.testing._internal.distributed.distributed_test`, which torch's wheel ships. Their own
 runner starts an interpreter for each rank; this one forks ranks from a process that has imported torch.
@@ -39,16 +39,17 @@ def main(mode: str, world_size: str, *names: str) -> None:
     from torch.testing._internal.common_distributed import TEST_SKIPS
     from torch.testing._internal.distributed import distributed_test
 
-    class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
+    class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         pass
 
+    barrier: Any = distributed_test.Barrier
     skips = {skip.exit_code for skip in TEST_SKIPS.values()}
     (directory / "barrier").mkdir()
     (directory / "test_dir").mkdir()
     outcomes = {}
     for name in names or unittest.defaultTestLoader.getTestCaseNames(Suite):
         meeting_file.unlink(missing_ok=True)
-        distributed_test.Barrier.init()
+        barrier.init()
         started = time.monotonic()
         statuses = _run(Suite, name, mode, int(world_size))
         if set(statuses) == {0}:

@@ -68,8 +68,10 @@ class ProtocolMismatch(DdpstatsError):
     """Raised on every rank when ranks paired calls of different names, policies or library versions."""
 
 
-class RankMissing(DdpstatsError):
+class RankMissing(DdpstatsError, RuntimeError):
     """Raised on every living rank when a rank did not take part within the timeout; the reducer is closed.
+
+    It is a RuntimeError, too, as torch's own errors about a lost rank are.
 
     Attributes:
         missing_ranks: global ranks that did not take part; empty where they are unknown, and the message says why.

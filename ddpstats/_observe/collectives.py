@@ -76,6 +76,7 @@ class Subscriber(Protocol):
 
 _subscribers: list[Subscriber] = []
 _listeners: list[tuple[Subscriber, Callable[[Any], None]]] = []  # to ends of waits
+_failure_listeners: list[tuple[Subscriber, Callable[[Any, RuntimeError], None]]] = []
 _kernels: Kernels | None = None
 _original_wait: Any = None
 _original_all_reduce: Any = None
@@ -83,11 +84,16 @@ _is_tried = False  # in this process
 _lock = threading.Lock()
 
 
-def subscribe(subscriber: Subscriber, waited: Callable[[Any], None] | None = None) -> None:
+def subscribe(
+    subscriber: Subscriber,
+    waited: Callable[[Any], None] | None = None,
+    failed: Callable[[Any, RuntimeError], None] | None = None,
+) -> None:
     """Show all collectives of this process to ``subscriber`` from now on. Raises ``ConfigError`` on an unknown torch.
 
     ``waited``: called with each work that Python code has waited for, once that wait has ended well. A subscriber that
-    only reads results needs no wait of its own, and cannot come into conflict with one.
+    only reads results needs no wait of its own, and cannot come into conflict with one. ``failed``: called with each
+    work, and the error, where that wait has ended with one.
     """
     with _lock:
         if not _subscribers:
@@ -95,6 +101,8 @@ def subscribe(subscriber: Subscriber, waited: Callable[[Any], None] | None = Non
         _subscribers.append(subscriber)
         if waited is not None:
             _listeners.append((subscriber, waited))
+        if failed is not None:
+            _failure_listeners.append((subscriber, failed))
 
 
 def unsubscribe(subscriber: Subscriber) -> None:
@@ -103,6 +111,7 @@ def unsubscribe(subscriber: Subscriber) -> None:
         if subscriber in _subscribers:
             _subscribers.remove(subscriber)
             _listeners[:] = [entry for entry in _listeners if entry[0] is not subscriber]
+            _failure_listeners[:] = [entry for entry in _failure_listeners if entry[0] is not subscriber]
             if not _subscribers:
                 _uninstall()
 
@@ -184,7 +193,12 @@ def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
     waited = False
     for subscriber in _subscribers:
         waited = subscriber.waiting(self, bool(args or kwargs)) or waited
-    result = waited or _original_wait(self, *args, **kwargs)
+    try:
+        result = waited or _original_wait(self, *args, **kwargs)
+    except RuntimeError as error:
+        for _, report in tuple(_failure_listeners):
+            report(self, error)
+        raise
     for _, listener in tuple(_listeners):
         listener(self)
     return result
@@ -220,11 +234,18 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
             return redispatch(keys, *args)
         args = (*args, *defaults[len(args) :])  # torch leaves trailing defaults out
         call = read(args, view)
+        if timeout_at:
+            call.limit = args[timeout_at]
         for subscriber in _subscribers:
             subscriber.before(call)
         if timeout_at and call.timeout_ms is not None and not 0 <= args[timeout_at] <= call.timeout_ms:
             args = (*args[:timeout_at], call.timeout_ms, *args[timeout_at + 1 :])
-        result = redispatch(keys, *args)
+        try:
+            result = redispatch(keys, *args)
+        except RuntimeError as error:
+            if call.on_failure is not None:
+                call.on_failure(error)
+            raise
         boxed = result[-1] if type(result) is tuple else result
         work = None if boxed is None else unbox_work(boxed)
         for subscriber in _subscribers:
@@ -278,6 +299,7 @@ def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
     tensors, options = args
     call = Collective(_ALL_REDUCE, view, tensors, tensors)
     call.reduce_op, call.blocking = reduce_op_name(options.reduceOp.op), not options.asyncOp
+    call.limit = options
     for subscriber in _subscribers:
         subscriber.before(call)
     if call.timeout_ms is not None:

@@ -138,12 +138,14 @@ class Collective:
         peer, tag: of a message; ``peer`` is a rank in the group, or None for a receive from any rank.
         blocking: the caller goes on only when the result is there.
         timeout_ms: a subscriber may set it, to less than the program's own; None leaves that.
+        limit: the call's own timeout, in milliseconds or as torch's options with a ``timeout``; None where it has none.
+        on_failure: a subscriber may set it: called with the error if the collective fails while it is issued.
         subscriber_state: what a subscriber keeps of the call between `before` and `after`.
     """
 
     __slots__ = (
-        "blocking", "inputs", "operator", "outputs", "peer", "reduce_op", "root", "splits", "subscriber_state", "tag",
-        "timeout_ms", "view",
+        "blocking", "inputs", "limit", "on_failure", "operator", "outputs", "peer", "reduce_op", "root", "splits",
+        "subscriber_state", "tag", "timeout_ms", "view",
     )  # fmt: skip
 
     def __init__(self, operator: Operator, view: GroupView, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -155,7 +157,17 @@ class Collective:
         self.tag: int | None = None
         self.blocking = False
         self.timeout_ms: int | None = None
+        self.limit: Any = None
+        self.on_failure: Callable[[RuntimeError], None] | None = None
         self.subscriber_state: Any = None
+
+    @property
+    def own_timeout_sec(self) -> float | None:
+        """The timeout that the caller gave to this call alone; None where its group's holds."""
+        if self.limit is None:
+            return None
+        milliseconds = self.limit if isinstance(self.limit, int) else self.limit.timeout.total_seconds() * 1000
+        return milliseconds / 1000 if milliseconds >= 0 else None
 
     @property
     def op(self) -> str:

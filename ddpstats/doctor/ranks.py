@@ -91,6 +91,8 @@ class _Job:
             self._connect()
             measured = [{"measured": one} for one in self._measured(directory)]
             dist.destroy_process_group()
+        except RankMissing:
+            raise
         except (*STORE_ERRORS, ProtocolMismatch) as error:  # the last where ranks have different versions of ddpstats
             self._store.renew()
             self._store.set(f"error/{self._rank}", first_line(error))

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from ddpstats._ranks.store import STORE_ERRORS, StoreSilent
+from ddpstats.errors import DdpstatsError
 from ddpstats.guard.event import MASK, Event, roll, same_labels
 from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.group import Group, Session, Settings, Standing
@@ -18,7 +19,7 @@ from ddpstats.guard.messages import Messages
 from ddpstats.guard.notes import Note, Overrun
 from ddpstats.guard.notes_shm import agree, share
 from ddpstats.guard.spoken import words_of
-from ddpstats.guard.verdicts import Silenced, Verdicts, alarm_of
+from ddpstats.guard.verdicts import GivenUp, Silenced, Verdicts, alarm_of
 
 _MAX_PENDING = 64
 _END = Note(0x454E44, 0)  # posted in place of a collective by a rank that leaves
@@ -51,7 +52,8 @@ class Comparing:
         """
         assert group.exchange is not None
         if group.exchange.tell(seq, event.digest, words_of(event)):
-            self.verdicts.await_verdict(alarm_of(group, seq, doubt=True))
+            with suppress(GivenUp):
+                self.verdicts.differ(group, seq, doubt=True)
 
     # -- notes --------------------------------------------------------------------------------------------------------
 
@@ -87,12 +89,15 @@ class Comparing:
             ending = self.verdicts.ends_by is not None
             self.verdicts.conclude_alone(alarm_of(group, seq, until=True, ending=ending), error)
 
-    def settle(self, group: Group, until: int) -> None:
-        """See that all ranks posted the same, up to that note. Waits for them."""
-        deadline = self.verdicts.deadline(group)
+    def settle(self, group: Group, until: int, own_sec: float | None = None) -> bool:
+        """See that all ranks posted the same, up to that note. Waits for them. ``own_sec``: the call's own timeout.
+
+        True where the program's own timeout has ended that wait.
+        """
         with group.lock:
-            while group.settled < until and not self._standing.silent and self._settle_one(group, deadline):
+            while group.settled < until and not self._standing.silent and self._settle_one(group, own_sec):
                 pass
+        return group.is_given_up
 
     def settle_what_is_ready(self) -> None:
         """Compare what all ranks have posted by now; never waits."""
@@ -104,7 +109,8 @@ class Comparing:
         if group.lock.acquire(blocking=False):
             try:
                 while group.settled < group.posted and self._is_there(group, group.settled + 1):
-                    self._settle_one(group, time.monotonic())
+                    if not self._settle_one(group):
+                        break
             finally:
                 group.lock.release()
 
@@ -121,8 +127,8 @@ class Comparing:
         except STORE_ERRORS as error:
             self.verdicts.conclude_alone(alarm_of(group, group.seq, until=True), error)
 
-    def _settle_one(self, group: Group, deadline: float) -> bool:
-        """Compare the next note with those of all ranks. False where a warning has ended all comparing."""
+    def _settle_one(self, group: Group, own_sec: float | None = None) -> bool:
+        """Compare the next note with those of all ranks. False where nothing more is compared."""
         assert group.exchange is not None
         number = group.settled + 1
         if self._strict and group.exchange.all_alike(number):
@@ -132,20 +138,30 @@ class Comparing:
         try:
             notes = group.exchange.look(number)
             if notes is None:
+                limit = group.limit(own_sec)
+                watch = self.verdicts.watch(group, seq, time.monotonic() + limit.seconds, is_own=limit.is_own)
                 with self._standing.waiting(group, seq):
-                    notes = group.exchange.wait(number, self.verdicts.watch(group, seq, deadline))
+                    notes = group.exchange.wait(number, watch)
         except Overrun:  # a later note proves this one
             group.settled = number
             return True
+        except GivenUp:
+            self.verdicts.give_up(group)
+            return False
         except Silenced:
             return False
+        except DdpstatsError:
+            raise
         except STORE_ERRORS as error:
             self.verdicts.conclude_alone(alarm_of(group, seq, until=True), error)
         group.settled = number
-        if self._strict:
-            self._judge_one(group, seq, notes)
-        else:
-            self._judge_digests(group, number, notes)
+        try:
+            if self._strict:
+                self._judge_one(group, seq, notes)
+            else:
+                self._judge_digests(group, number, notes)
+        except GivenUp:
+            return False
         return True
 
     def _judge_one(self, group: Group, seq: int, notes: Sequence[Note]) -> None:
@@ -153,13 +169,13 @@ class Comparing:
         if same and same_labels(note.label for note in notes):
             group.agreed = seq
         else:
-            self.verdicts.await_verdict(alarm_of(group, seq, doubt=same))  # labels may differ for good reasons
+            self.verdicts.differ(group, seq, doubt=same)  # labels may differ for good reasons
 
     def _judge_digests(self, group: Group, number: int, notes: Sequence[Note]) -> None:
         if not agree(notes):
-            self.verdicts.await_verdict(alarm_of(group, group.seq))
+            self.verdicts.differ(group, group.seq)
         elif any(note.label != notes[0].label for note in notes):
-            self.verdicts.await_verdict(alarm_of(group, group.seq, doubt=True))  # legal, where one rank has no names
+            self.verdicts.differ(group, group.seq, doubt=True)  # legal, where one rank has no names
         group.agreed = max(group.agreed, group.checked_at.get(number, 0))
         for old in [old for old in group.checked_at if old <= number]:
             del group.checked_at[old]

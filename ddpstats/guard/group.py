@@ -35,7 +35,7 @@ from ddpstats.guard.live_notes import LiveNotes, here
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.spoken import read
 from ddpstats.guard.status import GuardFinding
-from ddpstats.guard.summary import MESSAGES_SEEN, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
+from ddpstats.guard.summary import GIVEN_UP, MESSAGES_SEEN, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
 from ddpstats.guard.world_store import world_store
 
 _KEPT_DESTROYED = 64
@@ -58,7 +58,7 @@ class Settings(NamedTuple):
     infer_labels: bool
     check_every: int
     timeout_sec: float
-    yields_to_groups: bool  # nobody has named a timeout: a group's own counts where it is longer
+    has_timeout: bool  # the user has named that; otherwise the group's own timeout holds
     record_dir: str | Path | None
 
     @property
@@ -104,12 +104,18 @@ def run_name(limit_sec: float) -> str:
     return world_store("ddpstats/run", limit_sec).post("token", secrets.token_hex(8)).decode(errors="replace")
 
 
+class Limit(NamedTuple):
+    """How long a wait may last. ``is_own``: the program gave that timeout to the group or call, and torch raises it."""
+
+    seconds: float
+    is_own: bool
+
+
 class Group:
     """What the guard knows of one process group."""
 
-    def __init__(self, name: str, view: GroupView, exchange: Exchange | None, timeout_sec: float) -> None:
-        self.name, self.view, self.exchange = name, view, exchange
-        self.timeout_sec = timeout_sec  # how long others are waited for
+    def __init__(self, name: str, view: GroupView, exchange: Exchange | None, settings: Settings) -> None:
+        self.name, self.view, self.exchange, self._settings = name, view, exchange, settings
         known_as = "the default group" if view.desc == "default_pg" else f"group {view.name[:24]!r}"
         self.words = f"{known_as} of {len(view.ranks)} ranks"
         self.lock = threading.RLock()  # one thread at a time compares
@@ -124,7 +130,22 @@ class Group:
         self.proved = 0  # the same, by a question to all ranks: so they all have the same number here
         self.checked_at: dict[int, int] = {}  # step: note -> the number up to which it goes
         self.has_ended = False  # strict: its end was posted, as if it were a collective
+        self.is_given_up = False  # torch's own timeout has ended a collective of some rank: no more is compared
         self.messages = MessageNumbers()
+
+    def limit(self, own_sec: float | None = None) -> Limit:
+        """The shortest timeout of the guard, the group and the call. ``own_sec``: the call's own, if it has one."""
+        if own_sec is None:
+            own_sec = longest_timeout_sec(self.view.group()) or None  # the program may have changed it
+        named_sec = self._settings.timeout_sec
+        if own_sec is None or (self._settings.has_timeout and named_sec < own_sec):
+            return Limit(named_sec, False)
+        return Limit(own_sec, True)
+
+    @property
+    def timeout_sec(self) -> float:
+        """How long others are waited for."""
+        return self.limit().seconds
 
 
 class Session:
@@ -146,7 +167,7 @@ class Session:
         if compares:
             refuse_fake(dist.group.WORLD)
         self._number = _turn = _newest = max(_turn, _newest + 1)
-        self._compares, self._yields_to_groups = compares, settings.yields_to_groups
+        self._compares, self._settings = compares, settings
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
         self.rank = dist.get_rank()
         self.words = f"the default group of {dist.get_world_size()} ranks"
@@ -218,9 +239,7 @@ class Session:
                 exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
         # Numbers begin again with each of these: nothing of one is ever compared, or shown, as if it were the other's.
         name = view.name + f" of session {session}" * (session > 1) + f" of life {life}" * (life > 1)
-        own_sec = longest_timeout_sec(view.group()) if self._yields_to_groups else 0.0
-        made = Group(name, view, exchange, max(self._timeout_sec, own_sec))
-        group = self._groups[view] = self.named[name] = made
+        group = self._groups[view] = self.named[name] = Group(name, view, exchange, self._settings)
         return group
 
     def groups(self) -> list[Group]:
@@ -229,7 +248,12 @@ class Session:
         A group in which this rank has only sent and received is not among them: its other ranks may never come to it.
         """
         used = [group for group in self.named.values() if group.exchange is not None and group.seq > 0]
+        used = [group for group in used if not group.is_given_up]
         return sorted(used, key=lambda group: group.name)
+
+    def has_given_up(self) -> bool:
+        """Whether torch's own timeout has ended a collective of some group."""
+        return any(group.is_given_up for group in self.named.values())
 
     def _forget_destroyed(self) -> None:
         """Programs may make groups by the thousand. What is destroyed keeps its memory until there are too many."""
@@ -267,7 +291,8 @@ class Session:
             return Tally.of({why: group.seq + group.messages.seen})
         agreed = min(group.agreed, group.seq)
         agreeing = group.view.ranks if agreed else ()
-        left = {self.unfinished or UNSETTLED: group.seq - agreed, MESSAGES_SEEN: group.messages.seen}
+        why = GIVEN_UP if group.is_given_up else self.unfinished or UNSETTLED
+        left = {why: group.seq - agreed, MESSAGES_SEEN: group.messages.seen}
         return Tally.of(left, agreed, agreeing)
 
     def leave(self, how: str, last: Event | None, report_status: ReportStatus) -> None:

@@ -68,8 +68,9 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         on_mismatch: "raise", or "warn": the error's text as a warning of the logger "ddpstats", and no more comparing.
         infer_labels: look in the calling frames for the key under which the program reached the tensor.
         check_every: collectives of one group between two comparisons; mode "step" only.
-        timeout_sec: how long a collective may wait for other ranks; None: DDPSTATS_TIMEOUT_SEC, else 300 seconds, or
-            as long as the program has given the process group, where that is longer.
+        timeout_sec: how long a collective may wait for other ranks; None: DDPSTATS_TIMEOUT_SEC, else as long as the
+            program has given the process group. Where the group's or the call's own timeout is shorter, that holds, and
+            ends the wait with torch's own error.
         record_dir: write each rank's collectives there, as JSON lines for ``ddpstats report``; any mode but "off".
 
     Raises:
@@ -104,9 +105,9 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             raise ConfigError("mode='record' needs record_dir=, where the records are written")
         self.mode, self._record_dir, self._timeout_sec = mode, record_dir, config.timeout_sec(timeout_sec)
         every = check_every if mode == "step" else _NEVER
-        yields = not config.has_timeout(timeout_sec)
+        has_timeout = config.has_timeout(timeout_sec)
         self._settings = Settings(
-            mode, on_mismatch == "warn", infer_labels, every, self._timeout_sec, yields, record_dir
+            mode, on_mismatch == "warn", infer_labels, every, self._timeout_sec, has_timeout, record_dir
         )
         self._seen_before = 0, Tally()  # it gave way to another guard
         self._has_record = False
@@ -142,7 +143,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._reset()
         check_reduce_ops()
         next_turn()
-        collectives.subscribe(self._watching)
+        collectives.subscribe(self._watching, failed=self._watching.wait_failed)
         self._watching.recording.subscribe()
         before_destroying(self._at_destroy)
         _active.append(self)
@@ -184,8 +185,9 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def _is_lost_connection(self, error: BaseException) -> bool:
         """Whether a verdict may stand behind what the program has raised."""
         watching = self._watching
-        is_lost = any(map(is_broken, _errors_behind(error)))
-        return is_lost and watching.comparing is not None and watching.standing.verdict is None
+        if watching.session is None or watching.comparing is None or watching.session.has_given_up():
+            return False
+        return watching.standing.verdict is None and any(map(is_broken, _errors_behind(error)))
 
     def _explain(self) -> DdpstatsError | None:
         comparing = self._watching.comparing

@@ -44,7 +44,7 @@ class Messages:
                 collectives.wait_once(work, group.timeout_sec)
                 return
             except RuntimeError as error:
-                if not is_broken(error):
+                if not is_broken(error) or self._verdicts.is_own_timeout(error, group, group.limit()):
                     raise
                 broken = error
             # Not in the handler: the backend's own timeout would stand first in the traceback.

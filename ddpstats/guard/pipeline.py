@@ -32,6 +32,7 @@ _CONTEXT_EVENTS = 64  # before the last on which ranks agreed: which names have 
 _STACK_FRAMES = 6  # of the main thread, for a rank that is somewhere else
 _KEPT_WORKS = 1024  # messages that nobody ever waits for would keep their tensors
 _KEPT_EVENTS = 4096
+_EXPIRED_MS = 1  # of a collective whose own timeout has passed while the guard waited: torch raises its own error
 
 log = logging.getLogger("ddpstats")
 
@@ -60,7 +61,7 @@ class Watching:
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._mode = settings, settings.mode
-        self._timeout_ms = None if settings.yields_to_groups else int(settings.timeout_sec * 1000)
+        self._timeout_ms = int(settings.timeout_sec * 1000) if settings.has_timeout else None
         self._lock = threading.RLock()
         self.ring = Ring(RING_EVENTS)
         self.standing = Standing()
@@ -102,7 +103,7 @@ class Watching:
         standing = self.standing
         if standing.verdict is not None:
             raise standing.verdict.with_traceback(None)
-        if not call.blocking and self._settings.compares and not standing.silent:
+        if not call.blocking and self._settings.compares and not standing.silent and _is_on_host(call):
             call.timeout_ms = self._timeout_ms
         is_message = call.operator.is_message
         with self._lock:
@@ -127,12 +128,15 @@ class Watching:
         if is_message:
             comparing.messages.begin(group, event_of(entry))
             return
+        if group.is_given_up:
+            return
+        call.on_failure = partial(comparing.verdicts.note_failure, group)
         if self._mode == "step" or not call.blocking:
             comparing.foretell(group, event, seq)
         if self._mode == "strict":
             comparing.post(group, event, seq)
-            if call.blocking:
-                comparing.settle(group, seq)
+            if call.blocking and comparing.settle(group, seq, call.own_timeout_sec):
+                call.timeout_ms = _EXPIRED_MS
         else:
             comparing.take_in(group, event, self._settings.check_every)
 
@@ -140,12 +144,11 @@ class Watching:
         """Wait for a blocking one, so that a rank that never comes is named."""
         if self.comparing is None or self.standing.silent or work is None:
             return
-        tensors = call.inputs or call.outputs
-        if tensors and not tensors[0].is_cpu:
+        if not _is_on_host(call):  # the program does not wait for a device here, either
             return
         seen: _Seen = call.subscriber_state
         if call.blocking:
-            self.comparing.verdicts.wait_for(work, seen[0], seen[1])
+            self.comparing.verdicts.wait_for(work, seen[0], seen[1], call.own_timeout_sec)
             return
         with self._lock:
             # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
@@ -176,11 +179,18 @@ class Watching:
         if entry[0].is_message:
             comparing.messages.wait_for(work, group, event_of(entry))
             return True
-        if self._mode == "strict":
-            comparing.settle(group, entry[1])
+        if group.is_given_up or (self._mode == "strict" and comparing.settle(group, entry[1])):
+            return False
         if not self.standing.silent:
             comparing.verdicts.wait_for(work, group, entry)
         return False
+
+    def wait_failed(self, work: Any, error: RuntimeError) -> None:
+        """The program's own wait for ``work``, with a timeout that it gave, has failed."""
+        with self._lock:
+            known = self._works.pop(id(work), None)
+        if known is not None and known.work is work and self.comparing is not None and not self.standing.silent:
+            self.comparing.verdicts.note_failure(known.seen[0], error)
 
     # -- describing ---------------------------------------------------------------------------------------------------
 
@@ -319,6 +329,11 @@ class Watching:
                 self._silenced.add(event.told.args[0].chain)
         if finding.doubts:
             self._known.clear()  # these events have their labels
+
+
+def _is_on_host(call: Collective) -> bool:
+    tensors = call.inputs or call.outputs
+    return not tensors or bool(tensors[0].is_cpu)
 
 
 def _inferred(call: Collective, frame: FrameType) -> Inferred | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 RECORDED = "mode 'record' compares nothing while it runs"
 WITHOUT_OTHERS = "of groups of one rank"
 UNSETTLED = "since the last comparison"
+GIVEN_UP = "of groups in which torch's own timeout ended a collective"
 TO_RUN = "Start it on ranks: `ddpstats run --nproc 2 SCRIPT`, or `torchrun --nproc-per-node 2 SCRIPT`"
 NO_GROUP = (
     f"no process group was made in this process. {TO_RUN}; ranks that the program starts itself (mp.spawn) are guarded "

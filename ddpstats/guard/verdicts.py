@@ -7,11 +7,12 @@ that died or left. Whatever is found goes through `failure_agreement`, and is th
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -22,20 +23,31 @@ from ddpstats._ranks.store import STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, ProtocolMismatch, RankMissing
 from ddpstats.guard.event import MESSAGES, Entry, Event, event_of
 from ddpstats.guard.failure_agreement import Alarm, FailureAgreement
-from ddpstats.guard.group import Group, Session, Settings, Standing
+from ddpstats.guard.group import Group, Limit, Session, Settings, Standing
 from ddpstats.guard.status import DOUBT, MISMATCH, MISSING, NOTHING, VERSIONS, GuardFinding
 from ddpstats.guard.telling import gave_up, printed_once, signal_deferred
 
 _SLICE_SEC = 0.2
+_POLL_SEC = 0.02
 _SLICE = timedelta(seconds=_SLICE_SEC)
 _WAITS_IN = ("ddpstats.", "torch._", "torch.autograd", "torch.distributed", "torch.nn.parallel", "torch.ops")
-_BROKEN = re.compile(r"connection (closed|reset)|timed out|broken pipe", re.IGNORECASE)
+_BROKEN = re.compile(
+    r"connection (closed|reset)|timed out|broken pipe|monitoredBarrier"
+    r"|Watchdog caught collective operation timeout|ncclRemoteError|ncclSystemError|NCCL operations have failed",
+    re.IGNORECASE,
+)
+_TIMED_OUT = re.compile(r"timed out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
+_NOTICE_SEC = 0.5  # for a rank whose own timeout has passed to say so, once it has closed its connections
 
 log = logging.getLogger("ddpstats")
 
 
 class Silenced(Exception):  # no error: a way out
     """A mismatch was warned of, so nothing is waited for any more."""
+
+
+class GivenUp(Silenced):
+    """Torch's own timeout ends a collective of the group: torch raises its error, and no more is compared there."""
 
 
 class Unfinished(Exception):  # no error: a way out
@@ -47,7 +59,7 @@ class Verdicts:
 
     def __init__(self, session: Session, standing: Standing, settings: Settings) -> None:
         self._session, self._standing = session, standing
-        self._warn, self.timeout_sec = settings.warn, settings.timeout_sec
+        self._warn, self._strict, self.timeout_sec = settings.warn, settings.mode == "strict", settings.timeout_sec
         self.ends_by: float | None = None  # the program has ended: until when others are waited for
 
     @property
@@ -78,6 +90,12 @@ class Verdicts:
             finding = self.agreement.raise_alarm(alarm, self.timeout_sec if has_time else 0.0)
             self._raise_or_warn(finding, alarm)
 
+    def differ(self, group: Group, seq: int, doubt: bool = False) -> None:
+        """Ranks differ, or their labels do: come to the verdict on it. Raises `GivenUp` where that is no wonder."""
+        if self.has_given_up(group):
+            raise GivenUp
+        self.await_verdict(alarm_of(group, seq, doubt=doubt))
+
     def publish(self, finding: GuardFinding, alarm: Alarm) -> None:
         """A verdict that this rank can give alone."""
         self._raise_or_warn(self.agreement.declare(finding, alarm), alarm)
@@ -102,19 +120,72 @@ class Verdicts:
         self._raise_or_warn(self.agreement.without_store(alarm, error), alarm)
         raise AssertionError("a missing rank is always raised")
 
+    # -- a timeout of the program's own -------------------------------------------------------------------------------
+
+    def give_up(self, group: Group) -> None:
+        """Compare no collective of the group any more, here and on its other ranks; never waits for long."""
+        group.is_given_up = True
+        self.agreement.store.post_later(_given_up_key(group), str(self.agreement.rank))
+
+    def has_given_up(self, group: Group) -> bool:
+        """Whether torch's own timeout has ended a collective of the group on some rank."""
+        if not group.is_given_up:
+            with suppress(*STORE_ERRORS), self.agreement.glancing():
+                group.is_given_up = self.agreement.store.check([_given_up_key(group)])
+        return group.is_given_up
+
+    def note_failure(self, group: Group, error: RuntimeError) -> None:
+        """A collective has failed while it was issued: torch's own barrier with a timeout does so."""
+        if _TIMED_OUT.search(str(error)) or _BROKEN.search(str(error)):
+            self.give_up(group)
+
+    def is_own_timeout(self, error: RuntimeError, group: Group, limit: Limit) -> bool:
+        """Whether the program's own timeout has passed, here or on a rank that has closed its connections then."""
+        if not limit.is_own or group.is_given_up:
+            return group.is_given_up
+        if _TIMED_OUT.search(str(error)):
+            return True
+        others = [rank for rank in group.view.ranks if rank != group.view.rank]
+        deadline = time.monotonic() + _NOTICE_SEC
+        while time.monotonic() < deadline and not self.agreement.roster.dead(others):
+            if self.has_given_up(group):
+                return True
+            time.sleep(_POLL_SEC)
+        return False
+
+    def _name_absent(self, error: RuntimeError, group: Group, event: Event) -> None:
+        """Add to torch's error which ranks have not come."""
+        late = self._behind(group, event.seq)
+        who = f"{ranks_text(late)} did not come to" if late else "not all ranks came to"
+        text = f"ddpstats: {who} collective number {event.seq} of {group.words}, {event}{event.at}, in time."
+        if hasattr(error, "add_note"):
+            error.add_note(text)
+        else:
+            log.warning("%s", text)
+
+    def _behind(self, group: Group, seq: int) -> tuple[int, ...]:
+        """The ranks that are known not to have come to that collective: in mode "step" those of this host."""
+        assert group.exchange is not None
+        if self._strict:
+            return self._absent(group)
+        here, announced = self.agreement.roster.peers, group.exchange.told_by
+        last = {rank: announced(index)[-1:] for index, rank in enumerate(group.view.ranks) if rank in here}
+        return tuple(rank for rank, events in last.items() if not events or events[0][0] < seq)
+
     # -- waiting, with a deadline and in slices -----------------------------------------------------------------------
 
     def deadline(self, group: Group) -> float:
         """Of a wait that begins now."""
         return time.monotonic() + group.timeout_sec
 
-    def wait_for(self, work: Any, group: Group, entry: Entry) -> None:
-        """Wait for a collective that was issued, looking up between slices."""
+    def wait_for(self, work: Any, group: Group, entry: Entry, own_sec: float | None = None) -> None:
+        """Wait for a collective that was issued, looking up between slices. ``own_sec``: the call's own timeout."""
         try:
-            if collectives.wait_within(work, _SLICE):
+            if collectives.wait_within(work, _SLICE) or group.is_given_up:
                 return
-            event = event_of(entry)
-            watch = self.watch(group, event.seq, self.deadline(group) - _SLICE_SEC, waited_for=event)
+            event, limit = event_of(entry), group.limit(own_sec)
+            deadline = time.monotonic() + limit.seconds - _SLICE_SEC
+            watch = self.watch(group, event.seq, math.inf if limit.is_own else deadline, waited_for=event)
             with self._standing.waiting(group, event.seq):
                 while not collectives.wait_within(work, _SLICE):
                     watch()
@@ -124,15 +195,29 @@ class Verdicts:
             gave_up(work, group.view.group())
             raise
         except RuntimeError as error:
-            found = self.explain(event_of(entry), group) if is_broken(error) else None
+            if not is_broken(error):
+                raise
+            if self.is_own_timeout(error, group, group.limit(own_sec)):
+                self._name_absent(error, group, event_of(entry))
+                self.give_up(group)
+                raise
+            found = self.explain(event_of(entry), group)
             if found is None:
                 raise
             raise found from error
 
-    def watch(self, group: Group, seq: int, deadline: float, waited_for: Event | None = None) -> Callable[[], None]:
+    def watch(
+        self,
+        group: Group,
+        seq: int,
+        deadline: float,
+        waited_for: Event | None = None,
+        is_own: bool = False,
+    ) -> Callable[[], None]:
         """What a rank does now and then while it waits for ``seq``: look for alarms, and for ranks that cannot come.
 
         ``waited_for``: what it waits for was issued without being compared, so the waiting ranks compare it now.
+        ``is_own``: the deadline is the program's own, and torch raises the error.
         """
 
         looks_at, look_sec = 0.0, shared_poll(0.0, len(group.view.ranks))
@@ -144,6 +229,8 @@ class Verdicts:
             looks_at = time.monotonic() + look_sec
             try:
                 look()
+            except DdpstatsError:
+                raise
             except StoreSilent:
                 pass  # the collective may still go on; and if not, the deadline comes
             except STORE_ERRORS as error:
@@ -154,12 +241,15 @@ class Verdicts:
             ends_by = self.ends_by
             if ends_by is not None and time.monotonic() > ends_by:
                 raise self._late(group)
-            if time.monotonic() > deadline or self._cannot_come(group, seq):
+            is_late = time.monotonic() > deadline
+            if self.has_given_up(group) or (is_late and is_own):
+                raise GivenUp
+            if is_late or self._cannot_come(group, seq):
                 alarm = alarm_of(group, seq, until=True, ending=ends_by is not None)
                 self.await_verdict(replace(alarm, absent=self._absent(group)))
                 raise Silenced
             if waited_for is not None and self._waits_elsewhere(waited_for):
-                self.await_verdict(alarm_of(group, seq))
+                self.differ(group, seq)
                 raise Silenced
 
         return watch
@@ -231,6 +321,10 @@ class Verdicts:
         self._standing.in_helper_thread = threading.current_thread() is not threading.main_thread()
         printed_once(error, self.agreement, alarm.ranks)
         raise error
+
+
+def _given_up_key(group: Group) -> str:
+    return f"given up/{group.name}"
 
 
 def alarm_of(group: Group, seq: int, until: bool = False, doubt: bool = False, ending: bool = False) -> Alarm:
