@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
-import threading
-import time
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,119 +18,17 @@ from ddpstats._base.files import (
     explain_version,
     open_regular,
     parse_json,
-    require_regular,
 )
 from ddpstats._base.marks import Mark
-from ddpstats.errors import ConfigError
 from ddpstats.guard.event import Event, Evidence, MessageNumbers, event_of, line_of, text_of
-from ddpstats.guard.mark_lines import mark_as_dict, mark_from_dict
 
 FORMAT = 1
-_MAX_LINE_BYTES = 1 << 20
-_MAX_BYTES = 32 << 20  # of both files together
+MAX_LINE_BYTES = 1 << 20
+MAX_BYTES = 32 << 20  # of both files together
 _MOST_RANKS = 1 << 31
-_MAX_FILE_BYTES = 2 * _MAX_BYTES  # that are read
+_MAX_FILE_BYTES = 2 * MAX_BYTES  # that are read
 _NAME = re.compile(r"rank(0|[1-9]\d*)\.jsonl")
 _NUMBERED = re.compile(rb'(.*?"seq":)(0|[1-9]\d{0,15})(,.*"time":)(\d{1,12}(?:\.\d{1,12})?)([,}].*\n)', re.DOTALL)
-
-
-class RecordWriter:
-    """One rank's events as JSON lines, whole up to the last one even if the process is killed.
-
-    Two files take turns, ``rank3.jsonl`` and the older ``rank3.old.jsonl``, so a record is bounded by ``max_bytes`` and
-    never holds less than half of that. Every line is one `write` to the kernel: nothing is kept in this process but the
-    descriptions of the groups, which each new file begins with: the one that had them is deleted some day.
-    """
-
-    def __init__(
-        self, directory: str | Path, rank: int, world_size: int, run: str = "", max_bytes: int = _MAX_BYTES
-    ) -> None:
-        """``run``: the same on all ranks of a program, and no other's. Its next guard goes on in the same file."""
-        self._path = Path(directory) / f"rank{rank}.jsonl"
-        self._limit = max_bytes // 2
-        self._turn = threading.RLock()  # a mark may come from another thread than the collectives do
-        self._before: Evidence | None = None  # of the last event
-        self._groups: dict[str, bytes] = {}  # the lines that describe them
-        self._head = {"ddpstats": FORMAT, "run": run, "rank": rank, "world_size": world_size, "pid": os.getpid()}
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            goes_on = self._is_of(run)
-            if not goes_on:
-                self._old_path().unlink(missing_ok=True)
-            self._file = self._open(goes_on)
-        except OSError as error:
-            raise ConfigError(f"rank {rank} cannot write its record to {directory}: {error.strerror}") from None
-
-    def write_event(self, event: Event) -> None:
-        """Append one event."""
-        with self._turn:
-            self.write(event.as_dict(self._before))
-            self._before = event.evidence if event.word else self._before
-
-    def write_mark(self, mark: Mark) -> None:
-        """Append what another part of ddpstats found, if that is one line that can be read again."""
-        line = _line_of(mark_as_dict(mark))
-        if len(line) <= _MAX_LINE_BYTES:
-            self._append(line)
-
-    def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one line. A disk that is full stops the record, not the training."""
-        line = _line_of(entry)
-        with self._turn:
-            self._append(line)
-            if "new_group" in entry:
-                self._keep(entry["new_group"], line)
-
-    def _keep(self, group: str, line: bytes) -> None:
-        """Who belongs to a group: nothing compares what ranks did there without that."""
-        self._groups[group] = line
-        while sum(map(len, self._groups.values())) > self._limit // 4:  # a program that makes groups for ever
-            del self._groups[next(iter(self._groups))]
-
-    def _append(self, line: bytes) -> None:
-        with self._turn:
-            if self._file < 0:
-                return
-            try:
-                if self._size + len(line) > self._limit:
-                    os.close(self._file)
-                    os.replace(self._path, self._old_path())
-                    self._file = self._open(False)
-                os.write(self._file, line)
-                self._size += len(line)
-            except OSError:
-                self.close()
-
-    def _is_of(self, run: str) -> bool:
-        """Whether the file that is there was begun by the same program."""
-        try:
-            return bool(run) and _parsed(next(_raw_lines(self._path))[1]).get("run") == run
-        except (OSError, ValueError, StopIteration):
-            return False
-
-    def _open(self, goes_on: bool) -> int:
-        # Others may write to the directory: no link of theirs leads our lines elsewhere, and no pipe holds us up.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = require_regular(os.open(self._path, flags, 0o600), self._path)
-        if not goes_on:
-            os.ftruncate(file, 0)
-        head = (json.dumps({**self._head, "time": time.time()}) + "\n").encode()
-        os.write(file, head + b"".join(self._groups.values()))
-        self._before = None  # every file can be read by itself
-        self._size = os.fstat(file).st_size
-        return file
-
-    def _old_path(self) -> Path:
-        return self._path.with_suffix(".old.jsonl")
-
-    def close(self) -> None:
-        if self._file >= 0:
-            file, self._file = self._file, -1
-            os.close(file)
-
-
-def _line_of(entry: Mapping[str, Any]) -> bytes:
-    return (json.dumps(entry, separators=(",", ":")) + "\n").encode("utf-8", "surrogateescape")
 
 
 @dataclass(frozen=True)
@@ -230,14 +127,14 @@ def _read_rank(path: Path) -> RankRecord:
     known: dict[tuple[object, ...], Event] = {}
     sources = [source for source in (old, path) if os.path.lexists(source)]
     for source in sources:
-        for number, line in _raw_lines(source):
+        for number, line in raw_lines(source):
             numbers, alike = _apart(line, before)
             if (event := known.get(alike)) is not None:
                 events.append(event_of((event, int(numbers[0]), float(numbers[1]))))
                 before = event.evidence or before
                 continue
             try:
-                entry = _parsed(line)
+                entry = parsed(line)
                 if "op" in entry:
                     events.append(Event.from_dict(entry, before))
                     before = events[-1].evidence or before
@@ -291,13 +188,13 @@ def _checked_group(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"ranks": ranks, "words": line_of(words)}
 
 
-def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     with open_regular(path) as file:
         size, number = os.fstat(file.fileno()).st_size, 0
         if size > _MAX_FILE_BYTES:
             raise ValueError(f"{path}: {size:,} bytes, and no record has more than {_MAX_FILE_BYTES:,}")
         try:
-            for line in bounded_lines(file, _MAX_LINE_BYTES):
+            for line in bounded_lines(file, MAX_LINE_BYTES):
                 if not line.endswith(b"\n"):
                     return  # the process was killed in the middle of it
                 number += 1
@@ -306,7 +203,7 @@ def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             raise ValueError(f"{path}, line {number + 1}: {error}") from None
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
+def parsed(line: bytes) -> dict[str, Any]:
     entry = parse_json(line)
     if not isinstance(entry, dict):
         raise ValueError("not a record")
@@ -326,3 +223,41 @@ def _apart(line: bytes, before: Evidence | None) -> tuple[tuple[bytes, ...], tup
         names.append(id(before.names))  # which an event passes on to the next
         before = before.outer
     return (found[2], found[4]), (found[1], found[3], found[5], *names)
+
+
+# -- marks ------------------------------------------------------------------------------------------------------------
+
+
+def mark_as_dict(mark: Mark) -> dict[str, Any]:
+    """Return a mark as a line of a record, or of a report, holds it."""
+    values = {name: _finite_or_str(value) for name, value in mark.values.items()}
+    optional = {"step": mark.step, "ranks": list(mark.ranks), "text": mark.text, "values": values}
+    held = {key: value for key, value in optional.items() if value or value == 0}
+    return {"mark": mark.kind, "time": mark.time, **held}
+
+
+def mark_from_dict(content: Mapping[str, Any]) -> Mark:
+    """Read what `mark_as_dict` wrote. Raises ValueError for anything that it does not write."""
+    kind, text, step = content.get("mark"), content.get("text", ""), content.get("step")
+    when: Any = content.get("time")
+    ranks, values = content.get("ranks", []), content.get("values", {})
+    if not isinstance(kind, str) or not isinstance(text, str) or not isinstance(values, dict):
+        raise ValueError("a mark without kind, text or values")
+    if type(when) not in (int, float) or not 0 <= when < LATEST_TIME_SEC or type(step) not in (int, type(None)):
+        raise ValueError("a mark without time or step")
+    if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
+        raise ValueError("a mark without ranks")
+    read_values = {name: _read_number(value) for name, value in values.items()}
+    return Mark(kind, text, float(when), step, tuple(ranks), read_values)
+
+
+def _finite_or_str(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(float(value))
+
+
+def _read_number(value: Any) -> float | None:
+    if value is None:
+        return None
+    if value in ("nan", "inf", "-inf") or (type(value) in (float, int, bool) and abs(value) <= sys.float_info.max):
+        return float(value)
+    raise ValueError("a mark whose value is no number")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ddpstats._base import marks
 from ddpstats._base.marks import Mark
 from ddpstats._base.text import ranks_text, shorten
-from ddpstats.guard.held_keys import HeldKeys
+from ddpstats.guard.recording import HeldKeys
 
 if TYPE_CHECKING:
     from ddpstats._reduction.flatten import Structure

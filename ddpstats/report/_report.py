@@ -23,7 +23,7 @@ from ddpstats._base.text import (
     shorten,
     write_file,
 )
-from ddpstats.guard.mark_lines import mark_as_dict
+from ddpstats.guard.record import mark_as_dict
 from ddpstats.guard.record_report import findings_as_json
 from ddpstats.report._page import page_of
 from ddpstats.report._perfetto import trace_of

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpstats
 from ddpstats.guard import collective_guard, live_notes
-from ddpstats.guard.held_keys import ROUNDS
 from ddpstats.guard.live_notes import LiveNotes, read_notes
+from ddpstats.guard.recording import ROUNDS
 from ddpstats.guard.watch import lines_of, picture_of
 
 LIMIT_SEC = 60.0

@@ -17,7 +17,7 @@ from ddpstats.errors import ConfigError, DdpstatsError
 from ddpstats.guard import spoken
 from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.notes_shm import Exchange
-from ddpstats.guard.record import RecordWriter
+from ddpstats.guard.recording import RecordWriter
 from ddpstats.guard.status import GuardFinding, RankStatus
 from ddpstats.report import _report
 

@@ -22,8 +22,9 @@ from ddpstats.guard import collective_guard, notes_shm
 from ddpstats.guard.event import Event, Signature, digest_of, label_word, roll
 from ddpstats.guard.notes import NOTES_KEPT, Note, Overrun
 from ddpstats.guard.notes_shm import Exchange
-from ddpstats.guard.record import RecordWriter, read_records
+from ddpstats.guard.record import read_records
 from ddpstats.guard.record_report import diagnose
+from ddpstats.guard.recording import RecordWriter
 from ddpstats.testing import RankPool, run_ranks
 from tests import programs
 from tests.guard import runs

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats.guard.held_keys import ROUNDS
+from ddpstats.guard.recording import ROUNDS
 from ddpstats.guard.tidings import Tidings
 from ddpstats.testing import RankPool
 

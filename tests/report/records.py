@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ddpstats._base.marks import Mark
 from ddpstats.guard.event import Event, Signature, digest_of, label_word
-from ddpstats.guard.record import RecordWriter
+from ddpstats.guard.recording import RecordWriter
 
 BEGAN = 1795380798.0
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.guard.record import RecordWriter, read_records
+from ddpstats.guard.record import read_records
+from ddpstats.guard.recording import RecordWriter
 from tests.report import records
 from tests.report.conftest import Report
 from tests.report.test_flight_recorder import dump, entry

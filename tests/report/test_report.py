@@ -15,8 +15,8 @@ import pytest
 from ddpstats._base.marks import Mark
 from ddpstats.capture._manifest import read_manifest
 from ddpstats.guard.event import Event, Evidence
-from ddpstats.guard.mark_lines import mark_from_dict
-from ddpstats.guard.record import RecordWriter, read_records
+from ddpstats.guard.record import mark_from_dict, read_records
+from ddpstats.guard.recording import RecordWriter
 from ddpstats.report._sources import read_timeline
 from ddpstats.testing import run_ranks
 from tests.formats.make import NAMES

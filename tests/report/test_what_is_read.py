@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ddpstats._base.marks import Mark
-from ddpstats.guard.record import RecordWriter
+from ddpstats.guard.recording import RecordWriter
 from tests.report import records
 from tests.report.conftest import Report
 from tests.report.test_flight_recorder import dump, entry
