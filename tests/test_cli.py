@@ -113,7 +113,7 @@ def test_wrong_arguments_give_usage_and_the_reason(
         (["compare"], "A", "ddpstats compare dumps/now dumps/last_week"),
         (["nan-origin"], "DIR", "ddpstats nan-origin dumps/now"),
         (["report"], "DIR", "ddpstats report records"),
-        (["watch"], "DIR", "ddpstats watch notes"),
+        (["watch"], "DIR", "ddpstats watch records"),
         (["lint"], "PATH", "ddpstats lint train.py"),
     ],
 )

@@ -27,12 +27,12 @@ from ddpstats._observe.groups import GroupView, longest_timeout_sec
 from ddpstats._ranks.comm import refuse_fake
 from ddpstats._ranks.exchange import PROTOCOL_VERSION, different_versions
 from ddpstats._ranks.failure import Membership
-from ddpstats._ranks.store import LIMIT_SEC, STORE_ERRORS
+from ddpstats._ranks.store import GLANCE_SEC, LIMIT_SEC, STORE_ERRORS
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
 from ddpstats.guard.event import Event, MessageNumbers
 from ddpstats.guard.failure_agreement import FailureAgreement, ReportStatus
-from ddpstats.guard.live_notes import LiveNotes, here
 from ddpstats.guard.notes_shm import Exchange
+from ddpstats.guard.recording import Identity, Recording
 from ddpstats.guard.spoken import read
 from ddpstats.guard.status import GuardFinding
 from ddpstats.guard.summary import GIVEN_UP, MESSAGES_SEEN, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
@@ -77,7 +77,7 @@ class Standing:
     collectives: int = 0
     steps: int = 0
     past: Tally = field(default_factory=Tally)  # of sessions that are over
-    live: LiveNotes | None = field(default_factory=here)
+    recording: Recording = field(default_factory=lambda: Recording(None))
 
     def waits_in(self, name: str) -> tuple[str, int] | None:
         """Where some thread of this rank waits: in the group of that name, if one does there."""
@@ -89,14 +89,11 @@ class Standing:
         """``kind``: `MESSAGES` where ``seq`` is the number of a message."""
         thread = threading.get_ident()
         self.waits[thread] = group.name + kind, seq
-        if self.live is not None:
-            self.live.waits(True)
         try:
             yield
         finally:
             self.waits.pop(thread, None)
-            if self.live is not None:
-                self.live.waits(False)
+            self.recording.wait(None)
 
 
 def run_name(limit_sec: float) -> str:
@@ -109,6 +106,13 @@ class Limit(NamedTuple):
 
     seconds: float
     is_own: bool
+
+
+def identity() -> Identity | None:
+    """Return whose record this process writes; None while there is no process group. Raises what the store raises."""
+    if not dist.is_initialized():
+        return None
+    return Identity(run_name(GLANCE_SEC), dist.get_rank(), dist.get_world_size())
 
 
 class Group:

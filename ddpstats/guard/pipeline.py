@@ -10,16 +10,18 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from ddpstats._observe.frames import calling_frame, main_stack, site_of
 from ddpstats._observe.groups import GroupView
 from ddpstats._observe.operators import Collective
 from ddpstats.guard.compare import Comparing
 from ddpstats.guard.event import BY_TORCH, MESSAGES, Entry, Event, Ring, event_of, label_word
-from ddpstats.guard.group import Group, Session, Settings, Standing
+from ddpstats.guard.group import Group, Session, Settings, Standing, identity
 from ddpstats.guard.labels import current_label
 from ddpstats.guard.labels.evidence import evidence_of
 from ddpstats.guard.labels.infer import Chain, Inferred, infer
-from ddpstats.guard.recording import Recording
+from ddpstats.guard.recording import Identity, Recording
 from ddpstats.guard.signature import NO_PIECES, Parts, parts_of, pieces_of, signature_of
 from ddpstats.guard.status import DOUBT, LEFT, GuardFinding, RankStatus
 from ddpstats.guard.summary import Tally
@@ -64,13 +66,13 @@ class Watching:
         self._timeout_ms = int(settings.timeout_sec * 1000) if settings.has_timeout else None
         self._lock = threading.RLock()
         self.ring = Ring(RING_EVENTS)
-        self.standing = Standing()
+        self.recording = Recording(settings.record_dir, identity)
+        self.standing = Standing(recording=self.recording)
         self.session: Session | None = None
         self.comparing: Comparing | None = None
         self.how_left: str | None = None
         self._missed: tuple[int, ...] = ()  # when this rank left
         self._is_inherited = False  # by a process that was forked from the guarded one
-        self.recording = Recording(settings.record_dir)
         self._works: dict[int, _Work] = {}
         self._silenced: set[Chain] = set()  # places whose names are each rank's own
         self._known: dict[tuple[Any, ...], Event] = {}  # one for all calls that are alike
@@ -86,7 +88,7 @@ class Watching:
             self.standing.past += self.session.tally()
         session = Session(self._settings, self._report_status, self._position, self._heard)
         self.session = session
-        self.recording.begin(session.run)
+        self.recording.begin(Identity(session.run, session.rank, dist.get_world_size()))
         self.comparing = None
         if session.agreement is not None:
             self.comparing = Comparing(session, self.standing, self._settings)
@@ -117,8 +119,6 @@ class Watching:
             entry = event, group.messages.next(event) if is_message else seq, time.time()
             self.ring.append(entry)
             standing.collectives += 1
-            if standing.live is not None:
-                standing.live.begins(group.name, group.view.ranks, event, seq)
             if self.recording.writer is not None:
                 self.recording.writer.write_event(event_of(entry))
         call.subscriber_state = group, entry
@@ -252,8 +252,6 @@ class Watching:
         """Tell the others that this rank leaves, and how; never waits."""
         self.recording.begin_early()
         self._missed = tuple(getattr(error, "missing_ranks", ()))
-        if self.standing.live is not None:
-            self.standing.live.left(how_left(error))
         if self.session is not None:
             self.session.leave(how_left(error), self.ring.last(), self._report_status)
         if self.recording.writer is not None:
@@ -278,7 +276,7 @@ class Watching:
     def disown(self) -> None:
         """In a process that was forked from the guarded one: see nothing any more, and touch nothing of that one's."""
         self._is_inherited, self.comparing = True, None
-        self.recording.stop_listening()
+        self.recording.close()
 
     # -- telling the others -------------------------------------------------------------------------------------------
 

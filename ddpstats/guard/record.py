@@ -143,9 +143,9 @@ def _read_rank(path: Path) -> RankRecord:
                 elif "mark" in entry:
                     marks.append(mark_from_dict(entry))
                 elif "ddpstats" in entry:
-                    head, end, before = _checked_head(entry), None, None
+                    head, end, before = checked_head(entry), None, None
                 elif "new_group" in entry:
-                    groups[text_of(entry["new_group"])] = _checked_group(entry)
+                    groups[text_of(entry["new_group"])] = checked_group(entry)
                 elif "end" in entry:
                     end = {**entry, "end": line_of(entry["end"])}
             except (ValueError, TypeError) as error:
@@ -167,7 +167,7 @@ def _read_rank(path: Path) -> RankRecord:
     )
 
 
-def _checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+def checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     refused = explain_version(entry["ddpstats"], FORMAT)
     if refused is not None:
         raise ValueError(refused)
@@ -179,7 +179,7 @@ def _checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     return entry
 
 
-def _checked_group(entry: Mapping[str, Any]) -> dict[str, Any]:
+def checked_group(entry: Mapping[str, Any]) -> dict[str, Any]:
     ranks, words = entry.get("ranks"), entry.get("words", entry["new_group"])
     if not isinstance(ranks, list) or not ranks or not all(type(rank) is int for rank in ranks):
         raise ValueError("a group without ranks")

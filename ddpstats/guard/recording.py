@@ -1,7 +1,10 @@
-"""When the record of a guard begins: as soon as it is known whose it is, which may be before the first collective.
+"""One rank's flight record as it is written: its collectives, what other parts of ddpstats find, and what it does now.
 
-A program may issue no collective at all but our own reductions, which tell of themselves, as capture and the sentinel
-do, by marks. What they tell before there is a process group waits here.
+A record begins as soon as it is known whose it is, which may be before the first collective: a program may issue none
+but our own reductions. What is found before there is a process group waits in `Recording`.
+
+What `ddpstats watch` shows besides collectives are lines that are written when it changes: ``{"now": {...}}``, with
+the steps of the optimizer, since when the rank waits, new keys, keys that it holds no more, and alarms.
 """
 
 from __future__ import annotations
@@ -12,38 +15,51 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpstats._base import marks
 from ddpstats._base.files import require_regular
-from ddpstats._base.marks import Mark
-from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS
+from ddpstats._base.marks import VALUES, Mark
+from ddpstats._base.text import shorten
+from ddpstats._ranks.failure import ProcessId
+from ddpstats._ranks.store import STORE_ERRORS
 from ddpstats.errors import ConfigError, DdpstatsError
 from ddpstats.guard.event import Event, Evidence
-from ddpstats.guard.group import run_name
 from ddpstats.guard.record import FORMAT, MAX_BYTES, MAX_LINE_BYTES, mark_as_dict, parsed, raw_lines
 
 if TYPE_CHECKING:
     from ddpstats._reduction.flatten import Structure
     from ddpstats._reduction.layout import Layout
 
+LONG_WAIT_SEC = 2.0  # a shorter wait is how ranks meet, and is not recorded
+ROUNDS = 4  # a key that a rank held before, and in none of so many calls of its name, it has stopped holding
 _MOST_EARLY_MARKS = 1000
 _TRIES = 3  # at a store that does not answer at once
+_SHOWN_KEYS = 5
+_MOST_NAMES = 8  # of reductions that lack keys: the newest
+_MOST_SITES = 1024  # of reductions
+_TEXT_CHARS = 1000
 
 log = logging.getLogger("ddpstats")
+
+
+class Identity(NamedTuple):
+    """Whose record it is. ``run`` is the same on all ranks of a program, and no other's."""
+
+    run: str
+    rank: int
+    world_size: int
 
 
 class RecordWriter:
     """One rank's events as JSON lines, whole up to the last one even if the process is killed.
 
     Two files take turns, ``rank3.jsonl`` and the older ``rank3.old.jsonl``, so a record is bounded by ``max_bytes`` and
-    never holds less than half of that. Every line is one `write` to the kernel: nothing is kept in this process but the
-    descriptions of the groups, which each new file begins with: the one that had them is deleted some day.
+    never holds less than half of that. Every line is one `write` to the kernel. Each new file begins with what the one
+    before it, which is deleted some day, said of the groups and of the rank's state.
     """
 
     def __init__(
@@ -55,7 +71,9 @@ class RecordWriter:
         self._turn = threading.RLock()  # a mark may come from another thread than the collectives do
         self._before: Evidence | None = None  # of the last event
         self._groups: dict[str, bytes] = {}  # the lines that describe them
-        self._head = {"ddpstats": FORMAT, "run": run, "rank": rank, "world_size": world_size, "pid": os.getpid()}
+        self._now: dict[str, Any] = {}
+        process = ProcessId.mine().pack().hex()
+        self._head = {"ddpstats": FORMAT, "run": run, "rank": rank, "world_size": world_size, "process": process}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             goes_on = self._is_of(run)
@@ -77,6 +95,12 @@ class RecordWriter:
         if len(line) <= MAX_LINE_BYTES:
             self._append(line)
 
+    def write_now(self, changes: Mapping[str, Any]) -> None:
+        """Append what has changed of the rank's state."""
+        with self._turn:
+            self._now.update(changes)
+            self._append(_line_of({"now": changes}))
+
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one line. A disk that is full stops the record, not the training."""
         line = _line_of(entry)
@@ -86,7 +110,7 @@ class RecordWriter:
                 self._keep(entry["new_group"], line)
 
     def _keep(self, group: str, line: bytes) -> None:
-        """Who belongs to a group: nothing compares what ranks did there without that."""
+        """Keep who belongs to a group: nothing compares what ranks did there without that."""
         self._groups[group] = line
         while sum(map(len, self._groups.values())) > self._limit // 4:  # a program that makes groups for ever
             del self._groups[next(iter(self._groups))]
@@ -119,7 +143,8 @@ class RecordWriter:
         if not goes_on:
             os.ftruncate(file, 0)
         head = (json.dumps({**self._head, "time": time.time()}) + "\n").encode()
-        os.write(file, head + b"".join(self._groups.values()))
+        now = _line_of({"now": self._now}) if self._now else b""
+        os.write(file, head + b"".join(self._groups.values()) + now)
         self._before = None  # every file can be read by itself
         self._size = os.fstat(file).st_size
         return file
@@ -128,6 +153,7 @@ class RecordWriter:
         return self._path.with_suffix(".old.jsonl")
 
     def close(self) -> None:
+        """End the record. Idempotent."""
         if self._file >= 0:
             file, self._file = self._file, -1
             os.close(file)
@@ -137,12 +163,11 @@ def _line_of(entry: Mapping[str, Any]) -> bytes:
     return (json.dumps(entry, separators=(",", ":")) + "\n").encode("utf-8", "surrogateescape")
 
 
-ROUNDS = 4
-"""A key that a rank held before, and in none of so many calls of its name, it has stopped holding."""
-
-
 class HeldKeys:
-    """The structures that this rank held in the calls of one name. Names are compared only where these differ."""
+    """The structures that this rank held in the calls of one name.
+
+    Structures and layouts are compared by identity; names only where these differ.
+    """
 
     def __init__(self) -> None:
         self._calls = 0
@@ -172,24 +197,86 @@ class HeldKeys:
 
 
 class Recording:
-    """Of one guard. ``writer`` is None before it begins, and where no ``directory`` is given."""
+    """The record of one guard. ``writer`` is None before it begins, and where no ``directory`` is given.
 
-    def __init__(self, directory: str | Path | None) -> None:
-        self._directory = directory
+    ``identify`` asks whose record it is: None while there is no process group. Raises what the store raises.
+    """
+
+    def __init__(self, directory: str | Path | None, identify: Callable[[], Identity | None] = lambda: None) -> None:
+        self._directory, self._identify = directory, identify
         self.writer: RecordWriter | None = None
         self._early: deque[Mark] = deque(maxlen=_MOST_EARLY_MARKS)
         self._tries = _TRIES
         self._turn = threading.RLock()  # a mark may come from another thread than the first collective
+        self._now: dict[str, Any] = {}
+        self._steps: dict[int, int] = {}  # of each optimizer
+        self._held: dict[tuple[str, str, str | None], HeldKeys] = {}  # by the site of a reduction
+        self._not_held: dict[str | None, str] = {}  # name of a reduction -> keys
 
     def subscribe(self) -> None:
-        """Take from now on what other parts tell."""
+        """Record from now on what other parts of ddpstats publish."""
         if self._directory is not None:
             marks.listeners.append(self._take)
+            marks.key_listeners.append(self)
 
-    def stop_listening(self) -> None:
-        """Idempotent."""
+    def begin(self, identity: Identity) -> None:
+        """Open the file, unless it is open. Raises `ConfigError` where nothing can be written."""
+        with self._turn:
+            if self._directory is None or self.writer is not None:
+                return
+            self.writer = RecordWriter(self._directory, identity.rank, identity.world_size, identity.run)
+            if self._now:
+                self.writer.write_now(self._now)
+            while self._early:
+                self.writer.write_mark(self._early.popleft())
+
+    def begin_early(self) -> None:
+        """`begin` before the guard has connected: where the ranks are known, and the store answers. Raises nothing."""
+        if self._directory is None or self.writer is not None or not self._tries:
+            return
+        try:
+            identity = self._identify()
+            if identity is not None:
+                self.begin(identity)
+        except (DdpstatsError, *STORE_ERRORS) as error:
+            self._tries -= 1
+            if not self._tries:
+                log.warning("no record is written before the first collective: %s", error)
+
+    def close(self) -> None:
+        """Stop recording. Local and idempotent; also in a process that was forked from the recorded one."""
         with suppress(ValueError):
             marks.listeners.remove(self._take)
+        with suppress(ValueError):
+            marks.key_listeners.remove(self)
+        if self.writer is not None:
+            self.writer.close()
+
+    # -- the rank's state ---------------------------------------------------------------------------------------------
+
+    def note(self, **changes: Any) -> None:
+        """Record what has changed of the rank's state."""
+        with self._turn:
+            self._now.update(changes)
+            if self.writer is not None:
+                self.writer.write_now(changes)
+
+    def step(self, optimizer: object) -> None:
+        """Count a step of an optimizer; the one with the most steps counts."""
+        steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        if steps > self._now.get("steps", 0):
+            self.note(steps=steps)
+
+    def wait(self, since: float | None) -> None:
+        """Record a wait for other ranks once it is a long one, and its end (None)."""
+        is_long = since is not None and time.time() - since > LONG_WAIT_SEC
+        waits_since = since if is_long else None
+        if waits_since != self._now.get("waits_since"):
+            self.note(waits_since=waits_since)
+
+    def alarm(self, kind: str, message: str) -> None:
+        """Record that something is wrong; of each kind the last message counts."""
+        self.note(**{f"alarm {kind}": " ".join(message.split())[:_TEXT_CHARS]})
 
     def _take(self, mark: Mark) -> None:
         with self._turn:
@@ -198,29 +285,29 @@ class Recording:
                 self._early.append(mark)
             else:
                 self.writer.write_mark(mark)
+            if mark.kind != VALUES:
+                self.alarm(mark.kind, mark.text)
 
-    def begin(self, run: str) -> None:
-        """Unless it has begun. Raises `ConfigError` where nothing can be written."""
-        with self._turn:
-            if self._directory is None or self.writer is not None:
-                return
-            self.writer = RecordWriter(self._directory, dist.get_rank(), dist.get_world_size(), run)
-            while self._early:
-                self.writer.write_mark(self._early.popleft())
+    def renegotiated(self, name: str | None, new_keys: Sequence[str]) -> None:
+        """Record that the ranks have exchanged what they hold in a reduction of that name."""
+        count = self._now.get("renegotiations", 0) + 1
+        self.note(renegotiations=count, new_keys=f"{_some(new_keys) or 'none'} (name={name!r})"[:_TEXT_CHARS])
 
-    def begin_early(self) -> None:
-        """`begin` before the guard has connected: where the ranks are known, and the store answers. Raises nothing."""
-        if self._directory is None or self.writer is not None or not self._tries or not dist.is_initialized():
+    def reduced(self, site: tuple[str, str, str | None], structure: Structure, layout: Layout) -> None:
+        """Take one call of a reduction, and what this rank held in it."""
+        if len(self._held) > _MOST_SITES:
+            self._held.clear()
+        keys = self._held.setdefault(site, HeldKeys()).take(structure, layout)
+        if keys is None:
             return
-        try:
-            self.begin(run_name(GLANCE_SEC))
-        except (DdpstatsError, *STORE_ERRORS) as error:
-            self._tries -= 1
-            if not self._tries:
-                log.warning("no record is written before the first collective: %s", error)
+        name = site[2]
+        self._not_held.pop(name, None)
+        if keys:
+            self._not_held[name] = f"{_some(keys)} (name={name!r})"
+        if len(self._not_held) > _MOST_NAMES:
+            del self._not_held[next(iter(self._not_held))]
+        self.note(not_held="; ".join(self._not_held.values())[:_TEXT_CHARS])
 
-    def close(self) -> None:
-        """Local and idempotent."""
-        self.stop_listening()
-        if self.writer is not None:
-            self.writer.close()
+
+def _some(keys: Sequence[str]) -> str:
+    return shorten(map(repr, keys), _SHOWN_KEYS)

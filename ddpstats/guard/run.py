@@ -4,7 +4,7 @@ Under torchrun (``torchrun --nproc-per-node 2 -m ddpstats run train.py``) this p
 itself: ``sys.argv``, ``__main__``, exit status and traceback are those of ``python train.py``. By itself, with
 ``--nproc N``, it starts torchrun on this machine, and when ranks failed and none of them has told why it reads their
 records and says it: gloo aborts a process whose peer sends another size, and nothing inside that process can. With
-``--watch`` it reads meanwhile what the ranks note of themselves (`watch`).
+``--watch`` it reads the records meanwhile, and prints what the ranks do (`watch`).
 """
 
 from __future__ import annotations
@@ -13,28 +13,33 @@ import argparse
 import builtins
 import contextlib
 import json
+import math
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ddpstats._base import config
-from ddpstats.errors import ConfigError
+from ddpstats.errors import ConfigError, DdpstatsError
 from ddpstats.guard.record import read_records
 from ddpstats.guard.record_report import as_json, as_text, diagnose
 from ddpstats.guard.summary import TO_RUN
+from ddpstats.guard.watch import EVERY_SEC, Lines, Records, picture_of
 
 if TYPE_CHECKING:
     from ddpstats.guard.guard import collective_guard
 
 _MODES = ("strict", "step", "record", "off")
+ENDING_SEC = 40.0  # torchrun kills ranks that have not ended 30 s after an interrupt
 
 EPILOG = """examples:
   ddpstats run --nproc 2 train.py --lr 0.1                      two ranks on this machine
@@ -56,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long a collective waits for other ranks (300; longer where its process group does)",
     )
     parser.add_argument("--record-dir", metavar="DIR", help="each rank's record, for `ddpstats report`")
-    parser.add_argument("--watch", action="store_true", help="with --nproc: show on stderr what each rank is doing")
-    parser.add_argument("--watch-dir", metavar="DIR", help="each rank's notes on that, for `ddpstats watch`")
+    parser.add_argument("--watch", action="store_true", help="with --nproc: print on stderr what each rank is doing")
+    parser.add_argument("--watch-dir", metavar="DIR", help="as --record-dir; for `ddpstats watch`, too")
     parser.add_argument(
         "--nproc", type=int, metavar="N", help="start N ranks on this machine (without: be a rank of torchrun's)"
     )
@@ -69,8 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The script's own exit status. Raises `ConfigError` for options that make no sense."""
     args.guard = args.guard or (config.guard_mode() if os.environ.get(config.GUARD) else "strict")
-    args.record_dir = args.record_dir or config.record_dir()
     _check(args)
+    args.record_dir = args.record_dir or args.watch_dir or config.record_dir()
+    if args.guard == "record" and args.record_dir is None:
+        raise ConfigError("--guard record needs --record-dir DIR, where the records are written")
     return _run_here(args) if args.nproc is None else _launch(args)
 
 
@@ -86,8 +93,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.guard == "off" and (args.watch or args.watch_dir is not None):
         raise ConfigError("with --guard off nothing is seen that could be watched. Choose another mode.")
-    if args.guard == "record" and args.record_dir is None:
-        raise ConfigError("--guard record needs --record-dir DIR, where the records are written")
+    if args.watch_dir is not None and args.record_dir not in (None, args.watch_dir):
+        raise ConfigError("--record-dir and --watch-dir name one directory, which `watch` and `report` read. Give one.")
     if not args.module:
         _check_script(Path(args.script))
 
@@ -106,8 +113,6 @@ def _run_here(args: argparse.Namespace) -> int:
     from ddpstats.guard.ending import Ending  # imports torch, which `--help` need not
     from ddpstats.guard.guard import collective_guard
 
-    if args.watch_dir is not None:
-        _take_notes(args.watch_dir)
     guard = collective_guard(
         args.guard,
         infer_labels=not args.no_labels,
@@ -117,6 +122,7 @@ def _run_here(args: argparse.Namespace) -> int:
     ending = Ending(guard, lambda: _print_last_line(guard, ending.error))
     if args.guard != "off":
         ending.begin()
+        _record_steps(guard)
     sys.argv = [args.script, *args.arguments]
     try:
         _run_as_main(args.script, args.module)
@@ -152,20 +158,16 @@ def _run_as_main(script: str, is_module: bool) -> None:
         runpy._run_code(code, vars(main), None, "__main__", script_name=script)  # type: ignore[attr-defined]
 
 
-def _take_notes(directory: str) -> None:
-    """Of what this rank does, from now on, for who watches."""
+def _record_steps(guard: collective_guard) -> None:
+    """Let the record say how many steps the optimizer has made."""
     import torch
     from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-    from ddpstats.guard.live_notes import start
-
-    notes = start(directory)
-
-    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def record_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            notes.stepped(optimizer)
+            guard._record_step(optimizer)
 
-    register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(record_step)
 
 
 def _print_last_line(guard: collective_guard, error: BaseException | None) -> None:
@@ -226,38 +228,64 @@ def _launch(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="ddpstats-run-") as scratch:
         directory = args.record_dir or scratch
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
-        command += ["-m", "ddpstats", "run", "--guard", args.guard, *_options_for_ranks(args, directory, scratch)]
+        command += ["-m", "ddpstats", "run", "--guard", args.guard, *_options_for_ranks(args, directory)]
         failure = str(Path(scratch) / "failure.json")  # torchrun copies there what it found to have happened first
         environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": failure}
         command += [args.script, *args.arguments]
-        if args.watch:
-            from ddpstats.guard.screen import run_watched
-
-            status = run_watched(command, environ, args.watch_dir or scratch)
-        else:
-            status = _run_to_its_end(command, environ)
+        status = _run_to_its_end(command, environ, directory if args.watch else None)
         if status != 0 and args.guard != "off" and (args.json or not was_told(failure)):
             _explain(directory, args.json)
         return status
 
 
-def _run_to_its_end(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Its exit status. After an interrupt, which torchrun has got from the terminal as well, it may end its ranks."""
-    from ddpstats.guard.screen import ENDING_SEC, ending_with_us
+def _run_to_its_end(command: Sequence[str], environ: Mapping[str, str], watched: str | None) -> int:
+    """Run the launcher and return its exit status. Print what the ranks do, from the records in ``watched``.
 
+    After an interrupt waits for it to end, for torchrun has got that from a terminal, too, and ends its ranks. One that
+    was sent to this process alone has not reached it: then, or at a second one, the launcher gets SIGTERM.
+    """
+    was_interrupted, ends_at = False, math.inf
+    view, records = Lines(sys.stderr), None if watched is None else Records(watched)
     process = subprocess.Popen(command, env=environ)
-    with ending_with_us(process):
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(ENDING_SEC)
-            raise
+    with _ending_with_this_process(process):
+        while process.returncode is None:
+            try:
+                if time.monotonic() >= ends_at:
+                    ends_at = math.inf
+                    process.terminate()  # a torchrun that is killed would leave its ranks behind
+                _show(view, records)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(EVERY_SEC)
+            except KeyboardInterrupt:
+                ends_at = time.monotonic() + (0.0 if was_interrupted else ENDING_SEC)
+                was_interrupted = True
+    _show(view, records, is_last=True)
+    if was_interrupted:
+        raise KeyboardInterrupt
+    return process.returncode
 
 
-def _options_for_ranks(args: argparse.Namespace, directory: str, scratch: str) -> list[str]:
+def _show(view: Lines, records: Records | None, *, is_last: bool = False) -> None:
+    with contextlib.suppress(DdpstatsError, OSError):  # another machine's records, a closed stderr: the program goes on
+        ranks = [] if records is None else records.look()
+        if ranks:
+            view.show(picture_of(ranks), is_last=is_last)
+
+
+@contextlib.contextmanager
+def _ending_with_this_process(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Pass SIGTERM on, for torchrun then ends its ranks. An error of this process ends it as well: no rank is left."""
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        yield
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _options_for_ranks(args: argparse.Namespace, directory: str) -> list[str]:
     options = [] if args.guard == "off" else ["--record-dir", directory]
-    options += ["--watch-dir", args.watch_dir or scratch] if args.watch or args.watch_dir else []
     options += ["--no-labels"] if args.no_labels else []
     options += [] if args.timeout_sec is None else ["--timeout-sec", str(args.timeout_sec)]
     return options + (["-m"] if args.module else [])

@@ -220,13 +220,14 @@ class Verdicts:
         ``is_own``: the deadline is the program's own, and torch raises the error.
         """
 
-        looks_at, look_sec = 0.0, shared_poll(0.0, len(group.view.ranks))
+        looks_at, look_sec, began = 0.0, shared_poll(0.0, len(group.view.ranks)), time.time()
 
         def watch() -> None:
             nonlocal looks_at
             if time.monotonic() < looks_at:
                 return
             looks_at = time.monotonic() + look_sec
+            self._standing.recording.wait(began)
             try:
                 look()
             except DdpstatsError:
@@ -307,8 +308,7 @@ class Verdicts:
             return
         error = _error_of(finding, alarm)
         self._session.note(finding.group, finding.seq, finding.kind == MISMATCH)
-        if self._standing.live is not None:
-            self._standing.live.alarm(finding.message)
+        self._standing.recording.alarm("guard", finding.message)
         if self._warn and isinstance(error, CollectiveMismatch):
             self._standing.silent = True
             log.warning("%s", error)

@@ -15,8 +15,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 from ddpstats._base import marks
 from ddpstats._ranks.gloo import group_around
 from ddpstats.guard import collective_guard
-from ddpstats.guard.live_notes import LiveNotes, read_notes
-from tests.guard.live_runs import noting
+from ddpstats.guard.watch import Records
 
 LIMIT_SEC = 30.0
 
@@ -24,22 +23,21 @@ LIMIT_SEC = 30.0
 def forked_inside(mode: Any, directory: str) -> tuple[int, str, int, tuple[int, int]]:
     """What the forked process ended with; of this rank: how it says to have left, its steps, what the guard counted."""
     rank = os.getpid()
-    with noting(directory) as notes:
-        try:
-            with collective_guard(mode, record_dir=directory, timeout_sec=LIMIT_SEC) as guard:
-                dist.all_reduce(torch.ones(1))
-                status = _ended_after(_fork(guard, notes)) if dist.get_rank() == 0 else 0
-                found = read_notes(directory)[dist.get_rank()]
-                dist.all_reduce(torch.ones(1))
-                guard.step()
-        except BaseException as error:
-            if os.getpid() != rank:
-                os._exit(0 if isinstance(error, SystemExit) else 9)
-            raise
+    try:
+        with collective_guard(mode, record_dir=directory, timeout_sec=LIMIT_SEC) as guard:
+            dist.all_reduce(torch.ones(1))
+            status = _ended_after(_fork(guard)) if dist.get_rank() == 0 else 0
+            found = Records(directory).look()[-1]
+            dist.all_reduce(torch.ones(1))
+            guard.step()
+    except BaseException as error:
+        if os.getpid() != rank:
+            os._exit(0 if isinstance(error, SystemExit) else 9)
+        raise
     return status, found.left, found.steps, (guard.counters.collectives, guard.counters.compared)
 
 
-def _fork(guard: collective_guard, notes: LiveNotes) -> int:
+def _fork(guard: collective_guard) -> int:
     """In the forked process all that a guard notes happens once more, before it ends as a program does.
 
     Its collective is of torch's backend "fake": gloo looks up this host's name, and waits forever in a process that was
@@ -52,7 +50,7 @@ def _fork(guard: collective_guard, notes: LiveNotes) -> int:
         group = group_around(FakeProcessGroup._create_internal(0, 1), HashStore(), 0, 1, "forked process")
         group.allreduce([torch.ones(1)]).wait()
         guard.step()
-        notes.stepped(guard)
+        guard._record_step(guard)
         marks.publish("sentinel", "found by the forked process")
         sys.exit(0)
     return pid

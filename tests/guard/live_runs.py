@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpstats
-from ddpstats.guard import collective_guard, live_notes
-from ddpstats.guard.live_notes import LiveNotes, read_notes
+from ddpstats.guard import collective_guard
 from ddpstats.guard.recording import ROUNDS
-from ddpstats.guard.watch import lines_of, picture_of
+from ddpstats.guard.watch import Records, lines_of, picture_of
 
 LIMIT_SEC = 60.0
 
 
-@contextmanager
-def noting(directory: str) -> Iterator[LiveNotes]:
-    """As under `ddpstats run --watch-dir`."""
-    with mock.patch.object(live_notes, "_here", None):
-        notes = live_notes.start(directory)
-        try:
-            yield notes
-        finally:
-            notes.tidings.close()
-
-
 def waited_for(directory: str, mode: Any) -> list[str]:
     """Rank 1 looks from outside, and comes once rank 0 is seen to wait for it."""
-    with noting(directory) as notes, collective_guard(mode, timeout_sec=LIMIT_SEC):
+    with collective_guard(mode, timeout_sec=LIMIT_SEC, record_dir=directory) as guard:
         dist.all_reduce(torch.ones(1))
         ddpstats.reduce_stats({f"{mode} {dist.get_rank()}": 1.0}, name="train")
-        notes.stepped(object())
+        guard._record_step(object())
         lines = _lines_until_late(directory) if dist.get_rank() else []
         with ddpstats.label("snr"):
             dist.all_reduce(torch.ones(1))
@@ -46,22 +31,22 @@ def waited_for(directory: str, mode: Any) -> list[str]:
 
 
 def told_of(directory: str, name: str) -> list[str]:
-    """Return the lines that are shown once `find_things` has run on all ranks. Their notes stay."""
-    with noting(directory):
+    """Return the lines that are shown once `find_things` has run on all ranks."""
+    with collective_guard("record", record_dir=directory):
         find_things(f"{directory}/captures", name)
         dist.barrier()
-        lines = lines_of(picture_of(read_notes(directory)))
+        lines = lines_of(picture_of(Records(directory).look()))
         dist.barrier()
     return lines
 
 
 def last_of_groups(directory: str) -> tuple[str, str]:
     """Return the line of this rank's last collective: in the only group, and in a second one."""
-    with noting(directory), collective_guard("step", timeout_sec=LIMIT_SEC):
+    with collective_guard("step", timeout_sec=LIMIT_SEC, record_dir=directory):
         shown = []
         for group in (None, None, dist.new_group([0, 1])):
             dist.all_reduce(torch.ones(1), group=group)
-            shown.append(lines_of(picture_of(read_notes(directory)))[1 + dist.get_rank()])
+            shown.append(lines_of(picture_of(Records(directory).look()))[1 + dist.get_rank()])
             ddpstats.any_rank(False)  # none goes on before all have looked
     return shown[1], shown[2]
 
@@ -86,9 +71,9 @@ def find_things(captures: str, name: str) -> None:
 
 
 def _lines_until_late(directory: str) -> list[str]:
-    deadline = time.monotonic() + LIMIT_SEC / 2
+    deadline, records = time.monotonic() + LIMIT_SEC / 2, Records(directory)
     while time.monotonic() < deadline:
-        picture = picture_of(read_notes(directory))
+        picture = picture_of(records.look())
         if picture.late:
             return lines_of(picture)
         time.sleep(0.05)

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats.guard.recording import ROUNDS
-from ddpstats.guard.tidings import Tidings
+from ddpstats.guard.recording import ROUNDS, Recording
 from ddpstats.testing import RankPool
 
-Reports = list[tuple[str | None, list[str]]]
 
+class _Listener(Recording):
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory)
+        self.reports: list[str] = []
 
-class _Listener(Tidings):
-    def __init__(self) -> None:
-        super().__init__()
-        self.reports: Reports = []
-
-    def stopped_holding(self, name: str | None, keys: Sequence[str]) -> None:
-        self.reports.append((name, list(keys)))
+    def note(self, **changes: Any) -> None:
+        if "not_held" in changes:
+            self.reports.append(changes["not_held"])
 
 
 @contextmanager
 def listening() -> Iterator[_Listener]:
-    listener = _Listener()
+    listener = _Listener("nowhere")
     listener.subscribe()
     try:
         yield listener
@@ -34,7 +33,7 @@ def listening() -> Iterator[_Listener]:
         listener.close()
 
 
-def held_and_not() -> Reports:
+def held_and_not() -> list[str]:
     """Rank 1 holds "snr" at first and at last; "l1" is rank 0's alone, all the time."""
     rank = dist.get_rank()
     with listening() as listener:
@@ -45,14 +44,14 @@ def held_and_not() -> Reports:
     return listener.reports
 
 
-def in_turns() -> Reports:
+def in_turns() -> list[str]:
     with listening() as listener:
         for step in range(4 * ROUNDS):
             ddpstats.reduce_stats({f"part {step % 2}": 1.0}, name="turns")
     return listener.reports
 
 
-def two_sites() -> Reports:
+def two_sites() -> list[str]:
     """A reducer and a window of one name hold different keys all the time."""
     with listening() as listener, ddpstats.StatsWindow(name="train") as window:
         for _ in range(4 * ROUNDS):
@@ -69,7 +68,7 @@ def test_two_call_sites_of_one_name_are_two(two_ranks: RankPool) -> None:
 def test_a_key_is_told_of_when_it_is_held_no_more_and_when_it_comes_back(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(held_and_not).values()
     assert first == []
-    assert second == [("held", ["snr"]), ("held", [])]
+    assert second == ["'snr' (name='held')", ""]
 
 
 def test_keys_that_calls_take_turns_with_are_held(two_ranks: RankPool) -> None:

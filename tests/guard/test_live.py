@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import io
+import json
 import os
 import pty
 import re
@@ -20,12 +21,11 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats import ConfigError, DdpstatsError, cli
-from ddpstats.guard import live_notes, watch
+from ddpstats import DdpstatsError, cli
+from ddpstats.guard import run, watch
 from ddpstats.guard.event import Event, Signature, digest_of
-from ddpstats.guard.live_notes import LiveNotes, RankNow, read_notes
-from ddpstats.guard.screen import Screen, run_watched
-from ddpstats.guard.watch import lines_of, picture_of
+from ddpstats.guard.recording import Identity, Recording, RecordWriter
+from ddpstats.guard.watch import RankNow, Records, lines_of, picture_of
 from ddpstats.testing import RankPool
 from tests import programs
 from tests.guard import live_runs
@@ -38,34 +38,45 @@ SUM = Signature("all_reduce", "sum", None, ((),), ("float32",))
 EVENT = Event("0", 0, SUM, "snr", 0, "train.py:7 in <module>", digest_of(SUM))
 
 
-def noted(directory: Path, collectives: int = 2, rank: int = 0, event: Event = EVENT) -> LiveNotes:
-    notes = LiveNotes(directory, rank, 2)
-    for seq in range(1, collectives + 1):
-        notes.begins("0", (0, 1), event, seq)
-    return notes
+def recorded(
+    directory: Path, collectives: int = 2, rank: int = 0, event: Event = EVENT, name: str = "this run"
+) -> Recording:
+    """Return the record of a rank of two, which this process writes."""
+    recording = Recording(directory)
+    recording.begin(Identity(name, rank, 2))
+    write_events(recording, 1, collectives, event)
+    return recording
 
 
-def shown(directory: Path) -> str:
-    return "\n".join(lines_of(picture_of(read_notes(directory))))
+def write_events(recording: Recording, first: int, last: int, event: Event = EVENT) -> None:
+    assert recording.writer is not None
+    recording.writer.write({"new_group": "0", "words": "the default group", "ranks": [0, 1]})
+    for seq in range(first, last + 1):
+        recording.writer.write_event(dataclasses.replace(event, seq=seq, started=time.time()))
 
 
-# -- notes ------------------------------------------------------------------------------------------------------------
+def shown(records: Records) -> str:
+    return "\n".join(lines_of(picture_of(records.look())))
 
 
-def test_notes_of_two_ranks_are_shown_as_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes = noted(tmp_path)
-    noted(tmp_path, 1, rank=1).left("left the guard by ValueError: no data")
-    notes.stepped(EVENT)
-    notes.tidings.renegotiated("train", ["l1"])
-    notes.tidings.stopped_holding("train", ["snr", "l2"])
-    notes.alarm("they\n  differ")
-    notes.waits(True)
-    monkeypatch.setattr(watch, "_LONG_SEC", -1.0)
-    assert [re.sub(r"\d+ s", "N s", line) for line in shown(tmp_path).splitlines()] == [
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_records_of_two_ranks_are_shown_as_lines(tmp_path: Path) -> None:
+    recording = recorded(tmp_path)
+    other = recorded(tmp_path, 1, rank=1)
+    assert other.writer is not None
+    other.writer.write({"end": "ValueError", "time": time.time()})
+    recording.step(EVENT)
+    recording.renegotiated("train", ["l1"])
+    recording.note(not_held="'snr', 'l2' (name='train')")
+    recording.alarm("guard", "they\n  differ")
+    recording.wait(time.time() - 3)
+    assert [re.sub(r"\d+ s", "N s", line) for line in shown(Records(tmp_path)).splitlines()] == [
         "2 of 2 ranks, step 1; rank 0 waits for rank 1",
         "  rank 0: step 1, 2 collectives, 0 behind, waits for N s: number 2, all_reduce(float32[], sum) 'snr', "
         "at train.py:7 in <module>",
-        "  rank 1: step 0, 1 collectives, 1 behind, left the guard by ValueError: no data (last began N s ago): "
+        "  rank 1: step 0, 1 collectives, 1 behind, left the guard by ValueError (last began N s ago): "
         "number 1, all_reduce(float32[], sum) 'snr', at train.py:7 in <module>",
         "  renegotiations: 1; new keys of the last: 'l1' (name='train')",
         "  not held any more by rank 0: 'snr', 'l2' (name='train')",
@@ -73,51 +84,83 @@ def test_notes_of_two_ranks_are_shown_as_lines(tmp_path: Path, monkeypatch: pyte
     ]
 
 
-def test_half_written_note_leaves_the_one_before(tmp_path: Path) -> None:
-    noted(tmp_path, 5)
-    path = tmp_path / "rank0.live"
+def test_wait_is_recorded_when_it_is_long_and_when_it_ends(tmp_path: Path) -> None:
+    recording, began = recorded(tmp_path), time.time()
+    recording.wait(began)
+    recording.wait(None)
+    assert b"now" not in (tmp_path / "rank0.jsonl").read_bytes()
+    recording.wait(began - 3)
+    recording.wait(began - 3)
+    recording.wait(None)
+    lines = (tmp_path / "rank0.jsonl").read_text().splitlines()
+    assert lines[-2:] == [json.dumps({"now": {"waits_since": at}}, separators=(",", ":")) for at in (began - 3, None)]
+
+
+def test_line_that_is_half_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    recording, records = recorded(tmp_path, 5), Records(tmp_path)
+    path = tmp_path / "rank0.jsonl"
     whole = path.read_bytes()
-    at = whole.rindex(b'"numbers":[6,5,')  # the note before has 5, in the other slot
-    path.write_bytes(whole[:at] + b"#" + whole[at + 1 :])
-    (note,) = read_notes(tmp_path)
-    assert (note.collectives, note.event) == (4, dataclasses.replace(EVENT, seq=4))
-    path.write_bytes(whole.replace(b'"numbers"', b'"Numbers"'))
-    assert read_notes(tmp_path) == []
+    path.write_bytes(whole[:-20])
+    (rank,) = records.look()
+    assert rank.event is not None
+    assert (rank.groups, rank.event.seq) == ({"0": (2, 4)}, 4)
+    path.write_bytes(whole)
+    write_events(recording, 6, 6)
+    (rank,) = records.look()
+    assert rank.groups == {"0": (2, 6)}
+
+
+def test_state_is_known_after_the_record_has_begun_its_next_file(tmp_path: Path) -> None:
+    """Also to who looks for the first time then."""
+    recording, records = Recording(tmp_path), Records(tmp_path)
+    recording.writer = RecordWriter(tmp_path, 0, 2, "this run", max_bytes=8000)
+    recording.step(EVENT)
+    recording.alarm("guard", "differ")
+    write_events(recording, 1, 3)
+    before = records.look()
+    write_events(recording, 4, 30)
+    assert (tmp_path / "rank0.old.jsonl").exists()
+    for seen in (records.look(), Records(tmp_path).look()):
+        (rank,) = seen
+        assert (rank.steps, rank.alarms, rank.groups) == (1, ("differ",), {"0": (2, 30)})
+    assert before[0].groups == {"0": (2, 3)}
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda path: path.write_bytes(b"\xff" * 100),
-        lambda path: path.write_bytes(bytes(1 << 20)),
+        lambda path: path.write_bytes(b"\xff" * 100 + b"\n"),
+        lambda path: path.write_bytes(b'{"ddpstats":1,"rank":1,"world_size":2}\n'),
+        lambda path: path.write_bytes(b'{"ddpstats":1,"rank":1,"world_size":2,"process":"00"}\n{"now":3}\n'),
+        lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 1 << 40),
         lambda path: path.write_bytes(b""),
         lambda path: path.symlink_to("/dev/zero"),
         os.mkfifo,
     ],
-    ids=["bytes", "large", "empty", "link", "pipe"],
+    ids=["bytes", "no process", "no state", "large", "empty", "link", "pipe"],
 )
-def test_file_that_is_no_note_is_left_out(make: Callable[[Path], object], tmp_path: Path) -> None:
-    noted(tmp_path)
-    make(tmp_path / "rank1.live")
-    assert [note.rank for note in read_notes(tmp_path)] == [0]
+def test_file_that_is_no_record_is_left_out(make: Callable[[Path], object], tmp_path: Path) -> None:
+    recorded(tmp_path)
+    make(tmp_path / "rank1.jsonl")
+    assert [rank.rank for rank in Records(tmp_path).look()] == [0]
 
 
-def test_notes_of_a_newer_format_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(live_notes, "FORMAT", 3)
-        noted(tmp_path)
-    with pytest.raises(DdpstatsError, match="written by a newer ddpstats: format 3, this one reads 2"):
-        read_notes(tmp_path)
-    noted(tmp_path, rank=1)
-    assert [note.rank for note in read_notes(tmp_path)] == [1]
+def of_a_newer_format(directory: Path) -> None:
+    (directory / "rank0.jsonl").write_text('{"ddpstats": 2, "run": "x", "rank": 0, "world_size": 2, "time": 1.0}\n')
 
 
-def test_program_goes_on_beside_notes_of_a_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(live_notes, "FORMAT", 3)
-        noted(tmp_path)
+def test_records_of_a_newer_format_are_refused(tmp_path: Path) -> None:
+    of_a_newer_format(tmp_path)
+    with pytest.raises(DdpstatsError, match=r"rank0\.jsonl cannot .* written by a newer ddpstats: format 2"):
+        Records(tmp_path).look()
+    recorded(tmp_path, rank=1)
+    assert [rank.rank for rank in Records(tmp_path).look()] == [1]
+
+
+def test_program_goes_on_beside_records_of_a_newer_format(tmp_path: Path) -> None:
+    of_a_newer_format(tmp_path)
     program = [sys.executable, "-c", "import sys; sys.exit(3)"]
-    assert run_watched(program, os.environ, str(tmp_path)) == 3
+    assert run._run_to_its_end(program, os.environ, str(tmp_path)) == 3
 
 
 SIGNALS_ITS_PARENT = """
@@ -131,12 +174,12 @@ time.sleep(600)
 """
 ENDS_WITH_ITS_PROGRAM = """
 import signal, sys
-from ddpstats.guard import screen
+from ddpstats.guard import run
 
-screen.ENDING_SEC = 0.5
+run.ENDING_SEC = 0.5
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background has it ignored
 try:
-    sys.exit(-screen.run_watched(sys.argv[2:], {}, sys.argv[1]))
+    sys.exit(-run._run_to_its_end(sys.argv[2:], {}, sys.argv[1]))
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -148,39 +191,47 @@ def test_signal_to_the_launcher_alone_ends_the_program(number: int, status: int,
     assert programs.run(["-c", ENDS_WITH_ITS_PROGRAM, *program], timeout=LIMIT_SEC).returncode == status
 
 
-def test_notes_that_cannot_be_made_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "replace", lambda *_: os.stat(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match=r"rank 0 cannot write its notes to .*: No such file"):
-        noted(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_watching_ends_where_the_notes_are_removed(
+def test_watching_ends_where_the_records_are_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted(tmp_path)
-    monkeypatch.setattr(time, "sleep", lambda _: (tmp_path / "rank0.live").unlink())
+    recorded(tmp_path)
+    monkeypatch.setattr(time, "sleep", lambda _: (tmp_path / "rank0.jsonl").unlink())
     assert cli.main(["watch", str(tmp_path)]) == 2
-    assert "are gone: whoever started the ranks has removed them" in capsys.readouterr().err
+    assert "are gone: another process has removed them" in capsys.readouterr().err
 
 
-def test_only_ranks_of_the_newest_run_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "getppid", lambda: 1)
-        noted(tmp_path, rank=1)
-    noted(tmp_path)
-    assert [note.rank for note in read_notes(tmp_path)] == [0]
-    assert not list(tmp_path.glob("*.live.*"))
-    assert (tmp_path / "rank0.live").stat().st_mode & 0o777 == 0o600
+def test_only_ranks_of_the_newest_run_are_shown(tmp_path: Path) -> None:
+    recorded(tmp_path, rank=1, name="a run before")
+    recorded(tmp_path)
+    assert [rank.rank for rank in Records(tmp_path).look()] == [0]
+    assert "no collective yet, or on another host: rank 1" in shown(Records(tmp_path))
+
+
+def test_next_run_in_the_same_files_is_followed(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    recorded(tmp_path, 20).step(EVENT)
+    records.look()
+    recorded(tmp_path, 1, name="the next run")
+    (rank,) = records.look()
+    assert (rank.steps, rank.groups) == (0, {"0": (2, 1)})
 
 
 def test_label_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    noted(tmp_path, event=dataclasses.replace(EVENT, label="\x1b[2Jsnr", site="\x1b[H.py:1 in f"))
-    with watch.Lines(sys.stdout) as view:
-        view.show(picture_of(read_notes(tmp_path)))
+    recorded(tmp_path, event=dataclasses.replace(EVENT, label="\x1b[2Jsnr", site="\x1b[H.py:1 in f"))
+    watch.Lines(sys.stdout).show(picture_of(Records(tmp_path).look()))
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert "\\x1b[H.py:1 in f" in printed
+
+
+def test_watch_in_json_looks_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(tmp_path)
+    assert cli.main(["watch", str(tmp_path), "--json"]) == 0
+    recorded(tmp_path).alarm("guard", "differ")
+    assert cli.main(["watch", str(tmp_path), "--json"]) == 1
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [len(each["ranks"]) for each in shown] == [1, 1]
+    assert shown[1]["remarks"][-1] == "ALARM: differ"
 
 
 def test_rank_that_is_furthest_behind_is_shown_first_among_many() -> None:
@@ -198,6 +249,8 @@ def test_watch_without_ranks_or_without_guard_is_refused(tmp_path: Path, capsys:
     assert "--watch is for --nproc N" in capsys.readouterr().err
     assert cli.main(["run", "--nproc", "2", "--guard", "off", "--watch", str(script)]) == 2
     assert "with --guard off nothing is seen" in capsys.readouterr().err
+    assert cli.main(["run", "--watch-dir", "a", "--record-dir", "b", str(script)]) == 2
+    assert "name one directory" in capsys.readouterr().err
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
@@ -282,41 +335,59 @@ def _until(is_so: Callable[[], bool], program: Program) -> None:
 
 # -- a terminal -------------------------------------------------------------------------------------------------------
 
-WATCHED = """
-import fcntl, signal, sys, termios
-from ddpstats.guard.screen import run_watched
+RANK = """
+import sys, time
+from pathlib import Path
+from tests.guard.test_live import recorded
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background has it ignored
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-program = "import sys, time; print('step', 1, sys.stdout.isatty()); sys.stderr.write('10%\\\\r20%'); " + sys.argv[2]
-try:
-    sys.exit(run_watched([sys.executable, "-c", program], {}, sys.argv[1]))
-except KeyboardInterrupt:
-    sys.exit(130)
+recorded(Path(sys.argv[1])).alarm("guard", "\\x1b[2Jdiffer")
+time.sleep(600)
 """
 
 
 @pytest.mark.library
-@pytest.mark.parametrize(
-    ("ends", "keys", "status"),
-    [("sys.exit(3)", b"", 3), ("sys.stderr.flush(); time.sleep(600)", b"\x03", 130)],
-    ids=["by itself", "by an interrupt"],
-)
-def test_a_table_on_a_terminal(ends: str, keys: bytes, status: int, tmp_path: Path) -> None:
-    noted(tmp_path).alarm("\x1b[2Jdiffer")
-    drawn = _drawn_beside(tmp_path, ends, keys, status)
-    assert b"step 1 True" in drawn  # the program has a terminal
+def test_a_table_on_a_terminal(tmp_path: Path) -> None:
+    needs("rich")
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, b"\x28\0\xa0\0\0\0\0\0")  # 40 lines of 160 characters
+    environ = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environ.pop("COLUMNS", None)  # GNU readline leaves it behind, and it wins over the terminal's width
+    with Program(["-c", RANK, str(tmp_path)], environ) as rank:
+        _until(lambda: "alarm guard" in _text(tmp_path / "rank0.jsonl"), rank)
+        command = [sys.executable, "-m", "ddpstats", "watch", str(tmp_path)]
+        watching = subprocess.Popen(command, env=environ, stdin=its, stdout=its, stderr=its, start_new_session=True)
+        os.close(its)
+        drawn = b""
+        try:
+            deadline = time.monotonic() + LIMIT_SEC
+            while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                try:
+                    drawn += os.read(ours, 1 << 16)
+                except OSError:  # nobody has the other end any more
+                    break
+                if b"last collective" in drawn and rank.poll() is None:
+                    os.kill(rank.pid, signal.SIGKILL)
+            assert watching.wait(LIMIT_SEC) == 1
+        finally:
+            watching.kill()
+            watching.wait()
+            os.close(ours)
+    assert b"runs" in drawn
+    assert b"killed" in drawn
     assert b"'snr'" in drawn
     assert b"\\x1b[2Jdiffer" in drawn
     assert b"\x1b[2J" not in drawn
     assert drawn.rindex(b"\x1b[?25h") > drawn.rindex(b"\x1b[?25l")
 
 
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
 @pytest.mark.library
 def test_small_terminal_shows_the_late_rank_and_the_alarm() -> None:
     needs("rich")
     from rich.console import Console
-    from rich.live import Live
 
     last = ("number 4812, all_reduce(float32[25557032], sum) '(gradients)'", "train.py:214 in train_one_epoch")
     rows = [watch.Row(rank, 120, 4812, 0, "waits for 31 s", *last) for rank in range(15)]
@@ -326,49 +397,14 @@ def test_small_terminal_shows_the_late_rank_and_the_alarm() -> None:
         "ALARM: step 118: the gradients of rank 1 are not finite",
         "ALARM: long" + " s" * 900,
     ]
-    drawn, screen = io.StringIO(), Screen(io.StringIO())
+    drawn = io.StringIO()
     console = Console(file=drawn, force_terminal=True, width=80, height=24, color_system=None)
-    screen._live = Live(console=console, auto_refresh=False)
-    with screen:
-        screen.above(b"[" + b"=" * 100)  # a progress bar without an end
-        screen.show(watch.Picture("16 of 16 ranks", rows, remarks, [15], 0))
-        lines = [line.strip() for line in drawn.getvalue().splitlines()[-24:]]
-    assert lines[0].endswith("=\u2026")
-    assert lines[1:3] == ["16 of 16 ranks", remarks[1]]
+    console.print(watch._table(watch.Picture("16 of 16 ranks", rows, remarks, [15], 0), console, 24))
+    lines = [line.strip() for line in drawn.getvalue().splitlines()]
+    assert len(lines) == 24
+    assert lines[:2] == ["16 of 16 ranks", remarks[1]]
     names = lines.index("...") + 1  # of the alarm that is too long
     assert lines[names].startswith("rank step behind state")
     ranks = [int(line.split()[0]) for line in lines[names + 1 : -2]]
     assert ranks == [15, *range(len(ranks) - 1)]
     assert lines[-2:] == [f"and {16 - len(ranks)} more ranks", "renegotiations: 1"]
-
-
-def _drawn_beside(directory: Path, ends: str, keys: bytes, status: int) -> bytes:
-    """What comes to a terminal, while a program that ``ends`` runs beside the notes of ``directory``."""
-    needs("rich")
-    ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, b"\x28\0\xa0\0\0\0\0\0")  # 40 lines of 160 characters
-    environ = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
-    environ.pop("COLUMNS", None)  # GNU readline leaves it behind, and it wins over the terminal's width
-    process = subprocess.Popen(
-        [sys.executable, "-c", WATCHED, str(directory), ends],
-        env=environ, stdin=its, stdout=its, stderr=its, start_new_session=True,
-    )  # fmt: skip
-    os.close(its)
-    drawn = b""
-    try:
-        deadline = time.monotonic() + LIMIT_SEC
-        while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            try:
-                drawn += os.read(ours, 1 << 16)
-            except OSError:  # nobody has the other end any more
-                break
-            if keys and b"20%" in drawn and b"last collective" in drawn:
-                os.write(ours, keys)
-                keys = b""
-        assert not keys, drawn
-        assert process.wait(LIMIT_SEC) == status
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-    return drawn
