@@ -1,1 +1,1 @@
-"""What the process does, seen without changing it: collectives, gradients before they are reduced, modules."""
+"""This room observes a process without changing it: collectives, gradients before they are reduced, frames."""

@@ -68,7 +68,7 @@ class Subscriber(Protocol):
         """Called once it is issued. May wait for ``work``; None: the operator returned when all was done."""
 
     def waiting(self, work: Any, limited: bool) -> bool:
-        """Called before Python code waits for ``work``, under a timeout of its own if ``limited``.
+        """Called before Python code waits for ``work``, under the caller's timeout if ``limited``.
 
         Return True if it has been waited for, and must not be once more.
         """
@@ -92,8 +92,8 @@ def subscribe(
     """Show all collectives of this process to ``subscriber`` from now on. Raises ``ConfigError`` on an unknown torch.
 
     ``waited``: called with each work that Python code has waited for, once that wait has ended well. A subscriber that
-    only reads results needs no wait of its own, and cannot come into conflict with one. ``failed``: called with each
-    work, and the error, where that wait has ended with one.
+    only reads results does not wait itself, and cannot come into conflict with a wait. ``failed``: called with each
+    work whose wait has failed, and with the error.
     """
     with _lock:
         if not _subscribers:
@@ -117,7 +117,7 @@ def unsubscribe(subscriber: Subscriber) -> None:
 
 
 def is_installed() -> bool:
-    """Whether collectives are observed at the moment."""
+    """Return whether collectives are observed at the moment."""
     return _kernels is not None
 
 
@@ -162,7 +162,7 @@ def _try_out() -> None:
 
 
 def _sees(group: Any, *options: Any) -> bool:
-    """Whether an all_reduce and the wait for it are seen: by its kernel, or, with options, by `_all_reduce`."""
+    """Return whether an all_reduce and its wait are seen: by the kernel, or, with options, by `_all_reduce`."""
     seen: list[str] = []
     thread = threading.get_ident()
 
@@ -328,7 +328,7 @@ def _limited(options: Any, limit: timedelta) -> Any:
 
 
 def _is_plain(*args: Any) -> bool:
-    """Whether c10d's kernel for the CPU would get these arguments, and nothing else would see them on the way there."""
+    """Return whether these arguments would reach c10d's kernel for the CPU, and nothing would see them on the way."""
     if len(args) != 2 or type(args[0]) is not list or len(args[0]) != 1 or type(args[1]) is not _AllreduceOptions:
         return False
     tensor = args[0][0]

@@ -37,7 +37,7 @@ _OF_A_GRAPH = "<eval_with_key>"  # the file of code that torch.fx makes
 
 @dataclass(frozen=True)
 class CodePlan:
-    """What is known of a code object.
+    """The classification of a code object.
 
     Attributes:
         internal: it is not the program's own.
@@ -77,7 +77,7 @@ def _plan(code: CodeType, module: str) -> CodePlan:
 
 
 def _is_generated(file: str) -> bool:
-    """Whether torch has made the code, for `torch.compile` or from a graph: it belongs to no module."""
+    """Return whether torch has made the code, for `torch.compile` or from a graph: it belongs to no module."""
     directory = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or _OF_A_GRAPH)
     return file.startswith((_OF_A_GRAPH, directory + os.sep))
 
@@ -125,7 +125,7 @@ def _lines_of(entry: traceback.FrameSummary) -> list[str]:
 
 
 def is_in_checkpoint() -> bool:
-    """Whether activation checkpointing runs the caller."""
+    """Return whether activation checkpointing runs the caller."""
     return any(frame.f_globals.get("__name__") == _CHECKPOINT for frame in _outwards(sys._getframe(1)))
 
 

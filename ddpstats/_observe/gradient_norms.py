@@ -1,7 +1,8 @@
-"""How large gradients are, and the numbers in them: a norm is not finite if and only if some element is not.
+"""Norms of gradients, and what the backward passes of a micro-batch brought.
 
-On the CPU the norm is the 2-norm, which torch vectorizes, and what it cannot represent is looked at element by element.
-On an accelerator it is the largest magnitude, which is exact, in one fused pass; nobody waits for it before `any_bad`.
+A norm is not finite if and only if some element is not. On the CPU it is the 2-norm, which torch vectorizes; where that
+overflows, the elements decide. On an accelerator it is the largest magnitude, which is exact, in one fused pass; no
+thread waits for it before `any_bad`.
 """
 
 from __future__ import annotations
@@ -14,44 +15,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._observe.groups import Counts, bucket_count, has_comm_hook, issued, ranks_of, since
+from ddpstats._observe.groups import Counts, bucket_count, has_comm_hook, issued_counts, ranks_of, since
 from ddpstats._observe.torch_compat import norm_each, stored_values
 
 NO_GRADIENT = -1.0
 
 
 def measure(gradients: Sequence[Tensor | None]) -> Tensor:
-    """A norm per gradient, not finite if and only if some element is not; `NO_GRADIENT` for None. float64, on the host.
+    """Return a norm per gradient, float64 on the host; `NO_GRADIENT` for None.
 
-    The 2-norm on the CPU, the largest magnitude elsewhere: bit for bit what `GradientWatch` measures.
+    It is the 2-norm on the CPU, the largest magnitude elsewhere: bit for bit what `GradientWatch` measures.
     """
-    found = torch.full((len(gradients),), NO_GRADIENT, dtype=torch.float64, device="cpu")
-    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
-    if places:
+    result = torch.full((len(gradients),), NO_GRADIENT, dtype=torch.float64, device="cpu")
+    indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    if indices:
         with torch.no_grad():
             values = [elements(gradient) for gradient in gradients if gradient is not None]
-            norms = gathered(norms_of(values))
-            found[torch.tensor(places, device="cpu")] = exact(values, norms.cpu()).to(torch.float64)
-    return found
+            norms = as_vector(norms_of(values))
+            result[torch.tensor(indices, device="cpu")] = exact(values, norms.cpu()).to(torch.float64)
+    return result
 
 
 def any_bad(gradients: Sequence[Tensor | None], norms: Sequence[Tensor] = ()) -> bool:
-    """Whether any element of any gradient, or any of ``norms``, is not finite. Waits once for each device."""
+    """Return whether any element of a gradient, or any of ``norms``, is not finite. Waits once for each device."""
     with torch.no_grad():
         values = [elements(gradient) for gradient in gradients if gradient is not None]
-        found = [*([gathered(norms_of(values))] if values else []), *norms]
-        if not found:
+        vectors = [*([as_vector(norms_of(values))] if values else []), *norms]
+        if not vectors:
             return False
-        own = found[0]
-        if len(found) > 1:
-            own = torch.cat([one.to(own.device, torch.float64) for one in found])
-        if math.isfinite(own.sum().item()):
+        device = vectors[0].device
+        if math.isfinite(torch.cat([vector.to(device, torch.float64) for vector in vectors]).sum().item()):
             return False
-        return not bool(torch.cat([measure(values), *(one.to("cpu", torch.float64) for one in norms)]).isfinite().all())
+        on_host = [measure(values), *(vector.to("cpu", torch.float64) for vector in norms)]
+        return not bool(torch.cat(on_host).isfinite().all())
 
 
 def norm_kind(device: torch.device) -> str:
-    """Which norm is measured there."""
+    """Return which norm is measured on a kind of device."""
     return "2" if device.type == "cpu" else "inf"
 
 
@@ -73,8 +73,8 @@ def _norms_of_a_kind(gradients: list[Tensor]) -> list[Tensor]:
     return list(norm_each(gradients, 2, dtype=torch.float32 if half else None))
 
 
-def gathered(norms: list[Tensor]) -> Tensor:
-    """One vector: on their device if they share it, else on the host; of the widest dtype."""
+def as_vector(norms: list[Tensor]) -> Tensor:
+    """Return one vector of the widest dtype, on their device if they share it, otherwise on the host."""
     try:
         return torch.stack(norms)
     except RuntimeError:  # several devices
@@ -82,18 +82,18 @@ def gathered(norms: list[Tensor]) -> Tensor:
 
 
 def exact(gradients: list[Tensor], norms: Tensor) -> Tensor:
-    """The 2-norm of finite numbers may overflow: where it is not finite, the elements decide."""
-    for place in (~norms.isfinite()).nonzero().flatten().tolist():
-        if bool(gradients[place].isfinite().all()):
+    """Return the norms, corrected where the 2-norm of finite numbers overflowed."""
+    for index in (~norms.isfinite()).nonzero().flatten().tolist():
+        if bool(gradients[index].isfinite().all()):
             norms = norms.to(torch.float64)
-            gradient = gradients[place]
+            gradient = gradients[index]
             wide = torch.linalg.vector_norm(gradient.to(torch.complex128 if gradient.is_complex() else torch.float64))
-            norms[place] = min(wide.item(), torch.finfo(torch.float64).max)
+            norms[index] = min(wide.item(), torch.finfo(torch.float64).max)
     return norms
 
 
 def held_values(gradient: Tensor | None) -> Tensor:
-    """The numbers this rank holds of it: of a DTensor its shard, of sparse and nested tensors what they store."""
+    """Return the numbers this rank holds of it: a DTensor's shard, what a sparse or nested tensor stores."""
     assert gradient is not None
     if is_sharded(gradient):
         gradient = gradient.to_local()  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ def held_values(gradient: Tensor | None) -> Tensor:
 
 
 def parts_of(name: str, gradient: Tensor) -> dict[str, Tensor]:
-    """As ordinary tensors with names: of a sparse gradient, its indices and the values there; else what is held."""
+    """Return ordinary tensors by name: a sparse gradient's indices and values, otherwise what is held."""
     if not is_sparse(gradient):
         return {name: held_values(gradient)}
     gradient = gradient.coalesce()
@@ -111,7 +111,7 @@ def parts_of(name: str, gradient: Tensor) -> dict[str, Tensor]:
 
 
 def elements(gradient: Tensor | None) -> Tensor:
-    """What `held_values` gives, but of a sparse gradient each element once: it may hold several parts of one."""
+    """Return its `held_values`, but each element of a sparse gradient once: it may hold several parts of one."""
     if type(gradient) is Tensor and gradient.layout is torch.strided and not gradient.is_nested:  # nearly every one
         return gradient
     return gradient.coalesce().values() if gradient is not None and is_sparse(gradient) else held_values(gradient)
@@ -130,14 +130,16 @@ def is_sharded(tensor: Tensor) -> bool:
 
 @dataclass
 class BackwardPass:
-    """One backward pass: whose gradients it brought, how large; whether they are reduced afterwards.
+    """The norms of one backward pass's gradients, and whether these are reduced.
 
     Attributes:
-        arrived: whether a gradient has.
-        quiet: places of those that are known to have arrived before any collective since the forward pass began.
-        issued: collectives since then, when the pass had ended; None while it goes on.
+        first: the number of the micro-batch's first pass since the forward pass began.
+        measured: parameters, and the norms of their gradients.
+        exchanged: the gradients are reduced after this pass.
+        arrived: a gradient has arrived.
+        quiet: indices of gradients that arrived before any collective since the forward pass began.
+        issued: collectives since the forward pass began, when the pass had ended; None while it goes on.
         end: the counts at that time.
-        first: the number of the micro-batch's first pass since then.
     """
 
     first: int
@@ -155,9 +157,10 @@ class WatchedMicroBatch:
 
     Attributes:
         tasks: autograd's graph tasks whose end has been asked for; the first one of a pass is the outermost.
+        at_once: each gradient is measured when it arrives, not at the end of the pass.
         waiting: parameters whose gradient has arrived and is not yet measured.
-        local: place of a parameter -> its own gradient, kept because one was bad.
-        start: collectives until the last forward pass began, and of the program's hooks on parameters.
+        local: index of a parameter -> its own gradient, kept because one was bad.
+        start: collectives until the last forward pass began.
         first: how many backward passes there were by then.
     """
 
@@ -171,95 +174,95 @@ class WatchedMicroBatch:
     _quiet: bool = True
 
     def count_from_here(self) -> None:
-        """A forward pass begins."""
-        self.start, self.first, self._quiet = issued(), len(self.passes), True
+        """Start counting at a forward pass that begins."""
+        self.start, self.first, self._quiet = issued_counts(), len(self.passes), True
 
     def is_quiet(self) -> bool:
-        """Whether no collective was issued since the forward pass began."""
+        """Return whether no collective was issued since the forward pass began."""
         self._quiet = self._quiet and not since(self.start)
         return self._quiet
 
     def close_pass(self) -> None:
-        """The last one has ended. Idempotent."""
+        """Note the end of the last pass. Idempotent."""
         if self.passes and self.passes[-1].issued is None:
-            self.passes[-1].issued, self.passes[-1].end = since(self.start), issued()
+            self.passes[-1].issued, self.passes[-1].end = since(self.start), issued_counts()
 
 
 class BackwardNorms:
-    """What one micro-batch's backward passes brought: whose gradients, how large. Read when there is a reason to."""
+    """The gradients of one micro-batch's backward passes: whose, how large. Read only when there is a reason to."""
 
     def __init__(
         self,
         passes: list[BackwardPass],
-        place: dict[int, int],
+        index_of: dict[int, int],
         local: dict[int, Tensor],
         replicas: Sequence[nn.parallel.DistributedDataParallel],
     ) -> None:
-        self._passes, self._place, self._local, self._replicas = passes, place, local, replicas
+        self._passes, self._index_of, self._local, self._replicas = passes, index_of, local, replicas
 
     @property
     def exchanged(self) -> list[bool]:
-        """Of each pass: whether its gradients were reduced afterwards, or meanwhile."""
-        return [one.exchanged or bool(self._foreign(number)) for number, one in enumerate(self._passes)]
+        """For each pass, whether its gradients were reduced afterwards, or meanwhile."""
+        return [it.exchanged or bool(self._foreign(number)) for number, it in enumerate(self._passes)]
 
     def note_reduction(self) -> None:
-        """The next micro-batch begins: what the program has communicated since the last pass may be its gradients."""
+        """Note, when the next micro-batch begins, that the program may have reduced gradients since the last pass."""
         if self._passes and since(self._passes[-1].end):
             self._passes[-1].exchanged = True
 
     def shared_with(self) -> list[tuple[int, ...]]:
-        """Of each pass: the ranks with which the program communicated before its first bad gradient was seen.
+        """Return for each pass the ranks with which the program communicated before its first bad gradient was seen.
 
         Empty where that gradient is this rank's own for sure.
         """
-        bad = self.bad_places()
+        bad = self.bad_indices()
         return [
-            () if one.quiet & set(bad[number]) else ranks_of(self._foreign(number))
-            for number, one in enumerate(self._passes)
+            () if it.quiet & set(bad[number]) else ranks_of(self._foreign(number))
+            for number, it in enumerate(self._passes)
         ]
 
     def _foreign(self, number: int) -> list[Any]:
-        """Groups on which more was issued, until the end of that pass, than DDP does in those until then."""
-        one = self._passes[number]
-        reductions = sum(other.exchanged for other in self._passes[one.first : number + 1])
+        """Return the groups on which more was issued, until the end of that pass, than DDP issues until then."""
+        current = self._passes[number]
+        reductions = sum(earlier.exchanged for earlier in self._passes[current.first : number + 1])
         return [
             group
-            for group, count in (one.issued or {}).items()
+            for group, count in (current.issued or {}).items()
             if count is None or count > sum(_most_collectives(ddp, group, reductions) for ddp in self._replicas)
         ]
 
-    def places(self) -> set[int]:
-        """Parameters that got a gradient."""
-        return {self._place[id(parameter)] for parameters, _ in self._measured() for parameter in parameters}
+    def indices(self) -> set[int]:
+        """Return the indices of parameters that got a gradient."""
+        return {self._index_of[id(parameter)] for parameters, _ in self._measured() for parameter in parameters}
 
     def local(self) -> dict[int, Tensor] | None:
-        """Place of a parameter -> this rank's own gradient; None where not all of them could be kept."""
-        return self._local if self._local and self.places() == self._local.keys() else None
+        """Return index of a parameter -> this rank's own gradient; None where not all of them could be kept."""
+        return self._local if self._local and self.indices() == self._local.keys() else None
 
     def away(self) -> list[Tensor]:
-        """The norms that lie on an accelerator."""
+        """Return the norms that are on an accelerator."""
         return [norms for _, norms in self._measured() if not norms.is_cpu]
 
     def norms(self) -> Tensor | None:
-        """One per parameter of the module, float64, on the host; `NO_GRADIENT` where none came; None without any."""
+        """Return one per parameter, float64 on the host, `NO_GRADIENT` where none came; None where no gradient came."""
         if not self._measured():
             return None
-        found = torch.full((len(self._place),), NO_GRADIENT, dtype=torch.float64, device="cpu")
+        result = torch.full((len(self._index_of),), NO_GRADIENT, dtype=torch.float64, device="cpu")
         for parameters, norms in self._measured():
-            places = torch.tensor([self._place[id(parameter)] for parameter in parameters], device="cpu")
-            found[places] = norms.to("cpu", torch.float64)
-        return found
+            indices = torch.tensor([self._index_of[id(parameter)] for parameter in parameters], device="cpu")
+            result[indices] = norms.to("cpu", torch.float64)
+        return result
 
-    def bad_places(self) -> list[list[int]]:
-        """Of each pass: parameters whose gradient was not finite, as they came: the loss's end first."""
-        return [_bad_places(one, self._place) for one in self._passes]
+    def bad_indices(self) -> list[list[int]]:
+        """Return for each pass the parameters whose gradient was not finite, as they came: the loss's end first."""
+        return [_bad_indices(it, self._index_of) for it in self._passes]
 
     def _measured(self) -> list[tuple[list[Tensor], Tensor]]:
-        return [measured for one in self._passes for measured in one.measured]
+        return [measured for it in self._passes for measured in it.measured]
 
 
 def _most_collectives(replica: nn.parallel.DistributedDataParallel, group: Any, reductions: int) -> float:
-    """How many collectives so many of its reductions issue on that group. Asked when something is wrong only."""
+    """Return how many collectives so many of its reductions issue on that group. Asked only when something is wrong."""
     if replica.process_group is not group or not reductions:
         return 0
     if has_comm_hook(replica):
@@ -267,9 +270,9 @@ def _most_collectives(replica: nn.parallel.DistributedDataParallel, group: Any, 
     return reductions * (bucket_count(replica) + int(replica.find_unused_parameters))
 
 
-def _bad_places(one: BackwardPass, place: dict[int, int]) -> list[int]:
+def _bad_indices(backward_pass: BackwardPass, index_of: dict[int, int]) -> list[int]:
     order: dict[int, None] = {}
-    for parameters, norms in one.measured:
+    for parameters, norms in backward_pass.measured:
         finite = norms.isfinite().tolist()
-        order.update({place[id(p)]: None for p, ok in zip(parameters, finite, strict=True) if not ok})
+        order.update({index_of[id(p)]: None for p, ok in zip(parameters, finite, strict=True) if not ok})
     return list(order)

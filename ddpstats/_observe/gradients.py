@@ -2,23 +2,22 @@
 
 DistributedDataParallel takes one communication hook, and that belongs to the user. So:
 
-1. Every parameter has a hook that runs when its gradient has been accumulated, before DDP hears of it. It notes the
-   parameter, and the first one of a backward pass asks autograd to be called at the end of it.
-2. There one pass measures all of them: a norm per gradient, which is not finite if and only if some element is not. DDP
-   keeps its copies in its buckets until its own callback at the end, which was asked for later and so comes later: at
-   this moment the gradients are this rank's own, and the collective is on its way at the same time. A backward pass
-   inside another one (reentrant checkpointing) has an end of its own, and DDP may be through by then: so all that
-   waits is measured there.
-3. The hook measures at once where the end would be too late: gradients that lie in the buckets themselves
+1. Every parameter has a hook that runs when its gradient has been accumulated, before DDP's hook. It notes the
+   parameter, and the first one of a backward pass asks autograd for a callback at the end of it.
+2. That callback measures all of them: a norm per gradient, which is not finite if and only if some element is not. DDP
+   keeps its copies in its buckets until its own callback, which was asked for later and so comes later: at this moment
+   the gradients are this rank's own, while the collective already runs. A backward pass inside another one (reentrant
+   checkpointing) ends earlier, and DDP may be done by then: so all that waits is measured there.
+3. The hook measures at once where the end would be too late: gradients that are in the buckets themselves
    (``gradient_as_bucket_view``), which DDP reduces in place; the first pass of a static graph, which DDP reduces
-   before any callback; sparse ones, of which DDP has no copies; a parameter with a hook of somebody else, who may
+   before any callback; sparse ones, of which DDP has no copies; a parameter with another hook of the program, which may
    reduce its gradient, or take it away.
-4. Passes are told apart, and DDP says whether it reduces after one: from then on every rank's gradients hold those of
-   all.
+4. Each pass is kept by itself, and DDP says whether it reduces after one: from then on every rank's gradients hold
+   those of all.
 5. A program may reduce by itself: in hooks on its tensors or on autograd's nodes, in a ``backward`` of its own. Its
-   collectives are counted (`groups.issued`), and a gradient that arrived after one may already be reduced: it is not
-   called this rank's own. Where nothing in the model is DDP, gradients are measured in their hooks as long as it is not
-   known that a backward pass issues none.
+   collectives are counted (`groups.issued_counts`), and a gradient that arrived after one may already be reduced: it is
+   not called this rank's own. Where nothing in the model is DDP, gradients are measured in their hooks as long as it is
+   not known that a backward pass issues none.
 
 A gradient that is sharded when it arrives (FSDP2: a DTensor) has been reduced already: `sees_local` is False, and only
 `measure` of what the step is left with can be had.
@@ -44,14 +43,14 @@ from ddpstats._observe.gradient_norms import (
     BackwardNorms,
     BackwardPass,
     WatchedMicroBatch,
+    as_vector,
     elements,
     exact,
-    gathered,
     is_sharded,
     is_sparse,
     norms_of,
 )
-from ddpstats._observe.groups import issued
+from ddpstats._observe.groups import issued_counts
 from ddpstats._observe.torch_compat import (
     accumulated_hooks,
     graph_task,
@@ -85,7 +84,7 @@ class GradientWatch:
         self.bad = False
         self.observer: Callable[[list[Tensor], list[Tensor]], None] | None = None
         self._module = module
-        self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        self._index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._handles: list[Any] = []
         self._unhooked = [parameter for parameter in self.parameters if self.sees_local]
         self._replicas: list[nn.parallel.DistributedDataParallel] | None = None
@@ -95,7 +94,7 @@ class GradientWatch:
         self._micro = WatchedMicroBatch()
 
     def begin(self) -> None:
-        """From now on gradients are measured: a micro-batch begins."""
+        """Begin a micro-batch: from now on gradients are measured."""
         if self._unhooked:
             self._hook()
         if self._replicas is None:
@@ -105,23 +104,23 @@ class GradientWatch:
             self._handles.append(inner.register_forward_pre_hook(hook))
         if self.arrivals and not self._replicas:
             self.arrivals[-1].note_reduction()
-        self._micro = WatchedMicroBatch(at_once=self._has_to_be_quick(self._replicas), start=issued())
+        self._micro = WatchedMicroBatch(at_once=self._has_to_be_quick(self._replicas), start=issued_counts())
         self._active = True
 
     def end(self) -> None:
-        """The micro-batch is through: no gradient is measured any more."""
+        """End the micro-batch: no gradient is measured any more."""
         self._active = False
         micro = self._micro
         self._measure_waiting()  # a backward pass that ended by an error
         micro.close_pass()
-        self._static_graph_known = self._static_graph_known or any(one.exchanged for one in micro.passes)
+        self._static_graph_known = self._static_graph_known or any(it.exchanged for it in micro.passes)
         if micro.passes:
-            self._communicates = bool(self._communicates) or any(one.issued for one in micro.passes)
-        self.arrivals.append(BackwardNorms(micro.passes, self._place, micro.local, self._replicas or []))
+            self._communicates = bool(self._communicates) or any(it.issued for it in micro.passes)
+        self.arrivals.append(BackwardNorms(micro.passes, self._index_of, micro.local, self._replicas or []))
         self._micro = WatchedMicroBatch()
 
     def forget(self) -> None:
-        """The step is over."""
+        """End the step."""
         self.bad = False
         self.arrivals = []
 
@@ -134,7 +133,7 @@ class GradientWatch:
         self._unhooked = []
 
     def _hook(self) -> None:
-        """Parameters are hooked when they first want a gradient: a frozen one takes no hook."""
+        """Hook the parameters that want a gradient for the first time: a frozen one takes no hook."""
         arrived = _ArrivalHook(self)
         frozen = []
         for parameter in self._unhooked:
@@ -147,14 +146,14 @@ class GradientWatch:
         self._unhooked = frozen
 
     def _has_to_be_quick(self, replicas: list[nn.parallel.DistributedDataParallel]) -> bool:
-        if queue_callback is None or any(one.gradient_as_bucket_view for one in replicas):
+        if queue_callback is None or any(replica.gradient_as_bucket_view for replica in replicas):
             return True
-        if not replicas and self._communicates is not False and issued():
+        if not replicas and self._communicates is not False and issued_counts():
             return True
-        return not self._static_graph_known and any(one.static_graph for one in replicas)
+        return not self._static_graph_known and any(replica.static_graph for replica in replicas)
 
     def _forward_begins(self) -> None:
-        """By now DDP has done what it does before: collectives of the program's own count from here."""
+        """Count the program's own collectives from here: DDP has issued those that it issues before a forward pass."""
         if self._active and not in_backward():
             self._micro.count_from_here()
 
@@ -163,9 +162,9 @@ class GradientWatch:
         if task not in micro.tasks:
             self._note_task(micro, task)
         current = micro.passes[-1]
-        # under DDP of the pass's first one alone: a NaN of the loss is in it, and to count costs as much as to measure
+        # Under DDP only at the first gradient: a NaN of the loss is in it, and to count costs as much as to measure.
         if (micro.at_once or (self._replicas and not current.arrived)) and micro.is_quiet():
-            current.quiet.add(self._place[id(parameter)])
+            current.quiet.add(self._index_of[id(parameter)])
         current.arrived = True
         if micro.at_once or _has_foreign_hooks(parameter) or is_sparse(parameter.grad):
             self._measure([parameter])
@@ -173,7 +172,7 @@ class GradientWatch:
             micro.waiting.append(parameter)
 
     def _note_task(self, micro: WatchedMicroBatch, task: int) -> None:
-        """Its first gradient arrives."""
+        """Note the first gradient of a graph task of autograd's."""
         if not micro.tasks:
             micro.close_pass()
             micro.passes.append(BackwardPass(micro.first))
@@ -199,16 +198,16 @@ class GradientWatch:
             self.observer(parameters, [parameter.grad for parameter in parameters if parameter.grad is not None])
         with torch.no_grad():
             gradients = [elements(parameter.grad) for parameter in parameters]
-            norms = gathered(norms_of(gradients))
+            norms = as_vector(norms_of(gradients))
             if norms.is_cpu:
-                norms = self._judged(parameters, gradients, norms)
+                norms = self._check_norms(parameters, gradients, norms)
         current = self._micro.passes[-1]
         current.measured.append((parameters, norms))
-        # of DDP: false in no_sync()
-        current.exchanged |= any(one.require_backward_grad_sync for one in self._replicas or ())
+        # DDP sets it to False in no_sync().
+        current.exchanged |= any(replica.require_backward_grad_sync for replica in self._replicas or ())
 
-    def _judged(self, parameters: list[Tensor], gradients: list[Tensor], norms: Tensor) -> Tensor:
-        """On the CPU: is any of them bad? Then this is the moment to keep them, before they are reduced."""
+    def _check_norms(self, parameters: list[Tensor], gradients: list[Tensor], norms: Tensor) -> Tensor:
+        """Return exact norms, on the CPU. If one is bad, keep the gradients now, before they are reduced."""
         if math.isfinite(norms.sum().item()):
             if self.bad:
                 self._keep(parameters)
@@ -220,12 +219,12 @@ class GradientWatch:
         return norms
 
     def _keep(self, parameters: list[Tensor]) -> None:
-        kept = {self._place[id(p)]: p.grad.detach().clone() for p in parameters if p.grad is not None}
+        kept = {self._index_of[id(p)]: p.grad.detach().clone() for p in parameters if p.grad is not None}
         self._micro.local.update(kept)
 
 
 class _ArrivalHook:
-    """Of every parameter; must not keep the watch alive."""
+    """The hook on every parameter; it must not keep the watch alive."""
 
     def __init__(self, watch: GradientWatch) -> None:
         self._watch = weakref.ref(watch)
@@ -237,9 +236,9 @@ class _ArrivalHook:
 
 
 def _put_first(hooks: Any, number: int) -> None:
-    """Hooks run in the order of this dict; those that were there before may reduce the gradient, or take it away."""
-    for other in [one for one in hooks if one != number]:
-        hooks[other] = hooks.pop(other)
+    """Let a hook run before the others, which may reduce the gradient, or take it away: they run in this order."""
+    for key in [key for key in hooks if key != number]:
+        hooks[key] = hooks.pop(key)
 
 
 def _has_foreign_hooks(parameter: Tensor) -> bool:
@@ -247,19 +246,19 @@ def _has_foreign_hooks(parameter: Tensor) -> bool:
 
 
 def replicas_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
-    """Every DistributedDataParallel in ``module``; or, where there is none, around it.
+    """Return every DistributedDataParallel in ``module``; where there is none, the one around it.
 
-    A module does not know what it is inside of, so that one is looked for among all objects; once.
+    A module does not know what contains it, so that one is looked for among all objects.
     """
-    inside = [one for one in module.modules() if isinstance(one, nn.parallel.DistributedDataParallel)]
+    inside = [child for child in module.modules() if isinstance(child, nn.parallel.DistributedDataParallel)]
     if inside or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return inside
-    everything = (one for one in gc.get_objects() if issubclass(type(one), nn.parallel.DistributedDataParallel))
-    return [one for one in everything if one.module is module]
+    replicas = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.parallel.DistributedDataParallel))
+    return [replica for replica in replicas if replica.module is module]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside a DistributedDataParallel, also where that was compiled; any other module itself."""
+    """Return the module inside a DistributedDataParallel, also where that was compiled; any other module itself."""
     replica = without_compile(module)
     inner = replica.module if isinstance(replica, nn.parallel.DistributedDataParallel) else module
     assert isinstance(inner, nn.Module)
@@ -283,14 +282,14 @@ class ModuleHook:
 
 
 class ForwardBegins(ModuleHook):
-    """Before a forward pass of ``module``, and of no copy of it, calls ``tell(owner)``; keeps neither of them alive.
+    """Calls ``call(owner)`` before a forward pass of ``module``, not of a copy of it; keeps neither of them alive.
 
     Where the forward pass is compiled, hooks and all, a module ``in_replica`` (a DistributedDataParallel, which breaks
     the graph by itself) has it broken here, too. Any other is run without a call: the graph may have to be whole.
     """
 
-    def __init__(self, module: Any, owner: T, tell: Callable[[T], None], in_replica: bool) -> None:
-        self._module, self._owner, self._tell = weakref.ref(module), weakref.ref(owner), tell
+    def __init__(self, module: Any, owner: T, call: Callable[[T], None], in_replica: bool) -> None:
+        self._module, self._owner, self._call = weakref.ref(module), weakref.ref(owner), call
         self._breaks = in_replica
 
     def __call__(self, module: Any, args: Any) -> None:
@@ -301,4 +300,4 @@ class ForwardBegins(ModuleHook):
     def _begins(self, module: Any) -> None:
         owner = self._owner()
         if owner is not None and module is self._module():
-            self._tell(owner)
+            self._call(owner)

@@ -24,14 +24,14 @@ from ddpstats._ranks.gloo import OWN_GROUP, gloo_backend, group_around, store_of
 
 
 def has_comm_hook(replica: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether the program reduces the gradients of this DDP itself. Unknown: it may."""
+    """Return whether the program reduces the gradients of this DDP itself; True where torch does not say."""
     return bool(getattr(replica, "_comm_hooks", True))
 
 
 def bucket_count(replica: nn.parallel.DistributedDataParallel) -> float:
-    """How many collectives one of its reductions issues; infinite where torch does not tell: then any number is right.
+    """Return how many collectives one of its reductions issues; infinite where torch does not say.
 
-    To ask for buckets of zeros is the one way to learn how many there are now.
+    Only by asking for buckets of zeros can their number be known.
     """
     ask = getattr(replica.reducer, "_get_zeros_like_grad_buckets", None)
     return float("inf") if ask is None else len(ask())
@@ -43,9 +43,10 @@ _first_bucket_bytes = find("distributed._DEFAULT_FIRST_BUCKET_BYTES")
 
 
 def bucket_assignments(parameters: Sequence[Tensor], cap_bytes: int) -> Iterator[Sequence[Sequence[int]]]:
-    """The ways in which DDP may have divided ``parameters``: per bucket, their places. None where torch does not tell.
+    """Yield the ways in which DDP may have divided ``parameters``: per bucket, their indices.
 
-    The first with DDP's own size of the first bucket, the second for where the user chose it.
+    None where torch does not say. The first is with DDP's own size of the first bucket, the second where the user
+    chose it.
     """
     if _bucket_assignment is None or _first_bucket_bytes is None:
         return
@@ -57,13 +58,13 @@ def bucket_assignments(parameters: Sequence[Tensor], cap_bytes: int) -> Iterator
 
 
 def process_groups() -> Iterable[Any]:
-    """Every group that this process is in. Without ``_world`` the default one alone: others count as never used."""
+    """Return every group of this process; without ``_world`` the default one only, and others count as never used."""
     world = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
     return (dist.group.WORLD,) if world is None else world.pg_map
 
 
 def is_registered(group: Any) -> bool:
-    """Whether the program has made that group by torch's functions, and has not destroyed it.
+    """Return whether the program made that group by torch's functions, and has not destroyed it.
 
     Without ``_world`` torch's public function answers, which makes a list of all ranks.
     """
@@ -77,12 +78,12 @@ def is_registered(group: Any) -> bool:
 
 
 def registered_name(group: Any) -> str:
-    """The name under which torch has registered a group that is written in Python."""
+    """Return the name under which torch has registered a group that is written in Python."""
     return str(dist.distributed_c10d._world.pg_names[group])
 
 
 def groups_made() -> int:
-    """How many groups without a name of their own torch has made; 0 where it does not tell."""
+    """Return how many groups without a given name torch has made; 0 where it does not say."""
     return int(getattr(getattr(dist.distributed_c10d, "_world", None), "group_count", 0))
 
 
@@ -93,7 +94,7 @@ unbox_work: Callable[[Any], Any] = find("distributed.Work.unbox")
 
 
 def _operators_name_reduce_op() -> bool:
-    """Whether the reduce op that a c10d operator is given can be read. Its class is no module of torch's."""
+    """Return whether the reduce op that a c10d operator is given can be read. Its class is no module of torch's."""
     try:
         return hasattr(torch.classes.c10d.ReduceOp(), "op")
     except (AttributeError, RuntimeError):
@@ -112,17 +113,18 @@ backend_of: Callable[[Any, torch.device], Any] = find(
 
 
 def backends_of(group: Any) -> Sequence[Any]:
-    """Its backends, each once. Raises ``AttributeError`` or ``RuntimeError`` where torch does not tell."""
-    return list({id(one): one for one in (backend_of(group, device) for device in group._device_types)}.values())
+    """Return its backends, each once. Raises ``AttributeError`` or ``RuntimeError`` where torch does not say."""
+    backends = [backend_of(group, device) for device in group._device_types]
+    return list({id(backend): backend for backend in backends}.values())
 
 
 def collectives_issued(issuer: Any) -> int:
-    """How many, by the number that a group or a backend gives them. Raises as `backends_of`: then it is not known."""
+    """Return the number of collectives that a group or a backend counts. Raises as `backends_of` where it does not."""
     return int(issuer._get_sequence_number_for_group())
 
 
 def longest_timeout_sec(group: Any) -> float:
-    """How long a collective of the group may take, as the program has set it; 0 where torch does not tell."""
+    """Return how long a collective of the group may take, as the program set it; 0 where torch does not say."""
     try:
         return float(max(backend.options._timeout.total_seconds() for backend in backends_of(group)))
     except (AttributeError, RuntimeError, ValueError):
@@ -160,7 +162,7 @@ HOST = torch.device("cpu")
 
 @dataclass(eq=False)
 class GroupView:
-    """What is known of a process group; one object per group, so that subscribers can hang things on it.
+    """One process group; there is one object for each, on which subscribers can keep what they know of it.
 
     Attributes:
         ranks: global ranks, in the group's order. ``rank``: this process's, among them.
@@ -180,7 +182,7 @@ class GroupView:
     is_registered: bool = False
 
     def is_alive(self) -> bool:
-        """Whether the program may still use it."""
+        """Return whether the program may still use it."""
         group = self.group()
         return group is not None and (not self.is_registered or is_registered(group))
 
@@ -232,27 +234,27 @@ Counts = dict[Any, int | None]
 _readers: weakref.WeakKeyDictionary[Any, Callable[[], int] | None] = weakref.WeakKeyDictionary()
 
 
-def issued() -> Counts:
-    """As of now, of every group that this process is in. Local; some microseconds."""
+def issued_counts() -> Counts:
+    """Return the counts of now, of every group of this process. Local; some microseconds."""
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     return {group: _count(group) for group in process_groups() if group.group_desc != OWN_GROUP}
 
 
 def since(before: Counts) -> Counts:
-    """Groups with collectives after ``before`` was taken, and how many; None where that is not known."""
-    found: Counts = {}
-    for group, count in issued().items():
+    """Return the groups with collectives since ``before``, and how many; None where that is not known."""
+    more: Counts = {}
+    for group, count in issued_counts().items():
         then = before.get(group, 0)
         if count is None or then is None:
-            found[group] = None
+            more[group] = None
         elif count != then:
-            found[group] = count - then
-    return found
+            more[group] = count - then
+    return more
 
 
 def ranks_of(groups: Iterable[Any]) -> tuple[int, ...]:
-    """The global ranks that are in any of them."""
+    """Return the global ranks that are in any of them."""
     return tuple(sorted({int(rank) for group in groups for rank in dist.get_process_group_ranks(group)}))
 
 
@@ -264,7 +266,7 @@ def _count(group: Any) -> int | None:
 
 
 def _reader(group: Any) -> Callable[[], int] | None:
-    """A group with a backend for each kind of device has no number of its own: theirs count."""
+    """Return what reads a group's number. A group with a backend for each kind of device has none: theirs add up."""
     for candidate in (_of_group, _of_backends):
         read = candidate(weakref.ref(group))
         try:

@@ -1,12 +1,12 @@
-"""Kernels of ours for operators of torch: registered, handed on from, and taken away, for whoever watches operators.
+"""Kernels of ours for operators of torch: they are registered, call torch's own, and are removed again.
 
-A kernel at a dispatch key that is tried before a device's own (``BackendSelect``) sees every call of its operator,
-whoever makes it and in whichever thread, and runs it by `next_kernel`. (To save the kernel that was there and call it
-holds the GIL, and deadlocks; to leave the key out while the operator runs breaks what the operator itself calls.)
+A kernel at a dispatch key that is tried before a device's own (``BackendSelect``) sees every call of its operator, from
+any caller and in any thread, and runs it by `next_kernel`. (To save the kernel that was there and call it holds the
+GIL, and deadlocks; to leave the key out while the operator runs breaks what the operator itself calls.)
 
-A kernel may not be taken away while another thread is about to enter it, and nobody can tell. So what was there when
-kernels are taken away is kept in memory until the next time; who cannot be sure that no thread is on its way waits
-first.
+A kernel may not be removed while another thread is about to enter it, and no function of torch says so. So the kernels
+that are removed are kept in memory until the next removal; a caller that cannot be sure that no thread is about to
+enter waits first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Kernels:
         with_keys: bool = False,
         replaces: bool = False,
     ) -> None:
-        self._places = [(f"{namespace}::{name}", key) for name in kernels]
+        self._slots = [(f"{namespace}::{name}", key) for name in kernels]
         self._library = open_library(namespace)
         with warnings.catch_warnings():
             if replaces:
@@ -54,14 +54,14 @@ class Kernels:
                 self._library.impl(name, kernel, key, with_keyset=with_keys)
 
     def remove(self) -> None:
-        """Restores what was there."""
+        """Restore what was there."""
         if kernel_at is not None:
-            _removed.update({place: kernel_at(*place) for place in self._places})
+            _removed.update({slot: kernel_at(*slot) for slot in self._slots})
         close_library(self._library)
 
 
 def unseen(sees: Callable[[], bool]) -> str | None:
-    """Why kernels do not see what they are there for, on this torch; None where ``sees`` says that they do."""
+    """Return why kernels do not see their operators on this torch; None where ``sees`` returns True."""
     try:
         return None if sees() else "what was tried was not seen"
     except Exception as error:

@@ -63,12 +63,12 @@ class Operator:
 
     @cached_property
     def combines(self) -> bool:
-        """Whether the values of the ranks are combined. What they combine must then be the same thing on all ranks."""
+        """True where the values of the ranks are combined, which must then be the same thing on all ranks."""
         return "reduce_op" in self.arguments
 
     @cached_property
     def is_message(self) -> bool:
-        """Whether it is between two ranks."""
+        """True for a message between two ranks."""
         return "tag" in self.arguments
 
     @cached_property
@@ -171,7 +171,7 @@ class Collective:
 
     @property
     def op(self) -> str:
-        """What the program asked for ("all_reduce", "send"), not what the backend makes of it."""
+        """The name of what the program asked for ("all_reduce", "send"), not of what the backend makes of it."""
         return self.operator.op
 
 
@@ -253,8 +253,8 @@ def overload(name: str) -> Any:
 
 def arguments_of(operator: Operator) -> list[str]:
     """Return the names of its arguments on this torch, which may lack ``async_op``. Raises `ConfigError` on others."""
-    given = [argument.name for argument in schema(overload(operator.name)).arguments]
-    names = ["async_op" if name == "asyncOp" else name for name in given]  # torch 2.6 spells it in two ways
+    spelled = [argument.name for argument in schema(overload(operator.name)).arguments]
+    names = ["async_op" if name == "asyncOp" else name for name in spelled]  # torch 2.6 has both
     if names not in (operator.arguments, [name for name in operator.arguments if name != "async_op"]):
         expected = f"c10d::{operator.name}({', '.join(operator.arguments)})"
         raise ConfigError(f"torch {torch.__version__} has no {expected}, which the guard observes. {HINT}")

@@ -170,7 +170,7 @@ def without_compile(module: nn.Module) -> nn.Module:
 
 
 def has_compiled() -> bool:
-    """Whether this process has compiled anything so far; true if that is unknown.
+    """Return whether this process has compiled anything so far; True if that is unknown.
 
     ``torch._dynamo.utils.counters`` says so; without it, something may have been.
     """
@@ -197,7 +197,7 @@ _is_jit_tracing: Callable[[], bool] = find("_C._is_tracing", lambda: False)
 is_functorch_tensor: Callable[[Tensor], bool] = find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 
 # Of this thread's stack of `TorchFunctionMode`s: how many, each of them, the last one off, one more on. Without them a
-# dump does not see what is run again in a backward pass, and stays on a stack of modes that the program took apart.
+# dump does not see what is run again in a backward pass, and stays on a stack of modes that the program changed.
 _function_modes = [
     find(f"_C.{name}")
     for name in ("_len_torch_function_stack", "_get_function_stack_at", "_pop_torch_function_stack",
@@ -225,8 +225,8 @@ def take_function_mode_off(mode: Any) -> bool:
         if top is mode:
             break
         above.append(top)
-    for other in reversed(above):
-        push(other)
+    for taken in reversed(above):
+        push(taken)
     return top is mode
 
 
@@ -273,14 +273,14 @@ class no_dispatch_no_grad:
 
 
 def is_tracing() -> bool:
-    """Whether a program is made of what runs now: by ``torch.compile``, export or ``torch.jit.trace``."""
+    """Return whether what runs now is made into a program: by ``torch.compile``, export or ``torch.jit.trace``."""
     return torch.compiler.is_compiling() or _is_jit_tracing()
 
 
 # -- autograd ---------------------------------------------------------------------------------------------------------
 
 # From inside a backward pass: calls something at its end, after what was asked for before. DDP and FSDP use it. Without
-# it every gradient is measured in a hook of its own.
+# it every gradient is measured in its hook.
 queue_callback: Callable[[Callable[[], None]], None] | None = find("autograd.Variable._execution_engine.queue_callback")
 # The number of the backward pass that this thread is in; -1 outside of any, and where torch does not say.
 graph_task: Callable[[], int] = find("_C._current_graph_task_id", lambda: -1)
@@ -302,7 +302,7 @@ def node_number(node: Any) -> int:
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass."""
+    """Return whether this thread is inside a backward pass."""
     return graph_task() != -1
 
 

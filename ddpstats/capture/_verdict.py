@@ -112,8 +112,8 @@ def report_of(watch: GradientWatch, scaler: Any, step: int) -> Report:
     finite = measure([parameter.grad for parameter in watch.parameters]).isfinite().tolist()
     reduced = [place for place, fine in enumerate(finite) if not fine]
     for micro_batch, arrivals in enumerate(watch.arrivals):
-        arrived |= arrivals.places()
-        seen = zip(arrivals.bad_places(), arrivals.exchanged, arrivals.shared_with(), strict=True)
+        arrived |= arrivals.indices()
+        seen = zip(arrivals.bad_indices(), arrivals.exchanged, arrivals.shared_with(), strict=True)
         for places, reduces, shared_with in seen:
             if places:
                 bad.append(NonFiniteGradients(micro_batch, number, _named(watch, arrivals, places), shared_with))

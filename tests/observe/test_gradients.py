@@ -42,7 +42,7 @@ def test_a_norm_is_the_norm() -> None:
 
 def bad_names(watch: GradientWatch) -> list[str]:
     """Of the last micro-batch."""
-    return [watch.names[place] for places in watch.arrivals[-1].bad_places() for place in places]
+    return [watch.names[place] for places in watch.arrivals[-1].bad_indices() for place in places]
 
 
 def watched(module: nn.Module, x: torch.Tensor) -> tuple[GradientWatch, list[str]]:
