@@ -74,9 +74,11 @@ class Subscriber(Protocol):
         """
 
 
+WaitListener = Callable[[Any, "RuntimeError | None"], None]
+"""Called with each work that Python code has waited for, and with the error where the wait has failed."""
+
 _subscribers: list[Subscriber] = []
-_listeners: list[tuple[Subscriber, Callable[[Any], None]]] = []  # to ends of waits
-_failure_listeners: list[tuple[Subscriber, Callable[[Any, RuntimeError], None]]] = []
+_listeners: list[tuple[Subscriber, WaitListener]] = []
 _kernels: Kernels | None = None
 _original_wait: Any = None
 _original_all_reduce: Any = None
@@ -84,16 +86,11 @@ _is_tried = False  # in this process
 _lock = threading.Lock()
 
 
-def subscribe(
-    subscriber: Subscriber,
-    waited: Callable[[Any], None] | None = None,
-    failed: Callable[[Any, RuntimeError], None] | None = None,
-) -> None:
+def subscribe(subscriber: Subscriber, waited: WaitListener | None = None) -> None:
     """Show all collectives of this process to ``subscriber`` from now on. Raises ``ConfigError`` on an unknown torch.
 
-    ``waited``: called with each work that Python code has waited for, once that wait has ended well. A subscriber that
-    only reads results does not wait itself, and cannot come into conflict with a wait. ``failed``: called with each
-    work whose wait has failed, and with the error.
+    ``waited``: called when a wait of Python code has ended. A subscriber that only reads results does not wait itself,
+    and cannot come into conflict with a wait.
     """
     with _lock:
         if not _subscribers:
@@ -101,8 +98,6 @@ def subscribe(
         _subscribers.append(subscriber)
         if waited is not None:
             _listeners.append((subscriber, waited))
-        if failed is not None:
-            _failure_listeners.append((subscriber, failed))
 
 
 def unsubscribe(subscriber: Subscriber) -> None:
@@ -111,7 +106,6 @@ def unsubscribe(subscriber: Subscriber) -> None:
         if subscriber in _subscribers:
             _subscribers.remove(subscriber)
             _listeners[:] = [entry for entry in _listeners if entry[0] is not subscriber]
-            _failure_listeners[:] = [entry for entry in _failure_listeners if entry[0] is not subscriber]
             if not _subscribers:
                 _uninstall()
 
@@ -196,15 +190,19 @@ def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         result = waited or _original_wait(self, *args, **kwargs)
     except RuntimeError as error:
-        for _, report in tuple(_failure_listeners):
-            report(self, error)
+        _report_wait(self, error)
         raise
-    for _, listener in tuple(_listeners):
-        listener(self)
+    _report_wait(self, None)
     return result
 
 
+def _report_wait(work: Any, error: RuntimeError | None) -> None:
+    for _, listener in tuple(_listeners):
+        listener(work, error)
+
+
 hide_from_dynamo(_wait)
+hide_from_dynamo(_report_wait)
 
 
 def wait_once(work: Any, seconds: float) -> None:

@@ -185,8 +185,10 @@ class Watching:
             comparing.verdicts.wait_for(work, group, entry)
         return False
 
-    def wait_failed(self, work: Any, error: RuntimeError) -> None:
-        """The program's own wait for ``work``, with a timeout that it gave, has failed."""
+    def has_waited(self, work: Any, error: RuntimeError | None) -> None:
+        """Note that the program's own wait for ``work``, with a timeout that it gave, has failed."""
+        if error is None:
+            return
         with self._lock:
             known = self._works.pop(id(work), None)
         if known is not None and known.work is work and self.comparing is not None and not self.standing.silent:

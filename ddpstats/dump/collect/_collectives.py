@@ -150,7 +150,9 @@ class CollectiveWatch:
     def waiting(self, work: Any, limited: bool) -> bool:
         return False
 
-    def _has_waited(self, work: Any) -> None:
+    def _has_waited(self, work: Any, error: RuntimeError | None) -> None:
+        if error is not None:
+            return
         with self._lock:
             pending = self._pending.pop(id(work), None)
         if pending is not None:
