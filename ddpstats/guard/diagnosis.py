@@ -70,13 +70,13 @@ def first_difference(statuses: Sequence[RankStatus]) -> tuple[int | None, dict[i
             if judgement == "fault":
                 return seq, judged
             judged[seq] = judgement
-        if len(events) == len(statuses) and sum(status.balances.get(seq, 0) for status in statuses) & MASK:
+        if len(events) == len(statuses) and sum(event.balance for event in events) & MASK:
             return seq, judged
     return None, judged
 
 
 def _matched_before(statuses: Sequence[RankStatus], event: Event, seq: int) -> int:
-    """How many names were equal on all ranks before, at the call site of ``event``."""
+    """Count the names that were equal on all ranks before, at the call site of ``event``."""
     site, matched = str(event.site), set()
     for earlier in statuses[0].events:
         if earlier.seq < seq and earlier.word and str(earlier.site) == site:
@@ -413,7 +413,7 @@ def _waits_in_another_group(status: RankStatus, group: str) -> bool:
 
 
 def _waits_behind(status: RankStatus, group: str, seq: int) -> bool:
-    """Whether the rank has come to the end of a step, and waits there for the others."""
+    """Return whether the rank has come to the end of a step, and waits there for the others."""
     return status.waits_in is not None and status.waits_in[0] == group and status.waits_in[1] < seq
 
 
@@ -496,7 +496,7 @@ def _message_finding(group: str, words: str, by_rank: ByRank, is_overdue: bool) 
 
 
 def message_place(event: Event) -> int:
-    """What a rank that waits for a message waits in, for `RankStatus.waits_in`."""
+    """Return what stands for a message in `RankStatus.waits_in`: when it began, in microseconds."""
     return int(event.started * 1e6)
 
 

@@ -25,7 +25,7 @@ _MAX_LEVELS = 64
 
 @dataclass(frozen=True)
 class Signature:
-    """What is the same on all ranks of a correct program, and the shapes.
+    """The arguments that are the same on all ranks of a correct program, and the shapes.
 
     ``shapes`` and ``dtypes`` are of the tensors that must agree in dtype and number of elements: their shapes may
     differ. What else may legally differ (the root's extra arguments, the pieces of an all_to_all) is not here but in
@@ -41,7 +41,7 @@ class Signature:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many elements each tensor has."""
+        """The number of elements of each tensor."""
         return tuple(map(math.prod, self.shapes))
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ def label_word(label: str | None) -> int:
 
 
 def same_labels(words: Iterable[int]) -> bool:
-    """Whether no two of these contradict each other.
+    """Return whether no two of these contradict each other.
 
     A label says under which name one rank's code reached a tensor. Another rank's code may legally reach its own
     without a name, or count where this one names, so names are compared among each other, and indices. What torch
@@ -101,7 +101,7 @@ def roll(rolling: int, digest: int) -> int:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a label that was inferred, besides its text.
+    """The evidence for a label that was inferred: where its name comes from, and what becomes of the result.
 
     ``key``: the innermost name in it. ``names``: all names in the container that it is from, in its order; empty where
     they are not known. ``source``: that container's class. ``fate``: what the program does with the result.
@@ -160,8 +160,8 @@ def _work_out(give: Callable[[], Evidence]) -> Evidence:
 class Event:
     """One collective of one rank. ``site`` is "file:line in function" of the calling code.
 
-    ``word`` is 0 where the label is not compared. ``told``: the `Evidence` for a label that was inferred, or a function
-    that gives it: most is worked out only where ranks differ.
+    ``word`` is 0 where the label is not compared. ``evidence_source``: the `Evidence` for a label that was inferred, or
+    a function that returns it: most is worked out only where ranks differ.
     """
 
     group: str
@@ -177,12 +177,13 @@ class Event:
     tag: int | None = None
     started: float = 0.0
     read_source: str = ""
-    told: Evidence | Callable[[], Evidence] | None = None
+    evidence_source: Evidence | Callable[[], Evidence] | None = None
 
     @property
     def evidence(self) -> Evidence | None:
-        """What is known of the label; None where the program itself gave it."""
-        return _work_out(self.told) if callable(self.told) else self.told
+        """The evidence for the label; None where the program itself gave it."""
+        source = self.evidence_source
+        return _work_out(source) if callable(source) else source
 
     @property
     def source(self) -> str:
@@ -246,7 +247,7 @@ class Event:
                 tag=_int_or_none(given.get("tag")),
                 started=started,
                 read_source=line_of(given.get("source", "")),
-                told=Evidence.from_list(given["evidence"], before) if "evidence" in given else None,
+                evidence_source=Evidence.from_list(given["evidence"], before) if "evidence" in given else None,
             )
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"not a record of a collective: {error!r}") from None
@@ -264,18 +265,18 @@ class Event:
         return f"{signature}{named}{peer}"
 
     def in_full(self) -> str:
-        """With its place in the program, and in its group."""
+        """Return the event in words, with its number in the group and its call site."""
         number = "" if self.is_message else f"number {self.seq} of group {self.group!r}, "
         return f"{number}{self}{self.at}"
 
     @property
     def at(self) -> str:
-        """Its place in the program, behind what it is; nothing where no place is known."""
+        """The call site as the end of a sentence; empty where it is not known."""
         site = str(self.site)
         return f", at {site}" if site else ""
 
     def site_lines(self) -> list[str]:
-        """Where it was called, for a message: the place, and the text there if that is known."""
+        """Return lines for a message: the call site, and its line of the program if that is known."""
         site, source = str(self.site), self.source
         return [*([f"      at {site}"] if site else []), *([f"         {source}"] if source else [])]
 
@@ -287,7 +288,7 @@ def text_of(value: Any) -> str:
 
 
 def line_of(value: Any) -> str:
-    """Of a file of somebody else's: text that cannot begin a line of its own in a report."""
+    """Return text from an untrusted file in a form that cannot begin a line of its own in a report."""
     return printable([text_of(value)])
 
 

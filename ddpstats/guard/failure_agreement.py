@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpstats._base.files import parse_json
@@ -303,10 +303,6 @@ class FailureAgreement:
         self.roster.learn()
         return self.roster.dead(ranks) == set(ranks)
 
-    def last_known(self, rank: int, group: str) -> RankStatus:
-        """What is known of a rank that is not asked."""
-        return self._last_known_status(rank, group, bool(self.dead([rank])))
-
     def _last_known_status(self, rank: int, group: str, dead: bool) -> RankStatus:
         group = group.removesuffix(MESSAGES)
         words, left = self.store.find(f"words/{rank}/{group}"), self.has_left(rank)
@@ -316,20 +312,9 @@ class FailureAgreement:
             last = position[:_MAX_POSITION_BYTES].decode(errors="replace")
         told = () if said.events or left is not None else self._told_by(group, rank)
         if told:
-            balances = {event.seq: event.balance for event in told if event.balance}
-            said = RankStatus(rank, told, balances, told[-1].seq, last=str(told[-1]))
-        return RankStatus(
-            rank,
-            said.events,
-            said.balances,
-            said.count,
-            None,
-            str(last) if last else said.last,
-            how,
-            dead,
-            missed=said.missed,
-            messages=said.messages,
-        )
+            said = RankStatus(rank, told, told[-1].seq, last=str(told[-1]))
+        last = str(last) if last else said.last
+        return replace(said, waits_in=None, last=last, left=how, dead=dead, stack=None, slept_sec=0.0)
 
     def slept_sec(self) -> float:
         """How long this process ran no Python lately."""

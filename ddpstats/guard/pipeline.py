@@ -238,7 +238,7 @@ class Watching:
             *pieces,
             None if call.peer is None else call.view.ranks[call.peer],
             call.tag,
-            told=partial(evidence_of, found) if isinstance(found, Inferred) else None,
+            evidence_source=partial(evidence_of, found) if isinstance(found, Inferred) else None,
         )
 
     def _meet(self, view: GroupView) -> Group:
@@ -296,11 +296,10 @@ class Watching:
             events = [event for event in events if event.seq >= first][:_REPORTED_EVENTS]
             for event in events:
                 if event.seq <= group.agreed:
-                    event.told = None  # evidence takes a while to work out, and is asked for where ranks differ
+                    event.evidence_source = None  # it takes a while to work out, and is asked for where ranks differ
         return RankStatus(
             -1 if session is None else session.rank,
             events,
-            {event.seq: event.balance for event in events if event.balance},
             0 if group is None else group.seq,
             self.standing.waits_in(name),
             None if last is None else last.in_full(),
@@ -325,8 +324,8 @@ class Watching:
             if group is not None and group.view.rank == min(group.view.ranks):
                 log.warning("%s", finding.message)
         for event in self.ring.silence(finding.group, finding.doubts):
-            if isinstance(event.told, partial):
-                self._silenced.add(event.told.args[0].chain)
+            if isinstance(event.evidence_source, partial):
+                self._silenced.add(event.evidence_source.args[0].chain)
         if finding.doubts:
             self._known.clear()  # these events have their labels
 

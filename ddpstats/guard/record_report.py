@@ -151,7 +151,6 @@ def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:
     return RankStatus(
         rank,
         newest_in_a_row(events),
-        {event.seq: event.balance for event in events if event.balance},
         events[-1].seq if events else 0,
         None,
         None if last is None else last.in_full(),

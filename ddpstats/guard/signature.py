@@ -46,7 +46,7 @@ def parts_of(call: Collective) -> Parts:
 
 @lru_cache(maxsize=4096)
 def signature_of(parts: Parts) -> tuple[Signature, int]:
-    """With its digest."""
+    """Return the signature, and its digest."""
     op, reduce_op, root, shapes, dtypes, strides = parts
     names = tuple(map(dtype_name, dtypes))
     signature = Signature(op, reduce_op, root, tuple(tuple(map(int, shape)) for shape in shapes), names, strides)
@@ -66,7 +66,7 @@ def pieces_of(call: Collective) -> tuple[str, int]:
 
 
 class _Piece(NamedTuple):
-    """What one rank sends to another. ``sender`` and ``receiver`` are ranks of the group."""
+    """A tensor, or rows of one, that one rank sends to another. ``sender`` and ``receiver`` are ranks of the group."""
 
     sender: int
     receiver: int

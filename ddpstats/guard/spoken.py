@@ -36,7 +36,9 @@ def words_of(event: Event) -> Words:
 
 def _spelled(event: Event) -> bytes:
     # Its label is shown, and not compared (no word): the evidence for it takes a while to work out.
-    plain = dataclasses.replace(event, seq=0, started=0.0, site=str(event.site), read_source="", word=0, told=None)
+    plain = dataclasses.replace(
+        event, seq=0, started=0.0, site=str(event.site), read_source="", word=0, evidence_source=None
+    )
     given = plain.as_dict()
     payload = json.dumps(given, separators=(",", ":")).encode("utf-8", "surrogateescape")
     return payload if len(payload) <= EVENT_BYTES else _shortened(given)

@@ -1,4 +1,4 @@
-"""What is known of each rank, and the verdict that it leads to; both as ranks tell them to each other. Pure."""
+"""A rank's status and the verdict that all statuses lead to, and both as bytes for the store. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MAX_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What is known of one rank.
+    """One rank's status, as far as it is known.
 
-    ``events``: of the group in question, oldest first, without gaps. ``balances``: seq -> balance, where not 0.
+    ``events``: of the group in question, oldest first, without gaps. ``messages``: its newest, by their numbers.
     ``count``: how many collectives of the group the rank began. ``waits_in``: what it waits in now: (group, seq) or
     None. ``left``: how it left the guard, if it did. ``dead``: its process is gone. ``stack``: of its main thread.
     ``slept_sec``: how long its process ran no Python lately, where that was for most of the timeout. ``missed``: the
@@ -29,7 +29,6 @@ class RankStatus:
 
     rank: int
     events: Sequence[Event] = ()
-    balances: Mapping[int, int] = field(default_factory=dict)
     count: int = 0
     waits_in: tuple[str, int] | None = None
     last: str | None = None
@@ -42,7 +41,7 @@ class RankStatus:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing is known of this group from the rank itself: its ``count`` is 0 for that reason alone."""
+        """True where the rank itself has reported nothing of this group: its ``count`` is 0 for that reason alone."""
         return not self.events and not self.count and self.stack is None and self.left is None
 
     def at(self, seq: int) -> Event | None:
@@ -58,7 +57,7 @@ class RankStatus:
 
     @classmethod
     def unpack(cls, payload: bytes, rank: int) -> RankStatus:
-        """Of a rank whose words cannot be read nothing is known."""
+        """Return the status that `pack` wrote; an empty one where it cannot be read."""
         try:
             if len(payload) > _MAX_BYTES:
                 raise ValueError("too long")
@@ -67,7 +66,6 @@ class RankStatus:
             return cls(
                 rank,
                 newest_in_a_row(events_from_dicts(given["events"])),
-                {int(seq): int(balance) for seq, balance in given["balances"].items()},
                 int(given["count"]),
                 None if waits_in is None else (str(waits_in[0]), int(waits_in[1])),
                 _text_or_none(given["last"]),

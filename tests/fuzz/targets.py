@@ -100,7 +100,7 @@ def _wire_seeds() -> list[bytes]:
     event = {"group": "0", "seq": 3, "op": "all_reduce", "shapes": [[2]], "dtypes": ["float32"], "label": "loss"}
     event["evidence"] = ["k", ["k", "l"], "dict", "unused", "", [], False, False, "loop", None]
     finding = {"kind": "mismatch", "message": "m", "group": "0", "seq": 1, "missing": [1], "culprits": [], "doubts": []}
-    notes = {"events": [event], "balances": {"3": 1}, "count": 3, "waits_in": ["0", 3], "last": "x", "left": None}
+    notes = {"events": [event], "count": 3, "waits_in": ["0", 3], "last": "x", "left": None}
     texts = [
         {"missing": [1, 2], "message": "text"},
         {**notes, "stack": None, "slept_sec": 7.5, "missed": [1], "messages": []},

@@ -116,7 +116,7 @@ def test_a_record_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.Captu
 
 
 FINDING = {"kind": "mismatch", "message": "", "group": "", "seq": 1, "missing": [], "culprits": [], "doubts": []}
-STATUS: dict[str, Any] = {"events": [], "balances": {}, "count": 1, "waits_in": None, "last": None, "left": None}
+STATUS: dict[str, Any] = {"events": [], "count": 1, "waits_in": None, "last": None, "left": None}
 STATUS |= {"stack": None, "slept_sec": 0.0, "missed": [], "messages": []}
 DEEP = b"[" * 100_000
 

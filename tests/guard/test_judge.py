@@ -20,7 +20,7 @@ def event(evidence: Evidence | None, label: str | None = None, site: str = "trai
     if label is None and evidence is not None:
         label = evidence.key if evidence.outer is None else f"{evidence.outer.key}/{evidence.key}"
     word, digest = label_word(label), digest_of(_SIGNATURE)
-    return Event("default_pg", seq, _SIGNATURE, label, word, site, digest, told=evidence)
+    return Event("default_pg", seq, _SIGNATURE, label, word, site, digest, evidence_source=evidence)
 
 
 def keyed(key: str, names: tuple[str, ...] = _LOSSES, fate: str = "keyed", spelled: str = "whole") -> Evidence:

@@ -19,7 +19,7 @@ FAILED, GONE = f"{LEFT} by KeyboardInterrupt", f"{LEFT} by RankMissing: rank 3"
 def status(rank: int, count: int, waits: int | None = None, **given: object) -> RankStatus:
     """Return the status of a rank that began so many collectives, and waits in one of them."""
     events = [Event("0", seq, SIGNATURE, None, 0, "train.py:3", digest_of(SIGNATURE)) for seq in range(1, count + 1)]
-    return RankStatus(rank, events, {}, count, None if waits is None else ("0", waits), **given)  # type: ignore[arg-type]
+    return RankStatus(rank, events, count, None if waits is None else ("0", waits), **given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_equal_lines_of_different_events_are_read_independently(tmp_path: Path) 
     """Evidence leans on that of the event before: equal lines may stand for unequal events."""
     names = [("a", "b"), ("a", "b"), ("c",), ("a", "b"), ("c",), ("c",)] * 3
     events = [
-        records.event(seq, of[0], told=Evidence(of[0], of, outer=Evidence("o", of + of)))
+        records.event(seq, of[0], evidence_source=Evidence(of[0], of, outer=Evidence("o", of + of)))
         for seq, of in enumerate(names)
     ]
     writer = RecordWriter(tmp_path, 0, 1, "run")
