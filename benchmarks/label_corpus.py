@@ -21,12 +21,16 @@ import ast
 import collections
 import contextlib
 import dataclasses
+import datetime
 import importlib.util
 import io
+import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import ddpstats
 from ddpstats.guard import collective_guard
@@ -229,95 +233,72 @@ def _right(values: list[float], world_size: int) -> list[float]:
 # -- the table --------------------------------------------------------------------------------------------------------
 
 _ROW = re.compile(r"^\| `((?:faulty|legal)/\w+)` \|(.*)\|$")
+Ends = dict[str, dict[str, str]]
 
 
-def published() -> dict[str, dict[str, str]]:
-    """Return the ends that the table in the documentation has, in the form of `all_outcomes`."""
-    ends: dict[str, dict[str, str]] = {column: {} for column in COLUMNS}
-    for line in DOCUMENT.read_text().splitlines():
-        if row := _ROW.match(line):
-            cells = [cell.strip(" *") for cell in row[2].split("|")]
-            for column, cell in zip(COLUMNS, cells[1:], strict=True):
-                ends[column][row[1]] = cell
-    return ends
+def published(chosen: Sequence[Program]) -> Ends:
+    """Return how the documentation says that these programs end, in the form of `all_outcomes`.
+
+    The table has a row for each program that does not end in the best way everywhere.
+    """
+    rows = (_ROW.match(line) for line in DOCUMENT.read_text().splitlines())
+    cells = {row[1]: [cell.strip(" *") for cell in row[2].split("|")] for row in rows if row}
+    return {
+        column: {program.name: cells.get(program.name, [_best_end(program)] * 4)[index] for program in chosen}
+        for index, column in enumerate(COLUMNS)
+    }
 
 
-def table(chosen: Sequence[Program], ends: dict[str, dict[str, str]]) -> list[str]:
+def table(chosen: Sequence[Program], ends: Ends) -> list[str]:
     """Return the measured part of the documentation, in Markdown."""
+    today, python = datetime.date.today(), platform.python_version()
     return [
+        f"Measured on {today} with torch {torch.__version__.partition('+')[0]} and Python {python}.",
+        "",
         *_sums(chosen, ends),
         "",
-        *_by_style(chosen, ends),
+        "Each program that does not raise if it is faulty, or is not silent if it is legal, in all four columns:",
         "",
-        *_not_found(chosen, ends),
-        "",
-        *_every_program(chosen, ends),
+        *_exceptions(chosen, ends),
     ]
 
 
-def _sums(chosen: Sequence[Program], ends: dict[str, dict[str, str]]) -> list[str]:
-    seen = [program for program in chosen if program.is_faulty and not program.unseen]
+def _sums(chosen: Sequence[Program], ends: Ends) -> list[str]:
+    faulty = [program for program in chosen if program.is_faulty and not program.unseen]
     unseen = [program for program in chosen if program.is_faulty and program.unseen]
     legal = [program for program in chosen if not program.is_faulty]
-    ways = "found / warned / missed"
+    ways = "raised / warned / silent"
     lines = [
-        f"| {len(chosen)} programs | {len(seen)} faulty: {ways} | {len(unseen)} that cannot be seen: {ways} | "
-        f"{len(legal)} legal: silent / warned / **accused** |",
+        f"| {len(chosen)} programs | {len(faulty)} faulty: {ways} | {len(unseen)} without a key in the text: {ways} | "
+        f"{len(legal)} legal: {ways} |",
         "|---|---|---|---|",
     ]
     for column in COLUMNS:
-        cells = [_faulty(seen, ends[column]), _faulty(unseen, ends[column]), _legal(legal, ends[column])]
+        cells = [_counts(of_kind, ends[column]) for of_kind in (faulty, unseen, legal)]
         lines.append(f"| {column} | {' | '.join(cells)} |")
     return lines
 
 
-def _faulty(chosen: Sequence[Program], ends: dict[str, str]) -> str:
-    return _counts(chosen, ends, "raised", "warned", "silent")
-
-
-def _legal(chosen: Sequence[Program], ends: dict[str, str]) -> str:
-    return _counts(chosen, ends, "silent", "warned", "raised")
-
-
-def _counts(chosen: Sequence[Program], ends: dict[str, str], *kinds: str) -> str:
+def _counts(chosen: Sequence[Program], ends: dict[str, str]) -> str:
     counts = collections.Counter(ends[program.name] for program in chosen)
-    return " / ".join(str(counts[kind]) for kind in kinds)
+    return " / ".join(str(counts[end]) for end in ("raised", "warned", "silent"))
 
 
-def _by_style(chosen: Sequence[Program], ends: dict[str, dict[str, str]]) -> list[str]:
-    lines = [
-        "Faulty: found / warned / missed; legal: silent / warned / accused.",
-        "",
-        "| style | " + " | ".join(f"faulty, {column} | legal, {column}" for column in COLUMNS) + " |",
-        "|---|" + "---|" * (2 * len(COLUMNS)),
-    ]
-    for family in sorted({program.family for program in chosen}, key=str.lower):
-        faulty = [program for program in chosen if program.family == family and program.is_faulty]
-        legal = [program for program in chosen if program.family == family and not program.is_faulty]
-        cells = [f"{_faulty(faulty, ends[column])} | {_legal(legal, ends[column])}" for column in COLUMNS]
-        lines.append(f"| {family} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def _not_found(chosen: Sequence[Program], ends: dict[str, dict[str, str]]) -> list[str]:
-    lines = ["Faulty programs of which inference says nothing in some mode:", ""]
+def _exceptions(chosen: Sequence[Program], ends: Ends) -> list[str]:
+    lines = [f"| program | {' | '.join(COLUMNS)} | what it does |", "|---|" + "---|" * (len(COLUMNS) + 1)]
     for program in chosen:
-        missed = [mode for mode in MODES if ends[f"{mode}, inference"][program.name] == "silent"]
-        if program.is_faulty and missed:
-            reason = f" Cannot be seen: {program.unseen}." if program.unseen else ""
-            lines.append(f"- `{program.name}` ({', '.join(missed)}): {program.summary}{reason}")
+        of_program = [ends[column][program.name] for column in COLUMNS]
+        if set(of_program) != {_best_end(program)}:
+            cells = [*(_cell(program, end) for end in of_program), program.style]
+            lines.append(f"| `{program.name}` | {' | '.join(cells)} |")
     return lines
 
 
-def _every_program(chosen: Sequence[Program], ends: dict[str, dict[str, str]]) -> list[str]:
-    lines = [f"| program | style | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
-    for program in chosen:
-        cells = [_cell(program, ends[column][program.name]) for column in COLUMNS]
-        lines.append(f"| `{program.name}` | {program.style} | {' | '.join(cells)} |")
-    return lines
+def _best_end(program: Program) -> str:
+    return "raised" if program.is_faulty else "silent"
 
 
 def _cell(program: Program, end: str) -> str:
-    """Return the cell, in bold where the end is not the right one."""
-    right = {"warned", "raised" if program.is_faulty else "silent", "silent" if program.unseen else "warned"}
-    return end if end in right else f"**{end}**"
+    """Return the cell, in bold where the program ends as it should not."""
+    allowed = {"warned", _best_end(program), "silent" if program.unseen else "warned"}
+    return end if end in allowed else f"**{end}**"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from _bench_loop import Spread
 
 from ddpstats.guard import collective_guard, notes_shm
-from ddpstats.guard.labels.infer import infer
+from ddpstats.guard.labels.read import infer
 
 SIZES = {"1 float": 1, "1M floats": 1_000_000}
 BURST, _WARM = 30, 8

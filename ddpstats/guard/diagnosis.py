@@ -66,24 +66,13 @@ def first_difference(statuses: Sequence[RankStatus]) -> tuple[int | None, dict[i
         if len({event.digest for event in events}) > 1:
             return seq, judged
         if not same_labels(event.word for event in events):
-            judgement = judge(events, _matched_before(statuses, events[0], seq))
+            judgement = judge(events)
             if judgement == "fault":
                 return seq, judged
             judged[seq] = judgement
         if len(events) == len(statuses) and sum(event.balance for event in events) & MASK:
             return seq, judged
     return None, judged
-
-
-def _matched_before(statuses: Sequence[RankStatus], event: Event, seq: int) -> int:
-    """Count the names that were equal on all ranks before, at the call site of ``event``."""
-    site, matched = str(event.site), set()
-    for earlier in statuses[0].events:
-        if earlier.seq < seq and earlier.word and str(earlier.site) == site:
-            events = [status.at(earlier.seq) for status in statuses]
-            if all(event is not None and event.word == earlier.word for event in events):
-                matched.add(earlier.word)
-    return len(matched)
 
 
 def _missing_ranks(

@@ -11,10 +11,9 @@ import dataclasses
 import hashlib
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from ddpstats._base.files import LATEST_TIME_SEC
 from ddpstats._base.text import printable
@@ -104,64 +103,56 @@ class Evidence:
     """The evidence for a label that was inferred: where its name comes from, and what becomes of the result.
 
     ``key``: the innermost name in it. ``names``: all names in the container that it is from, in its order; empty where
-    they are not known. ``source``: that container's class. ``fate``: what the program does with the result.
-    ``spelled``: the program's text has the name, "whole" or in "parts", or "". ``is_beside``: the name was only passed
-    beside the tensor. ``is_known``: a function of a name like ``reduce_dict`` called the collective. ``aliases``: other
-    names of the same tensor there. ``chosen_by``: "loop" where a loop sets the name, or the text spells it out;
-    "sorted" where that loop walks what was sorted; "caller" where a parameter sets it; else "", a single look-up.
-    ``outer``: of the name of that container in the one around it.
+    they are not known. ``source``: that container's class. ``use``: what the program does with the result: "stored"
+    under the name, written into the "element" itself, "pooled" with others, or "". ``aliases``: other names of the same
+    tensor there. ``set_by``: a "loop" set the name, the program's "text" or a parameter, or "" for a look-up under a
+    name of the rank's own. ``outer``: of the container's name in the one around it.
     """
 
     key: str
     names: tuple[str, ...] = ()
     source: str = ""
-    fate: str = "unused"
-    spelled: str = ""
+    use: str = ""
     aliases: tuple[str, ...] = ()
-    is_beside: bool = False
-    is_known: bool = False
+    set_by: str = "loop"
     outer: Evidence | None = None
-    chosen_by: str = "loop"
 
     def as_list(self, before: Evidence | None = None) -> list[Any]:
         """For `from_list`, with the same ``before``: the evidence of the event before, whose names are not repeated."""
         names = None if before is not None and before.names == self.names else list(self.names)
         outer = None if self.outer is None else self.outer.as_list(None if before is None else before.outer)
-        flags = [self.is_beside, self.is_known, self.chosen_by]
-        return [self.key, names, self.source, self.fate, self.spelled, list(self.aliases), *flags, outer]
+        return [self.key, names, self.source, self.use, list(self.aliases), self.set_by, outer]
 
     @classmethod
     def from_list(cls, given: Any, before: Evidence | None = None, depth: int = 0) -> Evidence:
         """Raises ValueError or TypeError for what `as_list` did not give."""
-        key, names, source, fate, spelled, aliases, is_beside, is_known, chosen_by, outer = given
+        key, names, source, use, aliases, set_by, outer = given
         if depth > _MAX_LEVELS:
             raise ValueError("nested too deep")
         return cls(
             text_of(key),
             tuple(map(text_of, names)) if names is not None else () if before is None else before.names,
             text_of(source),
-            text_of(fate),
-            text_of(spelled),
+            text_of(use),
             tuple(map(text_of, aliases)),
-            bool(is_beside),
-            bool(is_known),
+            text_of(set_by),
             None if outer is None else cls.from_list(outer, None if before is None else before.outer, depth + 1),
-            text_of(chosen_by),
         )
 
 
-@lru_cache(maxsize=4096)
-def _work_out(give: Callable[[], Evidence]) -> Evidence:
-    """Return what ``give`` does, which takes a while: once for all calls that are alike."""
-    return give()
+class HasEvidence(Protocol):
+    """What works out the `Evidence` for a label when asked for it."""
+
+    @property
+    def evidence(self) -> Evidence: ...
 
 
 @dataclass(slots=True)
 class Event:
     """One collective of one rank. ``site`` is "file:line in function" of the calling code.
 
-    ``word`` is 0 where the label is not compared. ``evidence_source``: the `Evidence` for a label that was inferred, or
-    a function that returns it: most is worked out only where ranks differ.
+    ``word`` is 0 where the label is not compared. ``evidence_source``: the `Evidence` for a label that was inferred, or an
+    object that works it out when asked for its ``evidence``.
     """
 
     group: str
@@ -177,13 +168,13 @@ class Event:
     tag: int | None = None
     started: float = 0.0
     read_source: str = ""
-    evidence_source: Evidence | Callable[[], Evidence] | None = None
+    evidence_source: Evidence | HasEvidence | None = None
 
     @property
     def evidence(self) -> Evidence | None:
-        """The evidence for the label; None where the program itself gave it."""
-        source = self.evidence_source
-        return _work_out(source) if callable(source) else source
+        """None for a label that the program itself gave."""
+        known = self.evidence_source
+        return known if known is None or isinstance(known, Evidence) else known.evidence
 
     @property
     def source(self) -> str:

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -19,15 +18,14 @@ from ddpstats.guard.compare import Comparing
 from ddpstats.guard.event import BY_TORCH, MESSAGES, Entry, Event, Ring, event_of, label_word
 from ddpstats.guard.group import Group, Session, Settings, Standing, identity
 from ddpstats.guard.labels import current_label
-from ddpstats.guard.labels.evidence import evidence_of
-from ddpstats.guard.labels.infer import Chain, Inferred, infer
+from ddpstats.guard.labels.read import Chain, Inferred, infer
 from ddpstats.guard.recording import Identity, Recording
 from ddpstats.guard.signature import NO_PIECES, Parts, parts_of, pieces_of, signature_of
 from ddpstats.guard.status import DOUBT, LEFT, GuardFinding, RankStatus
 from ddpstats.guard.summary import Tally
 
 RING_EVENTS = 10_000
-_GATHERING = "all_gather"
+_GATHERING = "all_gather"  # has a label where the program adds up what it gathers
 _REPORTED_EVENTS = 2000  # of one group
 _REPORTED_MESSAGES = 256
 _CONTEXT_EVENTS = 64  # before the last on which ranks agreed: which names have met there before
@@ -238,7 +236,7 @@ class Watching:
             *pieces,
             None if call.peer is None else call.view.ranks[call.peer],
             call.tag,
-            evidence_source=partial(evidence_of, found) if isinstance(found, Inferred) else None,
+            evidence_source=found if isinstance(found, Inferred) else None,
         )
 
     def _meet(self, view: GroupView) -> Group:
@@ -296,7 +294,7 @@ class Watching:
             events = [event for event in events if event.seq >= first][:_REPORTED_EVENTS]
             for event in events:
                 if event.seq <= group.agreed:
-                    event.evidence_source = None  # it takes a while to work out, and is asked for where ranks differ
+                    event.evidence_source = None  # evidence takes a while to work out, and is asked for where ranks differ
         return RankStatus(
             -1 if session is None else session.rank,
             events,
@@ -324,8 +322,8 @@ class Watching:
             if group is not None and group.view.rank == min(group.view.ranks):
                 log.warning("%s", finding.message)
         for event in self.ring.silence(finding.group, finding.doubts):
-            if isinstance(event.evidence_source, partial):
-                self._silenced.add(event.evidence_source.args[0].chain)
+            if isinstance(event.evidence_source, Inferred):
+                self._silenced.add(event.evidence_source.chain)
         if finding.doubts:
             self._known.clear()  # these events have their labels
 
@@ -337,12 +335,8 @@ def _is_on_host(call: Collective) -> bool:
 
 def _inferred(call: Collective, frame: FrameType) -> Inferred | None:
     """The label of what a collective combines, if the text of the program gives it one."""
-    if call.operator.combines and call.inputs:
-        return infer(call.inputs[0], frame)
-    if call.op == _GATHERING and call.inputs:
-        found = infer(call.inputs[0], frame)
-        return found if found is not None and found.chain.is_known else None
-    return None
+    is_labelled = call.operator.combines or call.op == _GATHERING
+    return infer(call.inputs[0], frame) if is_labelled and call.inputs else None
 
 
 def how_left(error: BaseException | None) -> str:

@@ -28,10 +28,8 @@ import pytest
 import torch
 
 from ddpstats._observe.frames import calling_frame, site_of
-from ddpstats.guard.labels import infer as infer_room, siblings
-from ddpstats.guard.labels.evidence import evidence_of
-from ddpstats.guard.labels.infer import Inferred, infer
-from ddpstats.guard.labels.read import is_readable
+from ddpstats.guard.labels import read
+from ddpstats.guard.labels.read import Inferred, infer, is_readable
 
 T = torch.Tensor
 Stats = dict[str, T]
@@ -60,7 +58,7 @@ def labels_of(program: Program) -> list[str | None]:
 def evidence_for(program: Program) -> Any:
     labels_of(program)
     assert _inferred[0] is not None
-    return evidence_of(_inferred[0])
+    return _inferred[0].evidence
 
 
 def program_of(body: str) -> Program:
@@ -196,12 +194,7 @@ def test_label_of_an_enum_is_its_member_and_a_wrapper_is_no_part_of_a_parameters
 
 # -- evidence ---------------------------------------------------------------------------------------------------------
 
-FATE = """
-    def is_bad(tensor):
-        bad = (~torch.isfinite(tensor)).float()
-        reduce(bad)
-        return bool(bad)
-
+USE = """
     total, parts, results = 0.0, [], {}
     for key, value in stats.items():
         fresh = value.clone()
@@ -211,64 +204,78 @@ FATE = """
 
 
 @pytest.mark.parametrize(
-    ("in_loop", "afterwards", "fate"),
+    ("in_loop", "afterwards", "use"),
     [
-        ("reduce(value)", "", "in place"),
-        ("reduce(value.div_(2))", "", "in place"),
-        ("reduce(fresh)", "", "unused"),
-        ("results[key] = fresh.item(); reduce(fresh)", "", "unused"),
-        ("results[key] = fresh; reduce(fresh)", "", "keyed"),
-        ("reduce(fresh); results[key] = fresh / 2", "", "keyed"),
-        ("reduce(fresh); print(f'{key}: {fresh.item()}')", "", "keyed"),
+        ("reduce(value)", "", "element"),
+        ("reduce(value.div_(2))", "", "element"),
+        ("reduce(value); total += value", "", "pooled element"),
+        ("reduce(value)", "sum(stats.values())", "pooled"),
+        ("reduce(value)", "print(stats, sum(stats.values()))", "element"),
+        ("reduce(fresh)", "", ""),
+        ("results[key] = fresh.item(); reduce(fresh)", "", ""),
+        ("results[key] = fresh; reduce(fresh)", "", "stored"),
+        ("reduce(fresh); results[key] = fresh / 2", "", "stored"),
+        ("reduce(fresh); results[key] = fresh", "sum(results.values())", "pooled"),
+        ("reduce(fresh); results[key] = fresh; total += fresh", "", "stored"),
+        ("reduce(fresh); print(f'{key}: {fresh.item()}')", "", ""),
         ("reduce(fresh); total += fresh", "", "pooled"),
         ("reduce(fresh); print(key, fresh); total += fresh.item()", "", "pooled"),
-        ("reduce(fresh); parts.append(fresh)", "", "kept"),
+        ("reduce(fresh); parts.append((key, fresh))", "", "stored"),
+        ("reduce(fresh); parts.append(fresh)", "", ""),
         ("reduce(fresh); parts.append(fresh)", "torch.stack(parts).sum()", "pooled"),
-        ("reduce(fresh); parts.append(fresh)", "dict(zip(stats, parts))", "keyed"),
-        ("pass", "{key: reduce(value) for key, value in stats.items()}", "keyed"),
+        ("reduce(fresh); parts.append(fresh)", "sum(parts) / len(parts)", "pooled"),
+        ("reduce(fresh); parts.append(fresh)", "print(parts, sum(parts))", ""),
+        ("reduce(fresh); parts.append(fresh)", "dict(zip(stats, parts))", "stored"),
+        ("pass", "{key: reduce(value) for key, value in stats.items()}", "stored"),
         ("pass", "sum(reduce(value.clone()) for value in stats.values())", "pooled"),
-        ("total = 1.0 if is_bad(value) else total", "assert total == 0.0", "pooled"),
     ],
 )
-def test_fate_is_what_the_program_does_with_the_result(in_loop: str, afterwards: str, fate: str) -> None:
-    assert evidence_for(program_of(FATE % (in_loop.replace("; ", "\n        "), afterwards))).fate == fate
-
-
-ORDER = """
-    %s
-    for %s:
-        reduce(%s)
-"""
+def test_use_is_what_the_program_does_with_the_result(in_loop: str, afterwards: str, use: str) -> None:
+    assert evidence_for(program_of(USE % (in_loop.replace("; ", "\n        "), afterwards))).use == use
 
 
 @pytest.mark.parametrize(
-    ("before", "loop", "argument", "chosen_by"),
+    ("body", "set_by"),
     [
-        ("", "_, value in sorted(stats.items())", "value", "sorted"),
-        ("worst = list(sorted(stats.items()))[:3]", "_, (_, value) in enumerate(reversed(worst))", "value", "sorted"),
-        ("best = {k: v for k, v in sorted(stats.items())}", "_, value in dict(best).items()", "value", "sorted"),
-        ("names, values = zip(*heapq.nlargest(2, stats.items()))", "_, value in zip(names, values)", "value", "sorted"),
-        ("", "name, _ in collections.Counter(stats).most_common()", "stats[name]", "sorted"),
-        ("names = sorted(stats)", "index in range(len(names))", "stats[names[index]]", "sorted"),
-        ("", "name in filter(None, sorted(stats))", "stats[name]", "sorted"),
-        ("least = {name: sorted(v)[0] for name, v in stats.items()}", "_, value in least.items()", "value", "loop"),
-        ("", "name, _ in zip(stats, sorted([2, 1]))", "stats[name]", "loop"),
-        ("", "name in set(sorted(stats))", "stats[name]", "loop"),
+        ("for key in stats: reduce(stats[key])", "loop"),
+        ("def helper(key): reduce(stats[key])\nhelper('a')", "text"),
+        ("reduce(stats['a'])", "text"),
+        ("key = min(stats)\nreduce(stats[key])", "text"),
+        ("own = ['a', 'b'][0]\nreduce(torch.tensor({'a': 1.0}[own]))", ""),
     ],
 )
-def test_loop_is_sorted_where_its_own_order_was_sorted(before: str, loop: str, argument: str, chosen_by: str) -> None:
-    assert evidence_for(program_of(ORDER % (before, loop, argument))).chosen_by == chosen_by
+def test_evidence_says_what_chose_the_key(body: str, set_by: str) -> None:
+    assert evidence_for(program_of(body)).set_by == set_by
 
 
-def test_name_is_spelled_where_the_text_has_it() -> None:
-    def look(stats: Stats) -> None:
-        for name in ("snr_loss", "train/acc", "".join(["q", "x", "z"])):
-            table = {name: number()}
-            for value in table.values():
-                reduce(value)
+@pytest.mark.parametrize("argument", ["torch.zeros(1, device=obs['obs'].device)", "fresh.to(obs['obs'].dtype)"])
+def test_tensor_that_has_only_its_device_from_an_element_does_not_bear_its_name(argument: str) -> None:
+    body = f"obs = {{'obs': stats['a']}}\nfresh = torch.ones(1)\nfor key in obs:\n    reduce({argument})\n"
+    assert labels_of(program_of(body)) == [None]
 
-    labels_of(look)
-    assert [evidence_of(inferred).spelled for inferred in _inferred if inferred is not None] == ["whole", "whole", ""]
+
+def test_evidence_is_worked_out_only_when_asked_for() -> None:
+    labels_of(program_of("for key in stats:\n    reduce(stats[key])\n"))
+    assert _inferred[0] is not None
+    assert not _inferred[0].chain.uses
+    assert _inferred[0].evidence is _inferred[0].evidence
+
+
+GATHERED = """
+    for key, value in stats.items():
+        sent = [torch.zeros(1), torch.zeros(1)]
+        all_gather(sent, value)
+        value = %s
+"""
+
+
+@pytest.mark.parametrize(("folded", "labels"), [("sum(sent)", ["a", "b"]), ("torch.cat(sent)", [None, None])])
+def test_what_is_gathered_has_a_label_where_the_program_adds_it_up(folded: str, labels: list[str | None]) -> None:
+    program = program_of(GATHERED % folded)
+    inspect.unwrap(program).__globals__["all_gather"] = lambda sent, value: _inferred.append(
+        infer(value, sys._getframe(1))
+    )
+    assert labels_of(program) == labels
 
 
 # -- nothing of the program runs, and nothing is kept alive -----------------------------------------------------------
@@ -431,17 +438,14 @@ def test_local_variables_stay_as_they_are_where_the_frame_is_held() -> None:
 EDITED = "\n\ndef other(stats):\n    for key in stats: print(stats[key])\n"
 
 
-@pytest.mark.parametrize(("text", "labels"), [(None, ["a", "b"]), (EDITED, ["a", "b"])], ids=["no text", "edited text"])
-def test_label_stands_beside_the_value_where_the_text_is_not_the_codes(
-    text: str | None, labels: list[str | None], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("text", [None, EDITED], ids=["no text", "edited text"])
+def test_there_is_no_label_where_the_text_is_not_the_codes(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "edited.py"
     if text is not None:
         path.write_text(text)
     namespace: dict[str, Any] = {"reduce": reduce, "__name__": "edited"}
     exec(compile("\n\ndef look(stats):\n    for key in stats: reduce(stats[key])\n", str(path), "exec"), namespace)
-    assert labels_of(namespace["look"]) == labels
-    assert all(inferred is not None and inferred.beside for inferred in _inferred)
+    assert labels_of(namespace["look"]) == [None, None]
 
 
 # -- what is kept from one call to the next ---------------------------------------------------------------------------
@@ -508,8 +512,8 @@ def test_call_site_is_right_in_several_threads() -> None:
 def test_memory_for_ever_new_names_is_bounded() -> None:
     for index in range(5000):
         items({f"utt{index}-{part}": number() for part in ("ctc", "att")})
-    assert len(infer_room._labels) <= 4096
-    assert sum(len(siblings.names) for siblings in siblings._kept.values()) <= 1 << 16
+    assert len(read._labels) <= 4096
+    assert sum(len(siblings.names) for siblings in read._kept_siblings.values()) <= 1 << 16
 
 
 # -- programs of unusual size -----------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
-"""Where a value came from, in the text of one function: the keys that it was taken from its containers by.
+"""Where a tensor came from, and what becomes of its result: by the text of one function.
 
-A *value* is followed through everything that makes a new one of it: assignments, calls, operators, attributes. What it
-was taken out of, a *container*, is followed through other names for it alone: else ``stats = forward(utterance)`` would
-give every loss the utterance's name. Where the function does not tell, the route leaves it by a parameter, or by a
-variable of an enclosing function, and goes on in the frame of the caller.
+1. `bindings_of`, `nearest`: which statement gave a variable its value.
+2. `LabelTracer`: routes of keys. A *value* is followed through everything that makes a new one of it: assignments,
+   calls, operators, attributes. What it was taken out of, a *container*, is followed through other names for it alone:
+   in ``stats = forward(utterance)`` no loss is called after the utterance. Where the function has no answer, the route
+   leaves it by a parameter, or by a variable of an enclosing function, and goes on in the frame of the caller.
+3. `use_of`: whether the loop stores the result under the key, or pools it.
 """
 
 from __future__ import annotations
@@ -11,33 +13,155 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Literal
 
-from ddpstats.guard.labels.bindings import Binding, Bindings, bindings_of, nearest
-from ddpstats.guard.labels.calls import (
+from ddpstats.guard.labels.source import (
+    Comprehension,
+    Function,
+    SourceFile,
     argument_for,
-    argument_names,
-    arguments_of,
-    gets_a_collective,
-    is_passed_as_function,
+    called_name,
     mentions,
-    ordered_by,
-    sorts,
+    names_in,
+    passes_function,
     tensor_argument,
     unwrapped,
+    variable_of,
 )
-from ddpstats.guard.labels.source import Comprehension, Function, Loop, SourceFile, names_in
 
 _MAX_HOPS = 16
 _MAX_ROUTES = 8
+_REDUCES = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"})
 _TAKERS = frozenset({"get", "pop", "setdefault", "__getitem__"})
 _IN_PLACE = re.compile(r"[a-z]\w*[^_]_$")  # `div_`, which gives the tensor itself
+_OTHER_THAN_VALUES = frozenset({"device", "dtype", "shape", "layout", "ndim", "generator", "requires_grad"})
+_TOTALS = frozenset({"sum", "mean", "max", "min", "fsum", "prod", "any", "all", "median", "norm", "stack", "cat"})
+_KEEPERS = frozenset({"append", "add", "extend", "insert", "appendleft", "put"})
+_STORERS = frozenset({"setattr", "update", "setdefault", "__setitem__"})
+_COMBINERS = _TOTALS | {"reduce", "len"}  # what may be done with a list of results that are one number in the end
+_PAIRS = frozenset({"zip", "dict"})
+
+# -- variables --------------------------------------------------------------------------------------------------------
+
+Position = tuple[int, int]
 
 
-Chooser = Literal["loop", "sorted", "caller", ""]
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """One place where a variable gets its value.
+
+    ``kind`` "value": set to ``value``; "loop": an element of the iterable ``value``; "parameter": the caller's.
+    ``beside``: the other names of the same target, for ``for key, value in ...`` and ``key, value = ...``.
+    ``loop``: the statement or comprehension that loops.
+    """
+
+    kind: Literal["value", "loop", "parameter", "other"]
+    name: ast.Name | None
+    value: ast.expr | None
+    position: Position
+    beside: tuple[ast.Name, ...] = ()
+    loop: ast.AST | None = None
+
+
+Bindings = dict[str, list[Binding]]
+
+
+def bindings_of(scope: ast.AST) -> Bindings:
+    """Return all bindings of a function's or module's own variables, in the order of the text."""
+    bindings: Bindings = {}
+    if isinstance(scope, Function):
+        given = scope.args
+        starred = [argument for argument in (given.vararg, given.kwarg) if argument is not None]
+        for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs, *starred):
+            bindings.setdefault(argument.arg, []).append(Binding("parameter", None, None, (0, 0)))
+    for node in _own_nodes(scope):
+        for name, binding in _bound_by(node):
+            bindings.setdefault(name, []).append(binding)
+    for of_name in bindings.values():
+        of_name.sort(key=lambda binding: binding.position)
+    return bindings
+
+
+def nearest(bindings: Bindings, name: str, at: ast.expr, file: SourceFile) -> Binding | None:
+    """Return the last binding before ``at``, or None where this scope does not bind ``name``.
+
+    Branches are not distinguished. A loop binds its variables only inside of it.
+    """
+    inside = [binding for binding in bindings.get(name, []) if binding.loop is None or file.is_inside(at, binding.loop)]
+    comprehended = [binding for binding in inside if isinstance(binding.loop, Comprehension)]
+    # The iterable of a comprehension is read before its variable is there.
+    bound = [one for one in comprehended if one.value is None or not file.is_inside(at, one.value)]
+    if bound:
+        return bound[-1]
+    statements = [binding for binding in inside if binding not in comprehended]
+    before = [binding for binding in statements if binding.position <= (at.lineno, at.col_offset)]
+    # Without one before: a value that an earlier turn of a loop has left.
+    return before[-1] if before else statements[-1] if statements else None
+
+
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes that run as part of ``scope`` itself."""
+    body = getattr(scope, "body", [])
+    stack: list[ast.AST] = list(body) if isinstance(body, list) else [body]
+    while stack:
+        node = stack.pop()
+        yield node
+        if not isinstance(node, (*Function, ast.ClassDef)):
+            stack.extend(ast.iter_child_nodes(node))
+
+
+def _bound_by(node: ast.AST) -> Iterator[tuple[str, Binding]]:
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from _targets(target, node.value, "value", _end(node))
+    elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+        # Not of `v /= n`, which keeps what v was made of: the augmented value comes from v itself as well.
+        yield from _targets(node.target, node.value, "value", _end(node))
+    elif isinstance(node, (ast.For, ast.AsyncFor)):
+        yield from _targets(node.target, node.iter, "loop", _end(node.iter), node)
+    elif isinstance(node, Comprehension):
+        for generator in node.generators:
+            yield from _targets(generator.target, generator.iter, "loop", _end(generator.iter), node)
+    elif isinstance(node, (ast.With, ast.AsyncWith)):
+        for item in node.items:
+            if item.optional_vars is not None:
+                yield from _targets(item.optional_vars, item.context_expr, "value", _end(item.context_expr))
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield node.name, Binding("other", None, None, _end(node))
+    elif isinstance(node, (ast.Import, ast.ImportFrom)):
+        for alias in node.names:
+            yield (alias.asname or alias.name).split(".")[0], Binding("other", None, None, _end(node))
+
+
+def _targets(
+    target: ast.expr,
+    value: ast.expr,
+    kind: Literal["value", "loop"],
+    position: Position,
+    loop: ast.AST | None = None,
+) -> Iterator[tuple[str, Binding]]:
+    """Yield the names in a target; in ``a, b = x, y`` each has its own value."""
+    if kind == "value" and isinstance(target, (ast.Tuple, ast.List)) and isinstance(value, (ast.Tuple, ast.List)):
+        pairs = list(zip(target.elts, value.elts, strict=False))
+        starred = any(isinstance(element, ast.Starred) for element in (*target.elts, *value.elts))
+        if len(target.elts) == len(value.elts) and not starred:
+            for part, its_value in pairs:
+                yield from _targets(part, its_value, kind, position, loop)
+            return
+    names = [name for name in names_in(target) if isinstance(name.ctx, ast.Store)]
+    for name in names:
+        beside = tuple(other for other in names if other is not name)
+        yield name.id, Binding(kind, name, value, position, beside, loop)
+
+
+def _end(node: ast.expr | ast.stmt) -> Position:
+    return (node.end_lineno or node.lineno, node.end_col_offset or node.col_offset)
+
+
+# -- routes -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,15 +169,15 @@ class Step:
     """One step out of a container.
 
     ``names``: expressions whose values may name the element. Where none does, the element itself is searched for in the
-    container: the value of ``element``, or what was passed to the function that was called (None). ``chosen_by``: as in
-    `event.Evidence`.
+    container: the value of ``element``, or what was passed to the function that was called (None). ``set_by``: what
+    chose the key: a "loop", the program's "text" or a parameter, or "" for a look-up under a key of the rank's own.
     """
 
     names: tuple[ast.expr, ...]
     element: ast.expr | None
     container: ast.expr | None
     loop: ast.AST | None = None
-    chosen_by: Chooser = "loop"
+    set_by: Literal["loop", "text", ""] = "loop"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +186,7 @@ class Route:
 
     ``leaves``: how the route goes on: by the parameter ``name``, by the positional argument ``position`` that the
     function passed on in its ``*args``, by the variable ``name`` of the enclosing ``scope``, or not at all.
-    ``container``: what left was the container, and only other names for it are followed. ``is_beside``: the name only
-    stands beside what is done with the result.
+    ``container``: what left was the container, and only other names for it are followed.
     """
 
     steps: tuple[Step, ...] = ()
@@ -73,11 +196,10 @@ class Route:
     position: int = 0
     scope: ast.AST | None = None
     container: bool = False
-    is_beside: bool = False
 
 
 class LabelTracer:
-    """Traces in one file; bindings are found once a function."""
+    """Traces values in one file; the bindings of each function are kept."""
 
     def __init__(self, file: SourceFile) -> None:
         self.file = file
@@ -86,42 +208,56 @@ class LabelTracer:
     # -- where a route begins -----------------------------------------------------------------------------------------
 
     def of_argument(self, call: ast.expr) -> tuple[Route, ...]:
-        """Of the tensor that a call of a collective gets; ``call`` may be one of ``map``, which gets the collective."""
-        if gets_a_collective(call):
+        """Return the routes of the tensor that a collective gets; ``call`` may be one of ``map``."""
+        if passes_function(call, _REDUCES):
             return self._some(self._of_consumed(call))
         argument = tensor_argument(call)
-        if argument is None:
+        if argument is None or (called_name(call) == "all_gather" and not self._sums_gathered(call)):
             return ()
-        return self._some(itertools.chain(self.value(argument, False, 0), self._named_after(call)))
+        return self._some(itertools.chain(self.value(argument, False, 0), self._stored(call)))
 
     def of_parameter(self, call: ast.expr, callee: CodeType, route: Route) -> tuple[Route, ...]:
-        """Of what ``call`` passed to the function with the code ``callee``, as the parameter that ``route`` left by."""
+        """Return the routes of what ``call`` passed to ``callee`` as the parameter by which ``route`` left."""
         if not isinstance(call, ast.Call):
             return ()
-        if is_passed_as_function(call, callee):
+        if callee.co_name != called_name(call) and passes_function(call, {callee.co_name}):
             return self._some(self._of_consumed(call))
         starred = route.position if route.leaves == "position" else None
-        place = argument_for(call, callee, route.name, starred)
-        if isinstance(place, tuple):
-            return (Route((), False, "position", *place, container=route.container),)
-        if isinstance(place, ast.Starred):
-            return self._some(self.container(place.value, 0))
+        argument = argument_for(call, callee, route.name, starred)
+        if isinstance(argument, tuple):
+            return (Route((), False, "position", *argument, container=route.container),)
+        if isinstance(argument, ast.Starred):
+            return self._some(self.container(argument.value, 0))
         if route.container:
-            return () if place is None else self._some(self.container(place, 0))
-        of_value = iter(()) if place is None else self.value(place, False, 0)
-        return self._some(itertools.chain(of_value, self._named_after(call)))
+            return () if argument is None else self._some(self.container(argument, 0))
+        of_value = iter(()) if argument is None else self.value(argument, False, 0)
+        return self._some(itertools.chain(of_value, self._stored(call)))
 
     def of_variable(self, name: str, at: ast.expr, container: bool) -> tuple[Route, ...]:
-        """Of a variable that a nested function reads, where the enclosing one is at ``at``."""
+        """Return the routes of a variable that a nested function reads, where the enclosing one is at ``at``."""
         return self._some(self._name(name, at, container, False, 0))
 
     def _some(self, routes: Iterator[Route]) -> tuple[Route, ...]:
         return tuple(itertools.islice(routes, _MAX_ROUTES))
 
+    def _of_consumed(self, call: ast.AST) -> Iterator[Route]:
+        """``map(reduce, stats.values())``: what was passed is an element of one of the other arguments."""
+        for node in ast.walk(call):
+            for argument in node.args if isinstance(node, ast.Call) else ():
+                source = unwrapped(argument)
+                if isinstance(source, (ast.Name, ast.Attribute)):
+                    yield from self._out(Step((), None, source, node), False, 0)
+
+    def _sums_gathered(self, call: ast.expr) -> bool:
+        """Say whether the function adds up what the ranks sent, as espnet does: then it is a reduction."""
+        gathered = variable_of(call.args[0]) if isinstance(call, ast.Call) and call.args else None
+        nodes = ast.walk(self.file.scope_of(call)) if gathered else ()
+        return any(called_name(node) in ("sum", "mean") and mentions(node, (gathered or "",)) for node in nodes)
+
     # -- values -------------------------------------------------------------------------------------------------------
 
     def value(self, expr: ast.expr, fresh: bool, hops: int) -> Iterator[Route]:
-        """Routes of a value, the likeliest first."""
+        """Yield the routes of a value, the likeliest first."""
         if hops > _MAX_HOPS:
             return
         hops += 1
@@ -131,6 +267,8 @@ class LabelTracer:
             yield from self._subscript(expr, fresh, hops)
         elif isinstance(expr, ast.Call):
             yield from self._call(expr, fresh, hops)
+        elif isinstance(expr, ast.Attribute) and expr.attr in _OTHER_THAN_VALUES:
+            return
         elif isinstance(expr, (ast.Attribute, ast.Await, ast.Starred, ast.NamedExpr)):
             yield from self.value(expr.value, fresh, hops)
         elif isinstance(expr, Comprehension):
@@ -138,35 +276,34 @@ class LabelTracer:
                 source = unwrapped(generator.iter)
                 if source is not None:
                     yield from self.value(source, True, hops)
-        else:
+        elif isinstance(expr, (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.IfExp, ast.List, ast.Tuple, ast.Set)):
             fresh = fresh or isinstance(expr, (ast.BinOp, ast.UnaryOp))
-            for part in _parts(expr):
-                yield from self.value(part, fresh, hops)
+            for part in ast.iter_child_nodes(expr):
+                is_test = isinstance(expr, ast.IfExp) and part is expr.test
+                if isinstance(part, ast.expr) and not is_test:
+                    yield from self.value(part, fresh, hops)
 
     def _subscript(self, expr: ast.Subscript, fresh: bool, hops: int) -> Iterator[Route]:
         index = expr.slice
         if isinstance(index, ast.Constant) and isinstance(index.value, int):
             # `pair[1]` of a pair whose first part is the name
             yield from self._out(Step((expr.value,), None, None, self._loop_of(expr.value)), fresh, hops)
-            yield from self.value(expr.value, fresh, hops)
         elif isinstance(index, (ast.Slice, ast.Tuple)) and not _is_key_tuple(index):
             for node in names_in(index):  # a column of a tensor, picked by the loop
                 yield from self.value(node, True, hops)
-            yield from self.value(expr.value, True, hops)
+            fresh = True
         else:
             yield from self._out(self._taken(index, expr.value), fresh, hops)
-            yield from self.value(expr.value, fresh, hops)
+        yield from self.value(expr.value, fresh, hops)
 
     def _call(self, call: ast.Call, fresh: bool, hops: int) -> Iterator[Route]:
         called = call.func
         if isinstance(called, ast.Attribute) and called.attr in _TAKERS and call.args:
-            key = call.args[0]
-            yield from self._out(self._taken(key, called.value), fresh, hops)
-        elif isinstance(called, ast.Name) and called.id == "getattr" and len(call.args) >= 2:
-            key = call.args[1]
-            yield from self._out(self._taken(key, call.args[0]), fresh, hops)
+            yield from self._out(self._taken(call.args[0], called.value), fresh, hops)
+        elif called_name(call) == "getattr" and len(call.args) >= 2:
+            yield from self._out(self._taken(call.args[1], call.args[0]), fresh, hops)
         receiver = [called.value] if isinstance(called, ast.Attribute) else []
-        given = arguments_of(call)
+        given = [*call.args, *(one.value for one in call.keywords if one.arg not in _OTHER_THAN_VALUES)]
         of_self = bool(receiver) and _root(receiver[0]) in ("self", "cls")
         in_place = receiver if isinstance(called, ast.Attribute) and _IN_PLACE.match(called.attr) else []
         for part in [*given, *receiver] if of_self else [*receiver, *given]:
@@ -176,7 +313,7 @@ class LabelTracer:
     # -- containers ---------------------------------------------------------------------------------------------------
 
     def container(self, expr: ast.expr | None, hops: int) -> Iterator[Route]:
-        """Routes of a container, through other names for it; one without a step where nothing is known."""
+        """Yield the routes of a container, through other names for it; one without a step where nothing is known."""
         expr = unwrapped(expr)
         if expr is None or hops > _MAX_HOPS:
             return
@@ -189,14 +326,11 @@ class LabelTracer:
             yield from self._out(self._taken(expr.slice, expr.value), False, hops)
 
     def _out(self, step: Step, fresh: bool, hops: int) -> Iterator[Route]:
-        """The step, and what can be told of its container beyond."""
-        further = False
-        for route in itertools.islice(self.container(step.container, hops), 2):
-            further = True
-            yield Route(
-                (step, *route.steps), fresh, route.leaves, route.name, route.position, route.scope, container=True
-            )
-        if not further:
+        """Yield the step, followed by the steps that its container was taken out of others by."""
+        routes = list(itertools.islice(self.container(step.container, hops), 2))
+        for route in routes:
+            yield Route((step, *route.steps), fresh, route.leaves, route.name, route.position, route.scope, True)
+        if not routes:
             yield Route((step,), fresh)
 
     # -- variables ----------------------------------------------------------------------------------------------------
@@ -208,127 +342,86 @@ class LabelTracer:
         elif binding.kind == "parameter":
             yield Route((), fresh, "parameter", name, container=container)
         elif binding.kind == "loop":
-            yield from self._looped(binding, fresh, hops)
+            names = binding.beside if binding.name is None else (*binding.beside, binding.name)
+            step = Step(names, binding.name, unwrapped(binding.value), binding.loop)
+            yield from self._out(step, fresh, hops)
         elif binding.kind == "value" and binding.value is not None:
             yield from self._assigned(binding, binding.value, container, fresh, hops)
 
     def _assigned(self, binding: Binding, value: ast.expr, container: bool, fresh: bool, hops: int) -> Iterator[Route]:
         if binding.beside:
-            loop = self._loop_around(binding.name) if binding.name is not None else None
-            yield from self._out(Step(binding.beside, None, None, loop, self._chooser(value, loop)), fresh, hops)
+            loop = self.file.loop_around(binding.name) if binding.name is not None else None
+            step = Step(binding.beside, None, None, loop, self._set_by(value, loop))
+            yield from self._out(step, fresh, hops)
         if container:
             yield from self.container(value, hops)
         else:
             yield from self.value(value, fresh, hops)
 
-    def _looped(self, binding: Binding, fresh: bool, hops: int) -> Iterator[Route]:
-        names = binding.beside if binding.name is None else (*binding.beside, binding.name)
-        source = unwrapped(binding.value)
-        loop = binding.loop
-        chosen_by: Chooser = "sorted" if self._is_sorted(binding.value) else "loop"
-        yield from self._out(Step(names, binding.name, source, loop, chosen_by), fresh, hops)
-
     def _of_enclosing(self, name: str, scope: ast.AST, container: bool, fresh: bool) -> Iterator[Route]:
         for outer in self.file.around(scope):
             if isinstance(outer, (*Function, ast.Module)):
                 bindings = self._bindings_of(outer).get(name, [])
+                if any(self._has_route(binding, container) for binding in bindings):
+                    yield Route((), fresh, "variable", name, scope=outer, container=container)
                 if bindings:
-                    if any(self._may_tell(binding, container) for binding in bindings):
-                        yield Route((), fresh, "variable", name, scope=outer, container=container)
                     return
 
-    def _may_tell(self, binding: Binding, container: bool) -> bool:
-        """Whether it is worth looking for the frame that has this binding."""
+    def _has_route(self, binding: Binding, container: bool) -> bool:
+        """Say whether it is worth looking for the frame that has this binding."""
         if binding.kind == "value" and binding.value is not None:
             return any(self._assigned(binding, binding.value, container, False, 0))
         return binding.kind != "other"
 
-    # -- results ------------------------------------------------------------------------------------------------------
+    # -- keys ---------------------------------------------------------------------------------------------------------
 
-    def _named_after(self, call: ast.expr) -> Iterator[Route]:
-        """By the name under which the program stores the result, or that it passes on beside it."""
-        yield from self._stored(call, call)
+    def _stored(self, call: ast.expr) -> Iterator[Route]:
+        """Yield the names under which the program stores the result of a call."""
+        statement: ast.AST = call
         for around in self.file.around(call):
-            if isinstance(around, Function) or not isinstance(around, ast.expr):
-                break
-            if isinstance(around, ast.Call) and call is not around.func:
-                yield from self._logged(around, call)
-        carriers = frozenset(argument_names(call)) | frozenset(self._assigned_to(call))
-        loop = self._loop_around(call)
-        for node in ast.walk(loop if loop is not None else self.file.scope_of(call)) if carriers else ():
-            if isinstance(node, ast.Assign) and mentions(node.value, carriers):
-                yield from self._stored(node.value, call)
-            elif isinstance(node, ast.Call) and node is not call and any(mentions(arg, carriers) for arg in node.args):
-                yield from self._logged(node, call)
-
-    def _assigned_to(self, call: ast.expr) -> Iterator[str]:
-        statement = next((around for around in self.file.around(call) if not isinstance(around, ast.expr)), None)
-        if isinstance(statement, ast.Assign):
-            yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
-
-    def _stored(self, value: ast.expr, call: ast.expr) -> Iterator[Route]:
-        for around in self.file.around(value):
+            statement = around
             if isinstance(around, ast.DictComp):
                 yield Route((Step((around.key,), None, None, around),), fresh=True)
-            elif not isinstance(around, ast.expr):
+            if not isinstance(around, ast.expr):
                 break
-        else:
-            return
-        for target in around.targets if isinstance(around, ast.Assign) else ():
-            if isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Slice):
-                yield Route((Step((target.slice,), None, None, self._loop_around(call)),), fresh=True)
-
-    def _logged(self, logging: ast.Call, call: ast.expr) -> Iterator[Route]:
-        """``writer.add_scalar("loss", result, step)``"""
-        first = logging.args[0] if logging.args else None
-        if isinstance(first, (ast.Constant, ast.JoinedStr, ast.Name)) and len(logging.args) > 1:
-            yield Route((Step((first,), None, None, self._loop_around(call)),), fresh=True, is_beside=True)
+        loop = self.file.loop_around(call)
+        carriers = {variable_of(tensor_argument(call)) or "", *_plain_targets(statement)}
+        for node in ast.walk(loop or self.file.scope_of(call)):
+            if isinstance(node, ast.Assign) and (node is statement or mentions(node.value, carriers)):
+                for target in node.targets:
+                    if isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Slice):
+                        step = Step((target.slice,), None, None, loop, self._set_by(target.slice, loop))
+                        yield Route((step,), fresh=True)
 
     def _taken(self, key: ast.expr, container: ast.expr) -> Step:
-        """One element by its key: a single look-up where neither a loop nor a caller chose it, nor the text itself."""
+        """One element, taken by its key."""
         loop = self._loop_of(key)
-        return Step((key,), None, container, loop, self._chooser(key, loop))
+        return Step((key,), None, container, loop, self._set_by(key, loop))
 
-    def _chooser(self, key: ast.expr, loop: ast.AST | None) -> Chooser:
-        """What sets the variables of a key, or of what it is a part of."""
-        if isinstance(key, ast.Constant):
+    def _set_by(self, key: ast.expr, loop: ast.AST | None) -> Literal["loop", "text", ""]:
+        if loop is not None:
             return "loop"
-        if isinstance(loop, (*Loop, ast.While)):
-            walked = [binding.value for binding in self._bindings_in(key) if binding.loop is loop]
-            if not walked and isinstance(loop, (ast.For, ast.AsyncFor)):
-                walked = [loop.iter]
-            return "sorted" if any(map(self._is_sorted, walked)) else "loop"
-        return "caller" if self._is_given(key) else ""
+        return "text" if isinstance(key, ast.Constant) or self._is_given(key, 0) else ""
 
-    def _is_sorted(self, walked: ast.expr | None) -> bool:
-        """Whether what a loop walks was sorted, there or where the variables were set that it came from."""
-        for _ in range(_MAX_HOPS):
-            walked = ordered_by(walked)
-            if not isinstance(walked, ast.Name):
-                break
-            binding = self._binding_of(walked.id, walked)
-            walked = binding.value if binding is not None and binding.kind == "value" else None
-        return sorts(walked)
-
-    def _is_given(self, key: ast.expr) -> bool:
-        """Whether a parameter is part of the key."""
-        return any(binding.kind == "parameter" for binding in self._bindings_in(key))
-
-    # -- loops --------------------------------------------------------------------------------------------------------
+    def _is_given(self, key: ast.expr, hops: int) -> bool:
+        """Say whether a key depends on a parameter."""
+        bindings = list(self._bindings_in(key)) if hops < _MAX_HOPS else []
+        values = [binding.value for binding in bindings if binding.kind == "value" and binding.value is not None]
+        has_parameter = any(binding.kind == "parameter" for binding in bindings)
+        return has_parameter or any(self._is_given(value, hops + 4) for value in values)
 
     def _loop_of(self, key: ast.expr) -> ast.AST | None:
-        """The loop that sets the variables of a key; None where none does."""
+        """Return the loop that sets the variables of a key; None where none does."""
         for binding in self._bindings_in(key):
             if binding.kind == "loop":
                 return binding.loop
             if binding.kind == "value" and binding.name is not None:
-                around = self._loop_around(binding.name)
+                around = self.file.loop_around(binding.name)
                 if around is not None:
                     return around
         return None
 
     def _bindings_in(self, key: ast.expr) -> Iterator[Binding]:
-        """Those of the variables in a key."""
         for name in names_in(key):
             binding = self._binding_of(name.id, name)
             if binding is not None:
@@ -337,47 +430,11 @@ class LabelTracer:
     def _binding_of(self, name: str, at: ast.expr) -> Binding | None:
         return nearest(self._bindings_of(self.file.scope_of(at)), name, at, self.file)
 
-    def _loop_around(self, node: ast.AST) -> ast.AST | None:
-        for around in self.file.around(node):
-            if isinstance(around, (*Loop, ast.While)):
-                return around
-            if isinstance(around, Function):
-                return None
-        return None
-
     def _bindings_of(self, scope: ast.AST) -> Bindings:
-        found = self._bindings.get(scope)
-        if found is None:
-            found = self._bindings[scope] = bindings_of(scope)
-        return found
-
-    # -- functions that others call -----------------------------------------------------------------------------------
-
-    def _of_consumed(self, call: ast.Call) -> Iterator[Route]:
-        """``map(reduce, stats.values())``: what was passed is an element of one of the other arguments."""
-        for node in ast.walk(call):
-            if isinstance(node, ast.Call):
-                for argument in node.args:
-                    source = unwrapped(argument)
-                    if isinstance(source, (ast.Name, ast.Attribute)):
-                        yield from self._out(Step((), None, source, node), False, 0)
-
-
-# -- the text alone ---------------------------------------------------------------------------------------------------
-
-
-def _parts(expr: ast.expr) -> list[ast.expr]:
-    if isinstance(expr, ast.BinOp):
-        return [expr.left, expr.right]
-    if isinstance(expr, ast.UnaryOp):
-        return [expr.operand]
-    if isinstance(expr, ast.IfExp):
-        return [expr.body, expr.orelse]
-    if isinstance(expr, (ast.List, ast.Tuple, ast.Set)):
-        return list(expr.elts)
-    if isinstance(expr, ast.BoolOp):
-        return list(expr.values)
-    return []
+        bindings = self._bindings.get(scope)
+        if bindings is None:
+            bindings = self._bindings[scope] = bindings_of(scope)
+        return bindings
 
 
 def _root(expr: ast.expr) -> str:
@@ -387,5 +444,169 @@ def _root(expr: ast.expr) -> str:
 
 
 def _is_key_tuple(index: ast.expr) -> bool:
-    """Whether a tuple between brackets may be a key, and is no indexing of a tensor."""
+    """Say whether a tuple between brackets may be a key, and is no indexing of a tensor."""
     return isinstance(index, ast.Tuple) and all(isinstance(part, (ast.Name, ast.Attribute)) for part in index.elts)
+
+
+# -- what becomes of the result ---------------------------------------------------------------------------------------
+
+Use = Literal["stored", "element", "pooled", "pooled element", ""]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One function's part in a turn of the loop.
+
+    ``call``: what leads to the collective. ``names``: the variables that hold the key here, ``texts``: constants that
+    are the key. ``carriers``: variables that hold the reduced tensor. ``within``: the loop, or the function.
+    ``container``: the variable that the element is taken out of.
+    """
+
+    file: SourceFile
+    call: ast.expr
+    within: ast.AST
+    names: frozenset[str]
+    texts: frozenset[str]
+    carriers: frozenset[str]
+    container: str | None = None
+
+    def has_key(self, node: ast.AST) -> bool:
+        """Say whether the key is part of an expression."""
+        return mentions(node, self.names) or any(
+            isinstance(part, ast.Constant) and part.value in self.texts for part in ast.walk(node)
+        )
+
+    def has_result(self, node: ast.AST, carriers: set[str]) -> bool:
+        """Say whether the result is part of an expression; before the call, only the tensor itself is."""
+        if _is_after(node, self.call) or self.file.is_inside(self.call, node):
+            return mentions(node, carriers) or self.file.is_inside(self.call, node)
+        if isinstance(node, (ast.Tuple, ast.List, ast.Dict)):
+            return any(self.has_result(part, carriers) for part in ast.iter_child_nodes(node))
+        return isinstance(node, ast.Name) and node.id in carriers
+
+
+def use_of(turns: Sequence[Turn], is_element: bool) -> Use:
+    """Return what a loop does with its results; ``turns`` go from the function that loops to the collective.
+
+    "stored": the result goes back under the key. "element": the element itself is overwritten. "pooled": the results
+    of all turns are combined, so the keys do not matter. "": none of these.
+    """
+    uses = {use for turn in turns for use in _uses(turn, turn is turns[0])}
+    if "stored" in uses:
+        return "stored"
+    if "pooled" in uses:
+        return "pooled element" if is_element else "pooled"
+    if is_element:
+        return "pooled" if any(_later(turn, turn.container) == "pooled" for turn in turns) else "element"
+    return ""
+
+
+def _uses(turn: Turn, is_outermost: bool) -> Iterator[Use]:
+    nodes = list(ast.walk(turn.within))
+    carriers = set(turn.carriers)
+    for _ in range(2):  # twice: a chain of assignments, whatever order they are visited in
+        for node in nodes:
+            value = getattr(node, "value", None)
+            if isinstance(value, ast.expr) and (mentions(value, carriers) or turn.file.is_inside(turn.call, value)):
+                carriers.update(_plain_targets(node))
+    carriers -= turn.names
+    for node in nodes:
+        yield from _use(node, turn, carriers)
+    yield from _uses_around_call(turn, is_outermost)
+
+
+def _use(node: ast.AST, turn: Turn, carriers: set[str]) -> Iterator[Use]:
+    """Yield what one statement or call does with the result."""
+    if isinstance(node, ast.Assign) and turn.has_result(node.value, carriers):
+        for target in node.targets:
+            yield from _stored_in(target, node.value, turn)
+    elif isinstance(node, ast.AugAssign) and turn.has_result(node.value, carriers):
+        target = node.target
+        if isinstance(target, ast.Subscript) and turn.has_key(target.slice):
+            yield "stored"
+        elif not (isinstance(target, ast.Name) and target.id in carriers):
+            yield "pooled"
+    elif isinstance(node, ast.Call) and not turn.file.is_inside(turn.call, node):
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if any(turn.has_result(argument, carriers) for argument in given):
+            yield from _passed_to(node, given, turn)
+    elif isinstance(node, (ast.DictComp, ast.Yield)) and node.value is not None:
+        is_pair = isinstance(node.value, ast.Tuple) and turn.has_key(node.value)
+        if turn.has_result(node.value, carriers) and (is_pair or isinstance(node, ast.DictComp)):
+            yield "stored"
+
+
+def _stored_in(target: ast.expr, value: ast.expr, turn: Turn) -> Iterator[Use]:
+    if isinstance(target, ast.Subscript) and (turn.has_key(target.slice) or turn.has_key(target.value)):
+        kept_in = target.value.id if isinstance(target.value, ast.Name) else None
+        yield _later(turn, kept_in) or "stored"
+    elif isinstance(target, ast.Name) and target.id not in turn.carriers and mentions(value, {target.id}):
+        yield "pooled"  # total = total + result
+
+
+def _passed_to(call: ast.Call, given: Sequence[ast.expr], turn: Turn) -> Iterator[Use]:
+    """Yield what another call does that is given the result."""
+    receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
+    is_keeper = receiver is not None and called_name(call) in _KEEPERS
+    has_key = any(turn.has_key(part) for part in given)
+    if (receiver is not None and turn.has_key(receiver)) or (has_key and (is_keeper or called_name(call) in _STORERS)):
+        yield "stored"
+    elif is_keeper and isinstance(receiver, ast.Name):
+        yield _later(turn, receiver.id)
+
+
+def _later(turn: Turn, name: str | None) -> Use:
+    """Return what becomes of a collection of results after the loop: "stored" where it is put beside names again,
+    "pooled" where all that follows combines its elements."""
+    if name is None:
+        return ""
+    names, calls, others = {name}, set[str](), False
+    after = [node for node in ast.walk(turn.file.scope_of(turn.call)) if _is_after(node, turn.within)]
+    for node in after:
+        if isinstance(node, ast.Assign) and mentions(node.value, names) and not _is_combined(node.value, names, turn):
+            names.update(_plain_targets(node))
+    for node in after:
+        if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load):
+            around = [called_name(outer) for outer in turn.file.around(node) if isinstance(outer, ast.expr)]
+            calls.update(around)
+            others = others or not _COMBINERS.intersection(around)
+    if calls & _PAIRS:
+        return "stored"
+    return "pooled" if calls and not others else ""
+
+
+def _is_combined(value: ast.expr, names: set[str], turn: Turn) -> bool:
+    return any(called_name(node) in _TOTALS and mentions(node, names) for node in ast.walk(value))
+
+
+def _uses_around_call(turn: Turn, is_outermost: bool) -> Iterator[Use]:
+    """Yield what the expression around the call makes of its result, out to the loop or the statement."""
+    inner: ast.AST = turn.call
+    for outer in turn.file.around(turn.call):
+        if isinstance(outer, (ast.stmt, *Function)):
+            return
+        name = called_name(outer)
+        beside = [part for part in ast.iter_child_nodes(outer) if part is not inner]
+        is_pair = (isinstance(outer, ast.Tuple) or name in _STORERS) and any(turn.has_key(part) for part in beside)
+        if is_pair or name == "zip" or (isinstance(outer, ast.DictComp) and inner is outer.value):
+            yield "stored"
+        elif is_outermost and name in _TOTALS and inner is not getattr(outer, "func", None):
+            yield "pooled"
+        inner = outer
+
+
+def _is_after(node: ast.AST, other: ast.AST) -> bool:
+    if not isinstance(node, (ast.expr, ast.stmt)) or not isinstance(other, (ast.expr, ast.stmt)):
+        return False
+    return (node.lineno, node.col_offset) >= _end(other)
+
+
+def _plain_targets(node: ast.AST) -> Iterator[str]:
+    """Yield the variables that an assignment sets."""
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
+        targets = [node.target]
+    for target in targets:
+        for part in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:
+            if isinstance(part, ast.Name):
+                yield part.id
