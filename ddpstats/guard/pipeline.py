@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -294,7 +295,9 @@ class Watching:
             events = [event for event in events if event.seq >= first][:_REPORTED_EVENTS]
             for event in events:
                 if event.seq <= group.agreed:
-                    event.evidence_source = None  # evidence takes a while to work out, and is asked for where ranks differ
+                    event.evidence_source = (
+                        None  # evidence takes a while to work out, and is asked for where ranks differ
+                    )
         return RankStatus(
             -1 if session is None else session.rank,
             events,
