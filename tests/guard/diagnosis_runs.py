@@ -13,7 +13,7 @@ import torch.distributed as dist
 import ddpstats
 from ddpstats._ranks.store import BoundedStore
 from ddpstats.guard import collective_guard
-from ddpstats.guard.labels import read
+from ddpstats.guard.labels import read, trace
 
 
 def guarded(mode: Any, program: Any, *args: Any) -> str:
@@ -146,7 +146,7 @@ def labelled_on_one_rank(mode: Any, steps: int) -> int:
 def evidence_worked_out(mode: Any, directory: str) -> int:
     """Return how often evidence for a label is worked out, where ranks reduce the same two keys ten times."""
     stats = {"loss": torch.ones(1), "acc": torch.ones(1)}
-    with mock.patch.object(read, "use_of", side_effect=read.use_of) as work_out:
+    with mock.patch.object(read, "use_of", side_effect=trace.use_of) as work_out:
         with collective_guard(mode, record_dir=directory if mode == "record" else None) as guard:
             for _ in range(10):
                 for key in stats:
