@@ -151,8 +151,8 @@ class HasEvidence(Protocol):
 class Event:
     """One collective of one rank. ``site`` is "file:line in function" of the calling code.
 
-    ``word`` is 0 where the label is not compared. ``evidence_source``: the `Evidence` for a label that was inferred, or an
-    object that works it out when asked for its ``evidence``.
+    ``word`` is 0 where the label is not compared. ``evidence_source``: the `Evidence` for a label that was inferred, or
+    an object that works it out when asked for its ``evidence``.
     """
 
     group: str
