@@ -2,10 +2,10 @@
 
 1. A rank that sees a difference, or has waited too long, raises the alarm: a group, and the number of a collective.
 2. Every rank that is alive reports its status: what it ran on that group, what it waits in, where its main thread is.
-   A rank that waits does so itself, for any other one its watchdog does. (That thread can look, but not raise in
-   another.)
+   The main thread of a rank that waits does so; the rank's watchdog does where the main thread is busy elsewhere.
 3. One rank, the first to come, reads the status of all until it has them or its patience is over, and writes the
-   verdict; all raise that text. Another does so where it does not.
+   verdict; all raise that text. Another rank does so where it does not.
+4. The watchdog reads the verdict, too, so that the main thread raises it also where the store is gone by then.
 
 The store is read by every rank and trusted by none: what is no status counts as none. It is one thread that answers
 all ranks, so a rank asks of no other one by one while it waits.
@@ -13,22 +13,29 @@ all ranks, so a rank asks of no other one by one while it waits.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpstats._base.files import parse_json
 from ddpstats._ranks.failure import Membership
-from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreLog, growing_polls, shared_poll
+from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreLog, StoreSilent, growing_polls, shared_poll
 from ddpstats.guard.diagnosis import find, unexplained
 from ddpstats.guard.event import MESSAGES, Event
 from ddpstats.guard.signature import bucket_words
-from ddpstats.guard.status import DOUBT, MISSING, NOTHING, GuardFinding, RankStatus
-from ddpstats.guard.watchdog import WATCHDOG_SEC, Watchdog
+from ddpstats.guard.status import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding, RankStatus
 
+WATCHDOG_SEC = 0.25
+_ASLEEP_SEC = 1.0  # a busy machine lets a thread wait for less
+_LOOKING_SEC = 3.0  # of a look, where threads of Python run
+_LATELY_SEC = 5.0  # from the end of a sleep: for as long as others may be about to judge
+_LOOK_ANSWERS_SEC = 2.0  # of all answers of the store in one look
 _PATIENCE_SEC = 4.0
 _JUDGING_SEC = 2.0  # from then on another rank judges
 _POLL_SEC = 0.02  # torchrun ends all other ranks within 0.1 s of the first that ends
@@ -84,6 +91,14 @@ ToldBy = Callable[[str, int], list[Event]]
 """What a rank told of its last collectives in a group, before it issued them."""
 
 
+class _Verdict(NamedTuple):
+    """A verdict that this rank's watchdog has read, and the alarm that it is on."""
+
+    number: int
+    alarm: Alarm
+    payload: bytes
+
+
 class FailureAgreement:
     """This rank's part.
 
@@ -104,20 +119,26 @@ class FailureAgreement:
     ) -> None:
         self.roster, self.rank, self.store = roster, roster.rank, roster.store
         self.verdicts = 0  # so far
+        self._lock = threading.Lock()  # of that number
+        self._read: _Verdict | None = None
         self._report_status, self._told_by, self._heard = report_status, told_by, heard
         self.is_lost = False  # the store does not answer any more
         self._left: dict[int, dict[str, Any]] = {}
         self._leaving = StoreLog(self.store, "left")
         self.look_sec = shared_poll(WATCHDOG_SEC, len(roster.ranks))  # how often a watchdog looks
         self._waits = ""  # a key in the store
+        self._position, self._kept_position, self._answered = position, "", -1
         roster.join()
-        self._watchdog = Watchdog(self, position, is_reachable)
+        self._watchdog = Watchdog(self._look, is_reachable, self.look_sec)
         self._watchdog.start()
 
     # -- alarms -------------------------------------------------------------------------------------------------------
 
     def alarm(self) -> Alarm | None:
         """The alarm that is on, if there is one."""
+        known = self._read_verdict(self.verdicts)
+        if known is not None:
+            return known.alarm
         try:
             with self.store.within(GLANCE_SEC):
                 alarm = self.store.find(f"alarm/{self.verdicts}")
@@ -144,32 +165,51 @@ class FailureAgreement:
         """
         try:
             while True:
-                with self.asking(at_least_sec):
-                    found = Alarm.unpack(self.store.post(f"alarm/{self.verdicts}", alarm.pack()))
-                finding = self.verdict(found)
-                if finding.kind not in (NOTHING, DOUBT) or found == alarm:
+                number = self.verdicts
+                known = self._read_verdict(number)
+                if known is None:
+                    with self.asking(at_least_sec):
+                        current = Alarm.unpack(self.store.post(f"alarm/{number}", alarm.pack()))
+                else:
+                    current = known.alarm
+                finding = self._verdict(current, number)
+                if finding.kind not in (NOTHING, DOUBT) or current == alarm:
                     return finding
         except STORE_ERRORS as error:
             return self.without_store(alarm, error)
 
     def without_store(self, alarm: Alarm, error: BaseException) -> GuardFinding:
-        """What this rank knows alone, in words that others who know the same would choose as well."""
+        """The verdict that the watchdog has read; otherwise what this rank can conclude alone.
+
+        Ranks that know the same come to the same words.
+        """
         self.is_lost = True
+        known = self._read_verdict(self.verdicts)
+        if known is not None:
+            return self._verdict(known.alarm, known.number)
+        mismatch = self._compare_memory(alarm)
+        if mismatch is not None:
+            return mismatch
         lost = self.roster.diagnose_without_store(error, alarm.ranks)
         what = "a message" if alarm.is_message else f"collective number {alarm.seq}"
         lines = [f"{what} of {alarm.words} was not completed:", *lost.lines]
         lines.append(f"The store, which could tell who is missing, does not answer: {lost.why}")
         return GuardFinding(MISSING, "\n".join(lines), alarm.group, alarm.seq, lost.missing)
 
-    def declare(self, finding: GuardFinding, alarm: Alarm) -> GuardFinding:
-        """Make ``finding`` the verdict, unless an alarm is on already; the verdict on the one that is on."""
-        try:
-            if self.alarm() is None:
-                with self.asking():
-                    self.store.post(f"verdict/{self.verdicts}", finding.pack())
-        except STORE_ERRORS:
-            return finding
-        return self.raise_alarm(alarm)
+    def _compare_memory(self, alarm: Alarm) -> GuardFinding | None:
+        """A mismatch that shows in the memory of this host: gloo ends a process that gets more than it expects."""
+        dead = self.roster.dead(alarm.ranks)
+        statuses = []
+        for rank in alarm.ranks:
+            events = [] if rank == self.rank else self._told_by(alarm.group, rank)
+            if rank == self.rank:
+                statuses.append(self._report_status(alarm.group))
+            elif events:
+                statuses.append(_status_from_memory(rank, events, rank in dead))
+            else:
+                return None
+        finding = find(alarm.group, alarm.words, statuses, bucket_words=bucket_words)
+        return finding if finding is not None and finding.kind == MISMATCH else None
 
     def another_waits_elsewhere(self, event: Event) -> bool:
         """Whether a rank has waited in a collective of the same group and number that is not the same one.
@@ -184,20 +224,35 @@ class FailureAgreement:
         self._waits = key
         return False
 
-    def verdict(self, alarm: Alarm) -> GuardFinding:
-        """Report this rank's status, and wait for the verdict."""
-        number = self.verdicts
-        self.report_status(number, alarm)
+    def _verdict(self, alarm: Alarm, number: int) -> GuardFinding:
+        """Report this rank's status, and wait for the verdict of that number. Several threads may do so at once."""
+        known = self._read_verdict(number)
+        if known is None:
+            self.report_status(number, alarm)
         try:
-            finding = GuardFinding.unpack(self._written(alarm, number))
+            finding = GuardFinding.unpack(self._written(alarm, number) if known is None else known.payload)
         except ValueError:  # not one of ours
             finding = unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)
-        self._heard(finding)
-        self.store.set(f"read/{number}/{self.rank}", "1")
-        if self.rank == 0:
-            self._linger(alarm, number)
-        self.verdicts += 1
+        with self._lock:
+            is_first = self.verdicts == number
+            if is_first:
+                self._heard(finding)
+                self.verdicts += 1
+        if is_first:
+            with contextlib.suppress(*STORE_ERRORS):
+                self.store.set(f"read/{number}/{self.rank}", "1")
+                if self.rank == 0:
+                    self._linger(alarm, number)
         return finding
+
+    def pending_alarm(self) -> Alarm | None:
+        """The alarm on which the watchdog has read a verdict that no other thread has come to. Asks no store."""
+        known = self._read
+        return known.alarm if known is not None and known.number == self.verdicts else None
+
+    def _read_verdict(self, number: int) -> _Verdict | None:
+        known = self._read
+        return known if known is not None and known.number == number else None
 
     def _written(self, alarm: Alarm, number: int) -> bytes:
         """The verdict of that number, by whichever rank."""
@@ -245,7 +300,7 @@ class FailureAgreement:
         overdue = alarm.seq if alarm.until else None
         found = find(alarm.group, alarm.words, everyone, overdue, alarm.absent, alarm.doubt, bucket_words)
         if found is None and alarm.doubt:  # labels may differ for good reasons
-            return GuardFinding(NOTHING, "", alarm.group, alarm.seq)
+            return GuardFinding(NOTHING, "", alarm.group, alarm.seq, doubts=_labelled_by_some(everyone))
         return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)
 
     def _statuses(self, alarm: Alarm, number: int) -> dict[int, RankStatus]:
@@ -289,10 +344,6 @@ class FailureAgreement:
                 self._left[left["rank"]] = left
         return self._left.copy()
 
-    def has_left(self, rank: int) -> dict[str, Any] | None:
-        """How a rank left, or None."""
-        return self.left().get(rank)
-
     def dead(self, ranks: Collection[int]) -> set[int]:
         """Which of these ranks, on this host, have no process any more."""
         self.roster.learn()
@@ -305,16 +356,38 @@ class FailureAgreement:
 
     def _last_known_status(self, rank: int, group: str, dead: bool) -> RankStatus:
         group = group.removesuffix(MESSAGES)
-        words, left = self.store.find(f"words/{rank}/{group}"), self.has_left(rank)
+        words, left = self.store.find(f"words/{rank}/{group}"), self.left().get(rank)
         said = RankStatus(rank) if words is None else RankStatus.unpack(words, rank)
         how, last = (str(left.get("how")), left.get("last")) if left is not None else (None, None)
         if last is None and (position := self.store.find(f"position/{rank}")) is not None:
             last = position[:_MAX_POSITION_BYTES].decode(errors="replace")
-        told = () if said.events or left is not None else self._told_by(group, rank)
-        if told:
-            said = RankStatus(rank, told, told[-1].seq, last=str(told[-1]))
+        events = [] if said.events or left is not None else self._told_by(group, rank)
+        if events:
+            said = _status_from_memory(rank, events, dead)
         last = str(last) if last else said.last
         return replace(said, waits_in=None, last=last, left=how, dead=dead, stack=None, slept_sec=0.0)
+
+    def _look(self) -> None:
+        """What the watchdog does a few times a second."""
+        with self.store.within(_LOOK_ANSWERS_SEC):
+            self._look_once()
+
+    def _look_once(self) -> None:
+        self.roster.learn()  # while there is a store to ask
+        position, number = self._position(), self.verdicts
+        if position != self._kept_position:
+            self.store.set(f"position/{self.rank}", position)
+            self._kept_position = position
+        alarm = None if self._read_verdict(number) else self.alarm()
+        if alarm is None:
+            return
+        if self._answered != number and not self.store.check([f"status/{number}/{self.rank}"]):
+            self.report_status(number, alarm)
+        self._answered = number
+        payload = self.store.find(f"verdict/{number}")
+        if payload is not None:
+            self._read = _Verdict(number, alarm, payload)
+            self.store.set(f"read/{number}/{self.rank}", "1")
 
     def slept_sec(self) -> float:
         """How long this process ran no Python lately."""
@@ -322,6 +395,19 @@ class FailureAgreement:
 
     def close(self) -> None:
         self._watchdog.stop()
+
+
+def _status_from_memory(rank: int, events: list[Event], is_dead: bool) -> RankStatus:
+    return RankStatus(rank, events, events[-1].seq, last=str(events[-1]), dead=is_dead)
+
+
+def _labelled_by_some(statuses: list[RankStatus]) -> tuple[int, ...]:
+    """The numbers of collectives for which some ranks have a label and others have none."""
+    words: dict[int, set[bool]] = {}
+    for status in statuses:
+        for event in status.events:
+            words.setdefault(event.seq, set()).add(bool(event.word))
+    return tuple(seq for seq, labelled in sorted(words.items()) if len(labelled) > 1)
 
 
 def _parsed(told: bytes) -> dict[str, Any]:
@@ -341,3 +427,53 @@ def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
         if time.monotonic() > deadline or is_so():
             return
         time.sleep(poll_sec)
+
+
+# -- the watchdog -----------------------------------------------------------------------------------------------------
+
+
+class Watchdog(threading.Thread):
+    """A thread that answers for this rank while the main thread is busy elsewhere.
+
+    A look that comes much too late tells that no thread of Python's ran: the process was stopped, its host had no time
+    for it, or one call held the GIL. The other ranks cannot know that, and see one more rank that waits.
+    """
+
+    def __init__(self, look: Callable[[], None], is_reachable: Callable[[], bool], every_sec: float) -> None:
+        super().__init__(name="ddpstats-guard", daemon=True)
+        self._look, self._is_reachable, self._every_sec = look, is_reachable, every_sec
+        self._stopped = threading.Event()
+        self._due = math.inf  # when the next look is to come, or this one to be over
+        self._slept_sec, self._woke = 0.0, -math.inf
+
+    def run(self) -> None:
+        try:
+            while self._is_time() and self._is_reachable():
+                with contextlib.suppress(StoreSilent):
+                    self._look()
+        except STORE_ERRORS:
+            pass
+        finally:
+            self._due = math.inf
+
+    def _is_time(self) -> bool:
+        """Wait for the next look; False where there is none any more."""
+        self.slept_sec()  # in the look that is over
+        self._due = time.monotonic() + self._every_sec
+        has_ended = self._stopped.wait(self._every_sec)
+        self.slept_sec()
+        self._due = time.monotonic() + _LOOKING_SEC
+        return not has_ended
+
+    def slept_sec(self) -> float:
+        """How long this process ran no Python lately. Another thread may ask before this one has come to look."""
+        now = time.monotonic()
+        late_sec = now - self._due
+        if late_sec > _ASLEEP_SEC:
+            self._slept_sec, self._woke = late_sec, now
+        return self._slept_sec if now < self._woke + _LATELY_SEC else 0.0
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self is not threading.current_thread():
+            self.join(2 * WATCHDOG_SEC + 1)

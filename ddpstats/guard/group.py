@@ -22,12 +22,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ddpstats._base import config
-from ddpstats._base.version import __version__
-from ddpstats._observe.groups import GroupView, longest_timeout_sec
-from ddpstats._ranks.comm import refuse_fake
-from ddpstats._ranks.exchange import PROTOCOL_VERSION, different_versions
+from ddpstats._observe.groups import GroupView, default_store, longest_timeout_sec
+from ddpstats._ranks.comm import attempt_prefix, bounded_part, refuse_fake
 from ddpstats._ranks.failure import Membership
-from ddpstats._ranks.store import GLANCE_SEC, LIMIT_SEC, STORE_ERRORS
+from ddpstats._ranks.store import GLANCE_SEC, LIMIT_SEC, STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
 from ddpstats.guard.event import Event, MessageNumbers
 from ddpstats.guard.failure_agreement import FailureAgreement, ReportStatus
@@ -36,10 +34,8 @@ from ddpstats.guard.recording import Identity, Recording
 from ddpstats.guard.spoken import read
 from ddpstats.guard.status import GuardFinding
 from ddpstats.guard.summary import GIVEN_UP, MESSAGES_SEEN, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
-from ddpstats.guard.world_store import world_store
 
 _KEPT_DESTROYED = 64
-_MAX_VERSION = 80  # characters
 _turn = 0  # how often guards of this process have begun, and process groups ended under one
 _newest = 0  # the number of the last session
 
@@ -94,6 +90,23 @@ class Standing:
         finally:
             self.waits.pop(thread, None)
             self.recording.wait(None)
+
+
+_connections: weakref.WeakKeyDictionary[Any, BoundedStore] = weakref.WeakKeyDictionary()
+
+
+def world_store(prefix: str, limit_sec: float | None = None) -> BoundedStore:
+    """Return a part of the default group's store. Local: it connects at the first request.
+
+    All parts share one connection, so no request may wait there for another rank. One connection for all, for they are
+    dear: torch 2.13 asks the name service for the name of each address, on both sides, and the thread that serves all
+    ranks waits for the answer (strace: 5 s for each one that was lost, and with 64 ranks on one host the store was
+    silent for 90 s).
+    """
+    world = dist.group.WORLD
+    if world not in _connections:
+        _connections[world] = bounded_part(default_store(), "world", "the default group", lambda _: "ddpstats/world")
+    return _connections[world].part(attempt_prefix() + prefix, limit_sec)
 
 
 def run_name(limit_sec: float) -> str:
@@ -188,22 +201,11 @@ class Session:
         self.unfinished = ""  # why the last comparison did not go to its end
         self.named: dict[str, Group] = {}
         self.agreement: FailureAgreement | None = None
-        self.differs = ""  # why ranks cannot be compared
         if compares and dist.get_world_size() > 1:
             with self._reaching_store():
-                self.differs = self._differing_versions()
                 self.agreement = FailureAgreement(
                     self._roster, report_status, position, self._told_by, self.is_reachable, heard
                 )
-
-    def _differing_versions(self) -> str:
-        """What to say where the first rank to come runs another version: their notes mean something else."""
-        mine = f"ddpstats {__version__}, protocol {PROTOCOL_VERSION}"
-        told = self._store.post("version", f"{self.rank} {mine}").decode(errors="replace")
-        first, _, theirs = told.partition(" ")
-        if theirs == mine:
-            return ""
-        return different_versions(self.words, {int(first): theirs[:_MAX_VERSION], self.rank: mine})
 
     def is_over(self) -> bool:
         """Whether the program has destroyed the process group since."""

@@ -207,6 +207,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             log.debug("the store went away during the last comparison: %s", error)
 
     def _compare_last(self, comparing: Comparing, error: BaseException | None) -> None:
+        self._watching.give_up_unfinished()
         comparing.post_ends()  # first: who sees that this rank has left looks for them
         self._watching.leave(error)
         comparing.finish()

@@ -42,6 +42,10 @@ _Seen = tuple[Group, Entry]
 """What is known of a collective once it is described."""
 
 
+CallSite = tuple[int, int]
+"""The id of the code and the offset of the instruction that calls."""
+
+
 class _Work(NamedTuple):
     """Something that runs, and that the program will wait for."""
 
@@ -73,7 +77,8 @@ class Watching:
         self._missed: tuple[int, ...] = ()  # when this rank left
         self._is_inherited = False  # by a process that was forked from the guarded one
         self._works: dict[int, _Work] = {}
-        self._silenced: set[Chain] = set()  # places whose names are each rank's own
+        self._unfinished: list[_Work] = []
+        self._silenced: set[Chain | tuple[str, CallSite]] = set()  # labels that are each rank's own, where they are
         self._known: dict[tuple[Any, ...], Event] = {}  # one for all calls that are alike
 
     def begin(self) -> Session:
@@ -81,6 +86,7 @@ class Watching:
         if self.session is not None:
             self.session.close()
             self._works.clear()
+            self._unfinished.clear()
             self._known.clear()
             self.ring = Ring(RING_EVENTS)  # numbers begin anew
             self.how_left = None
@@ -91,8 +97,6 @@ class Watching:
         self.comparing = None
         if session.agreement is not None:
             self.comparing = Comparing(session, self.standing, self._settings)
-            if session.differs:
-                self.comparing.verdicts.refuse()
         return session
 
     # -- subscriber of `collectives` -----------------------------------------------------------------------------------
@@ -106,6 +110,8 @@ class Watching:
             raise standing.verdict.with_traceback(None)
         if not call.blocking and self._settings.compares and not standing.silent and _is_on_host(call):
             call.timeout_ms = self._timeout_ms
+        if self.comparing is not None:
+            self.comparing.verdicts.take_in()
         is_message = call.operator.is_message
         with self._lock:
             group = None if self.session is None else self.session.find(call.view)
@@ -185,13 +191,16 @@ class Watching:
         return False
 
     def has_waited(self, work: Any, error: RuntimeError | None) -> None:
-        """Note that the program's own wait for ``work``, with a timeout that it gave, has failed."""
-        if error is None:
-            return
-        with self._lock:
-            known = self._works.pop(id(work), None)
-        if known is not None and known.work is work and self.comparing is not None and not self.standing.silent:
-            self.comparing.verdicts.note_failure(known.seen[0], error)
+        """Note that the program's own wait for ``work``, with a timeout that it gave, has failed; it may wait again."""
+        known = self._works.get(id(work))
+        if error is not None and known is not None and known.work is work:
+            self._unfinished.append(known)
+
+    def give_up_unfinished(self) -> None:
+        """At the end of the program: what it has waited for in vain is compared with no other rank."""
+        for work, (group, _) in self._unfinished:
+            if self.comparing is not None and not work.is_completed():
+                self.comparing.verdicts.give_up(group)
 
     # -- describing ---------------------------------------------------------------------------------------------------
 
@@ -205,13 +214,15 @@ class Watching:
             found = BY_TORCH if call.operator.combines else None
         elif found is None and self._settings.infer_labels and is_api and frame is not None:
             found = _inferred(call, frame)
-        place = (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
-        key = group, parts, pieces, call.peer, call.tag, found, place
+        call_site = (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
+        key = group, parts, pieces, call.peer, call.tag, found, call_site
         event = self._known.get(key)
         if event is None:
             if len(self._known) >= _KEPT_EVENTS:
                 self._known.clear()
-            event = self._known[key] = self._spelled(call, group, parts, pieces, found, frame)
+            label = found.chain if isinstance(found, Inferred) else (found or "", call_site)
+            is_compared = label not in self._silenced
+            event = self._known[key] = self._spelled(call, group, parts, pieces, found, frame, is_compared)
         return event
 
     def _spelled(
@@ -222,6 +233,7 @@ class Watching:
         pieces: tuple[str, int],
         found: str | Inferred | None,
         frame: FrameType | None,
+        is_compared: bool,
     ) -> Event:
         """Its site keeps the code object, and so the id that the event is known by, alive."""
         signature, digest = signature_of(parts)
@@ -231,7 +243,7 @@ class Watching:
             0,
             signature,
             name,
-            0 if isinstance(found, Inferred) and found.chain in self._silenced else label_word(name),
+            label_word(name) if is_compared else 0,
             site_of(frame),
             digest,
             *pieces,
@@ -273,6 +285,7 @@ class Watching:
             self.session.close()
         self.recording.close()
         self._works.clear()
+        self._unfinished.clear()
 
     def disown(self) -> None:
         """In a process that was forked from the guarded one: see nothing any more, and touch nothing of that one's."""
@@ -324,9 +337,14 @@ class Watching:
             group = self.session.named.get(finding.group)
             if group is not None and group.view.rank == min(group.view.ranks):
                 log.warning("%s", finding.message)
-        for event in self.ring.silence(finding.group, finding.doubts):
+        events = self.ring.silence(finding.group, finding.doubts)
+        for event in events:
             if isinstance(event.evidence_source, Inferred):
                 self._silenced.add(event.evidence_source.chain)
+        by_hand = {(event.label, id(event.site)) for event in events}
+        for (*_, name, call_site), event in list(self._known.items()):
+            if isinstance(name, str) and (event.label, id(event.site)) in by_hand:
+                self._silenced.add((name, call_site))
         if finding.doubts:
             self._known.clear()  # these events have their labels
 

@@ -11,7 +11,6 @@ from ddpstats._base.files import parse_json
 from ddpstats.guard.event import Event, events_as_dicts, events_from_dicts, newest_in_a_row
 
 MISMATCH, MISSING, DOUBT, NOTHING = "mismatch", "missing", "doubt", "nothing"
-VERSIONS = "versions"
 LEFT = "left the guard"
 _MAX_BYTES = 4 << 20
 
@@ -82,7 +81,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class GuardFinding:
-    """A verdict. ``kind`` is `MISMATCH`, `MISSING` or `VERSIONS` (ranks run different ones of ddpstats); `NOTHING`: the
+    """A verdict. ``kind`` is `MISMATCH` or `MISSING`; `NOTHING`: the
     alarm was a false one, and all ranks go on; `DOUBT`: they go on too, with a warning. ``doubts``: numbers of
     collectives whose labels differ and may do so.
     """

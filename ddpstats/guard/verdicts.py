@@ -11,8 +11,8 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -20,11 +20,11 @@ from typing import Any, NoReturn
 from ddpstats._base.text import ranks_text
 from ddpstats._observe import collectives
 from ddpstats._ranks.store import STORE_ERRORS, StoreSilent, shared_poll
-from ddpstats.errors import CollectiveMismatch, DdpstatsError, ProtocolMismatch, RankMissing
+from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.event import MESSAGES, Entry, Event, event_of
 from ddpstats.guard.failure_agreement import Alarm, FailureAgreement
 from ddpstats.guard.group import Group, Limit, Session, Settings, Standing
-from ddpstats.guard.status import DOUBT, MISMATCH, MISSING, NOTHING, VERSIONS, GuardFinding
+from ddpstats.guard.status import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding
 from ddpstats.guard.telling import gave_up, printed_once, signal_deferred
 
 _SLICE_SEC = 0.2
@@ -75,6 +75,12 @@ class Verdicts:
             if self._standing.silent:
                 raise Silenced
 
+    def take_in(self) -> None:
+        """Come to the verdict that the watchdog has read, if there is one; never waits. Raises or logs it."""
+        alarm = self.agreement.pending_alarm()
+        if alarm is not None:
+            self.await_verdict(alarm)
+
     def catch_up(self) -> None:
         """Come to the verdicts of all alarms that are on: of groups, too, which this rank is no member of."""
         try:
@@ -95,25 +101,6 @@ class Verdicts:
         if self.has_given_up(group):
             raise GivenUp
         self.await_verdict(alarm_of(group, seq, doubt=doubt))
-
-    def publish(self, finding: GuardFinding, alarm: Alarm) -> None:
-        """A verdict that this rank can give alone."""
-        self._raise_or_warn(self.agreement.declare(finding, alarm), alarm)
-
-    def refuse(self) -> None:
-        """Nothing can be compared: all ranks raise why, those too that came before anybody could know."""
-        session, ranks = self._session, self.agreement.roster.ranks
-        self.publish(GuardFinding(VERSIONS, session.differs, "", 0), Alarm("", session.words, ranks, 0, until=False))
-
-    @contextmanager
-    def answered(self, alarm: Alarm) -> Iterator[None]:
-        """Around what the store must answer at once."""
-        try:
-            yield
-        except DdpstatsError:
-            raise
-        except STORE_ERRORS as error:
-            self.conclude_alone(alarm, error)
 
     def conclude_alone(self, alarm: Alarm, error: BaseException) -> NoReturn:
         """The store does not answer."""
@@ -343,8 +330,6 @@ def is_broken(error: BaseException) -> bool:
 
 
 def _error_of(finding: GuardFinding, alarm: Alarm) -> DdpstatsError:
-    if finding.kind == VERSIONS:
-        return ProtocolMismatch(finding.message, ranks=alarm.ranks, group=alarm.words)
     if finding.kind == MISMATCH:
         return CollectiveMismatch(
             finding.message,

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 import ddpstats
 from ddpstats._observe import collectives
-from ddpstats.guard import collective_guard, group, notes_shm
-from ddpstats.guard.world_store import world_store
+from ddpstats.guard import collective_guard, notes_shm
 from tests.guard.scenarios import Ending, probe
 from tests.integrations import espnet_runs
 from tests.training import logged
@@ -79,26 +78,6 @@ def values_after_a_mismatch() -> dict[str, tuple[str, list[float]]]:
             error = type(raised).__name__
         ends[what] = error, tensor.tolist()
     return ends
-
-
-def with_version(mode: Any, name: str, value: Any) -> tuple[str, str]:
-    """With another version on rank 1, which enters the guard when rank 0 is in it already: what is raised."""
-    if dist.get_rank() == 1:
-        vars(group)[name] = value
-        _await_the_first()
-    try:
-        with collective_guard(mode, timeout_sec=30):
-            dist.all_reduce(torch.ones(1))
-    except ddpstats.DdpstatsError as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
-
-
-def _await_the_first() -> None:
-    """Once rank 0 has entered its guard."""
-    store = world_store(f"ddpstats/guard/{group._turn + 1}")
-    while not store.check(["version"]):
-        time.sleep(0.01)
 
 
 def waits_alone(mode: Any, on_mismatch: Any) -> tuple[str, tuple[int, ...], float]:

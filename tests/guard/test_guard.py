@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats import ConfigError, cli, label
-from ddpstats._base.version import __version__
 from ddpstats._observe import collectives, operators
-from ddpstats._ranks.exchange import PROTOCOL_VERSION
 from ddpstats._ranks.store import StoreSilent, bounded
 from ddpstats.guard import collective_guard, notes_shm
 from ddpstats.guard.event import Event, Signature, digest_of, label_word, roll
@@ -68,27 +66,6 @@ def test_on_mismatch_warn_logs_once_and_goes_on(two_ranks: RankPool) -> None:
         assert "the reduce op" in messages[0]
         assert count == 3
     two_ranks.restart()
-
-
-@pytest.mark.parametrize(
-    ("mode", "name", "value", "text"),
-    [
-        ("strict", "__version__", "99.1", f"ddpstats 99.1, protocol {PROTOCOL_VERSION}"),
-        ("step", "PROTOCOL_VERSION", 77, f"ddpstats {__version__}, protocol 77"),
-    ],
-)
-def test_ranks_with_other_versions_are_not_compared(
-    two_ranks: RankPool, mode: str, name: str, value: Any, text: str
-) -> None:
-    refused = (
-        "ranks of the default group of 2 ranks run different versions:\n"
-        f"  rank 0: ddpstats {__version__}, protocol {PROTOCOL_VERSION}\n"
-        f"  rank 1: {text}\n"
-        "Install the same version of ddpstats on all of them."
-    )
-    errors = two_ranks.run(runs.with_version, mode, name, value, timeout_sec=60).values()
-    two_ranks.restart()  # in which rank 1 has another version, and a collective of rank 0 may still be under way
-    assert errors == [("ProtocolMismatch", refused)] * 2
 
 
 def test_off_touches_nothing(two_ranks: RankPool) -> None:

@@ -1,0 +1,46 @@
+"""Ranks come to one verdict: with threads, where one rank has labels, and where the store is gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpstats._base.config import GuardMode
+from ddpstats.testing import RankPool, run_ranks
+from tests.guard import verdict_runs as runs
+from tests.guard.tiers import tiers
+
+
+def test_threads_of_two_groups_do_not_take_one_verdict_for_two() -> None:
+    assert run_ranks(runs.two_threads, 2, 40, timeout_sec=60).values() == ["", ""]
+
+
+def test_place_whose_label_one_rank_lacks_is_compared_once(two_ranks: RankPool) -> None:
+    for verdicts, added in two_ranks.run(runs.label_on_one_rank, 20).values():
+        assert verdicts <= 1
+        assert added == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_rank_that_comes_when_the_store_is_gone_raises_the_verdict_of_the_others(mode: GuardMode) -> None:
+    _, late, _ = run_ranks(runs.killed_before_rank_0_ends, 3, mode, timeout_sec=60)
+    assert late.value is not None, late
+    assert late.value[:2] == ("RankMissing", (2,)), late.value
+
+
+@pytest.mark.parametrize(
+    ("mode", "what", "odd"),
+    tiers(
+        [("step", "splits", 1)],
+        [("step", "splits", 0), *((mode, "stray", odd) for mode in ("step", "strict") for odd in (0, 1))],
+    ),
+)
+def test_survivor_names_both_calls_where_gloo_aborts_the_other_rank(mode: GuardMode, what: str, odd: int) -> None:
+    outcomes = run_ranks(runs.aborted, 2, mode, what, odd, timeout_sec=60)
+    ends = [outcome.value for outcome in outcomes if outcome.value is not None]
+    assert ends, outcomes
+    for name, _, text in ends:
+        assert name == "CollectiveMismatch", text
+        assert "  rank 0: " in text
+        assert "  rank 1: " in text
+        assert "verdict_runs.py" in text or "DistributedDataParallel" in text

@@ -1,0 +1,123 @@
+"""Programs for the ranks of `test_verdicts`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddpstats
+from ddpstats._base.config import GuardMode
+from ddpstats.guard import collective_guard
+
+Raised = tuple[str, tuple[int, ...], str]
+"""The name of an error, the ranks that it calls missing, and its text."""
+
+
+def two_threads(steps: int) -> str:
+    """Two threads use a group each; rank 0 alone has labels."""
+    groups = [dist.new_group(), dist.new_group()]
+    problems: list[str] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(steps):
+                with ddpstats.label("loss") if dist.get_rank() == 0 else nullcontext():
+                    dist.all_reduce(torch.ones(1), group=groups[number])
+        except ddpstats.DdpstatsError as error:
+            problems.append(f"{type(error).__name__}: {error}")
+
+    try:
+        with collective_guard("step", check_every=1, timeout_sec=20) as guard:
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            guard.step()
+    except ddpstats.DdpstatsError as error:
+        problems.append(f"{type(error).__name__}: {error}")
+    return "; ".join(problems)
+
+
+def label_on_one_rank(steps: int) -> tuple[int, int]:
+    """Return the verdicts that ranks came to, and the keys that the last ten steps added to the store."""
+    store = dist.distributed_c10d._get_default_store()
+    with collective_guard("step", timeout_sec=20) as guard:
+        for step in range(steps):
+            if step == steps - 10:
+                before = store.num_keys()
+            with ddpstats.label("loss") if dist.get_rank() == 0 else nullcontext():
+                dist.all_reduce(torch.ones(1))
+            guard.step()
+        dist.barrier()
+        added = store.num_keys() - before
+        session = guard._watching.session
+        assert session is not None
+        assert session.agreement is not None
+        return session.agreement.verdicts, added
+
+
+def _serve_by_rank_0() -> None:
+    """Make a default group whose store is rank 0's own."""
+    from torch._C._distributed_c10d import TCPStore
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = torch.tensor([0 if store is None else store.port])
+    dist.broadcast(port, 0)
+    dist.destroy_process_group()
+    store = store or TCPStore("127.0.0.1", int(port), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def killed_before_rank_0_ends(mode: GuardMode) -> Raised:
+    """Rank 2 is killed. Rank 0 finds that and ends, and its store with it. Rank 1 comes later."""
+    _serve_by_rank_0()
+    rank = dist.get_rank()
+    try:
+        with collective_guard(mode, timeout_sec=30):
+            dist.all_reduce(torch.ones(1))
+            if rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(6.0 if rank == 1 else 0.5)
+            dist.all_reduce(torch.ones(1))
+    except ddpstats.RankMissing as error:
+        if rank == 0:
+            os._exit(3)
+        return type(error).__name__, error.missing_ranks, str(error)
+    return "nothing", (), ""
+
+
+def aborted(mode: GuardMode, what: str, odd: int) -> Raised:
+    """What gloo cannot take: it ends one of the two processes. Rank 0 serves the store; ``odd`` does something else."""
+    _serve_by_rank_0()
+    rank = dist.get_rank()
+    try:
+        with collective_guard(mode, timeout_sec=15):
+            dist.all_reduce(torch.ones(1))
+            if what == "splits":
+                sizes = [3 if rank == odd != other else 2 for other in range(2)]
+                dist.all_to_all_single(torch.empty(4), torch.ones(sum(sizes)), [2, 2], sizes)
+            else:
+                _train(stray=rank == odd)
+    except ddpstats.DdpstatsError as error:
+        return type(error).__name__, getattr(error, "missing_ranks", ()), str(error)
+    except RuntimeError as error:
+        return type(error).__name__, (), str(error)
+    return "nothing", (), ""
+
+
+def _train(stray: bool) -> None:
+    model: Any = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
+    for _ in range(3):
+        model(torch.ones(2, 64)).sum().backward()
+        if stray:
+            dist.all_reduce(torch.ones(3))
