@@ -309,43 +309,41 @@ class Table:
     def show(self, picture: Picture, *, is_last: bool = False) -> None:
         """Draw the picture in the place of the one before."""
         height = sys.maxsize if is_last else self._live.console.size.height
-        self._live.update(_table(picture, self._live.console, height), refresh=True)
+        self._live.update(_table(picture, self._live.console.size.width, height), refresh=True)
 
 
-def _table(picture: Picture, console: Any, height: int) -> Any:
+def _table(picture: Picture, width: int, height: int) -> Any:
     """Return a table that fits: alarms above the ranks, and first the ranks that are waited for, then waiting ones."""
     from rich.console import Group
     from rich.table import Table as RichTable
-    from rich.text import Text
 
     alarms = [remark for remark in picture.remarks if remark.startswith(_ALARM)]
-    others = [remark for remark in picture.remarks if not remark.startswith(_ALARM)]
-    above = [*_wrapped([picture.heading], console, height // 4), *_wrapped(alarms, console, height // 3)]
+    others = [remark for remark in picture.remarks if not remark.startswith(_ALARM)][: height // 4]
     rows = sorted(picture.rows, key=lambda row: (row.rank not in picture.late, row.state[:5] != "waits", row.rank))
-    room = height - len(above) - 1  # a line for the names of the columns
-    below = _wrapped(others, console, max(0, min(height // 4, room - 2)))
-    room -= len(below)
+    room = max(
+        2, height - 3 - len(alarms) - len(others)
+    )  # a line each for heading, columns and the terminal's last one
     if len(rows) > room:
-        rows = rows[: max(1, room - 1)]
-        below = [Text(f"and {count_of(len(picture.rows) - len(rows), 'more ranks')}"), *below]
+        others = [f"and {count_of(len(rows) - room + 1, 'more ranks')}", *others]
+        rows = rows[: room - 1]
     table = RichTable(box=None, padding=(0, 1, 0, 0), expand=True)
-    columns = [name for name in Row._fields if console.size.width >= _WIDE or name != "collectives"]
+    columns = [name for name in Row._fields if width >= _WIDE or name != "collectives"]
     for name in columns:
-        heading = Text(name.replace("_", " "), no_wrap=True, overflow="ellipsis")
         is_long = name in ("last_collective", "at")
-        table.add_column(heading, no_wrap=not is_long, max_width=30 if name == "state" else None)
+        table.add_column(
+            _one_line(name.replace("_", " ")), no_wrap=not is_long, max_width=30 if name == "state" else None
+        )
     for row in rows:
-        cells = (Text(printable([str(getattr(row, name))]), no_wrap=True, overflow="ellipsis") for name in columns)
+        cells = (_one_line(str(getattr(row, name))) for name in columns)
         table.add_row(*cells, style="bold red" if row.rank in picture.late else None)
-    return Group(*above, table, *below)
+    return Group(*map(_one_line, [picture.heading, *alarms]), table, *map(_one_line, others))
 
 
-def _wrapped(texts: Sequence[str], console: Any, most: int) -> list[Any]:
-    """Return their lines at the width of the terminal: of more than ``most`` the first, and "..." for the others."""
+def _one_line(text: str) -> Any:
+    """Return as much of the text as one line has room for."""
     from rich.text import Text
 
-    lines = [line for text in texts for line in Text(printable([text])).wrap(console, console.size.width)]
-    return lines if len(lines) <= most else [*lines[: most - 1], Text("...")][:most]
+    return Text(printable([text]), no_wrap=True, overflow="ellipsis")
 
 
 @contextlib.contextmanager
