@@ -33,7 +33,7 @@ _NUMBERED = re.compile(rb'(.*?"seq":)(0|[1-9]\d{0,15})(,.*"time":)(\d{1,12}(?:\.
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank's files hold. ``end`` is the last entry that is no event: how the rank left, if it said so.
+    """One rank's record. ``end`` is the entry that says how the rank left, if it left.
 
     ``run`` names the program, ``started`` is when its last guard began: seconds since 1970.
     """
@@ -60,38 +60,39 @@ class RankRecord:
 
     @cached_property
     def events_by_group(self) -> Mapping[str, list[Event]]:
-        found: dict[str, list[Event]] = {}
+        by_group: dict[str, list[Event]] = {}
         for event in self.events:
-            found.setdefault(event.group, []).append(event)
-        return found
+            by_group.setdefault(event.group, []).append(event)
+        return by_group
 
 
 class NoRecord(ValueError):
-    """There is none, or it holds nothing yet."""
+    """Raised where there is no record, or one that holds nothing yet."""
 
 
 def read_records(*directories: str | Path, notes: list[str] | None = None) -> list[RankRecord]:
-    """The records of all ranks of the newest run, by rank; directories may hold those of older ones.
+    """Return the records of all ranks of the newest run, by rank; directories may hold those of older ones.
 
-    ``notes`` is told what was left out. Raises ValueError, naming the file and line, for what is no record, for a rank
-    that has two, and `NoRecord` where there is none.
+    What was left out is appended to ``notes``. Raises ValueError, naming the file and line, for what is no record, for
+    a rank that has two, and `NoRecord` where there is none.
     """
-    told: list[str] = [] if notes is None else notes
-    found = [(path, record) for path in _record_files(directories, told) for record in _read_if_begun(path, told)]
-    if not found:
+    left_out: list[str] = [] if notes is None else notes
+    paths = _record_files(directories, left_out)
+    records = [(path, record) for path in paths for record in _read_if_begun(path, left_out)]
+    if not records:
         raise NoRecord(f"{', '.join(map(str, directories))} holds no rank*.jsonl, so no record of ddpstats")
-    newest = max((record for _, record in found), key=lambda record: record.started).run
+    newest = max((record for _, record in records), key=lambda record: record.started).run
     by_rank: dict[int, tuple[Path, RankRecord]] = {}
-    for path, record in found:
+    for path, record in records:
         if record.run == newest and by_rank.setdefault(record.rank, (path, record))[0] != path:
-            raise ValueError(f"{by_rank[record.rank][0]} and {path} are both of rank {record.rank}: take one away")
+            raise ValueError(f"{by_rank[record.rank][0]} and {path} are both of rank {record.rank}: remove one")
     return [by_rank[rank][1] for rank in sorted(by_rank)]
 
 
 def _record_files(directories: Sequence[str | Path], notes: list[str]) -> Iterator[Path]:
-    """By the newer of a rank's two files, which a process that was killed between them has not begun."""
-    found = [path for directory in directories for path in sorted(Path(directory).glob("rank*.jsonl"))]
-    for path in dict.fromkeys(path.with_name(path.name.replace(".old.", ".")) for path in found):
+    """Yield the newer of each rank's two files, also where a process was killed before it began that."""
+    paths = [path for directory in directories for path in sorted(Path(directory).glob("rank*.jsonl"))]
+    for path in dict.fromkeys(path.with_name(path.name.replace(".old.", ".")) for path in paths):
         if _NAME.fullmatch(path.name):
             yield path
         else:
@@ -105,8 +106,8 @@ def _read_if_begun(path: Path, notes: list[str]) -> Iterator[RankRecord]:
     except NoRecord as error:
         notes.append(f"{path}{link} is left out: {error}")
     except OSError as error:
-        told = {FileNotFoundError: "there is no such file", IsADirectoryError: "it is a directory, and no record"}
-        raise ValueError(f"{told.get(type(error), error.strerror)}: {error.filename or path}{link}") from None
+        reasons = {FileNotFoundError: "there is no such file", IsADirectoryError: "it is a directory, and no record"}
+        raise ValueError(f"{reasons.get(type(error), error.strerror)}: {error.filename or path}{link}") from None
     except ValueError as error:
         raise ValueError(f"{error}; {path} is{link[1:]}" if link else str(error)) from None
     else:
@@ -128,8 +129,8 @@ def _read_rank(path: Path) -> RankRecord:
     sources = [source for source in (old, path) if os.path.lexists(source)]
     for source in sources:
         for number, line in raw_lines(source):
-            numbers, alike = _apart(line, before)
-            if (event := known.get(alike)) is not None:
+            numbers, rest = _split_numbers(line, before)
+            if (event := known.get(rest)) is not None:
                 events.append(event_of((event, int(numbers[0]), float(numbers[1]))))
                 before = event.evidence or before
                 continue
@@ -139,7 +140,7 @@ def _read_rank(path: Path) -> RankRecord:
                     events.append(Event.from_dict(entry, before))
                     before = events[-1].evidence or before
                     if numbers:
-                        known[alike] = events[-1]
+                        known[rest] = events[-1]
                 elif "mark" in entry:
                     marks.append(mark_from_dict(entry))
                 elif "ddpstats" in entry:
@@ -172,10 +173,10 @@ def checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     if refused is not None:
         raise ValueError(refused)
     if not all(type(entry.get(key)) is int and 0 <= entry[key] < _MOST_RANKS for key in ("rank", "world_size")):
-        raise ValueError("the first line tells neither rank nor world size")
-    time_is_one = type(entry.get("time", 0.0)) in (int, float) and abs(entry.get("time", 0.0)) < LATEST_TIME_SEC
-    if type(entry.get("run", "")) is not str or not time_is_one:
-        raise ValueError("the first line tells neither run nor time")
+        raise ValueError("the first line lacks a rank or a world size")
+    is_time = type(entry.get("time", 0.0)) in (int, float) and abs(entry.get("time", 0.0)) < LATEST_TIME_SEC
+    if type(entry.get("run", "")) is not str or not is_time:
+        raise ValueError("the first line lacks a run or a time")
     return entry
 
 
@@ -210,19 +211,16 @@ def parsed(line: bytes) -> dict[str, Any]:
     return entry
 
 
-def _apart(line: bytes, before: Evidence | None) -> tuple[tuple[bytes, ...], tuple[object, ...]]:
-    """The number and the time of an event, and all else that it depends on: most lines of a record are alike there.
-
-    Without number and time where the line is not as `RecordWriter.write_event` writes it.
-    """
-    found = _NUMBERED.fullmatch(line)
-    if found is None:
+def _split_numbers(line: bytes, before: Evidence | None) -> tuple[tuple[bytes, ...], tuple[object, ...]]:
+    """Return number and time of an event, and the rest, which most lines share; both empty for other lines."""
+    match = _NUMBERED.fullmatch(line)
+    if match is None:
         return (), ()
     names = []
-    while before is not None and found[5].startswith(b',"evidence"'):
-        names.append(id(before.names))  # which an event passes on to the next
+    while before is not None and match[5].startswith(b',"evidence"'):
+        names.append(id(before.names))  # which an event shares with the next
         before = before.outer
-    return (found[2], found[4]), (found[1], found[3], found[5], *names)
+    return (match[2], match[4]), (match[1], match[3], match[5], *names)
 
 
 # -- marks ------------------------------------------------------------------------------------------------------------

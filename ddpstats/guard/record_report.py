@@ -16,33 +16,33 @@ from ddpstats.guard.status import LEFT, NOTHING, GuardFinding, RankStatus
 
 
 def diagnose(records: Sequence[RankRecord]) -> list[GuardFinding]:
-    """What went wrong first, per group; the group in which it happened first comes first."""
+    """Return what went wrong first in each group, by time."""
     groups = {**_undescribed(records), **_described(records)}
-    found = [finding for name in groups if (finding := _in_group(name, groups[name], records)) is not None]
+    findings = [finding for name in groups if (finding := _in_group(name, groups[name], records)) is not None]
     message = message_mismatch(_messages_of(records)) or _not_through(records)
-    found += [message] if message is not None else []
-    return sorted(found, key=lambda finding: min((e.started for e in finding.by_rank.values()), default=0.0))
+    findings += [message] if message is not None else []
+    return sorted(findings, key=lambda finding: min((e.started for e in finding.by_rank.values()), default=0.0))
 
 
 def not_compared(records: Sequence[RankRecord]) -> list[str]:
-    """What ranks may have done differently without `diagnose` finding it: a sentence each."""
+    """Return a sentence for each thing that ranks may have done differently without `diagnose` finding it."""
     known = {record.rank for record in records}
     asked = {rank for given in _described(records).values() for rank in given["ranks"]}
     absent = max((record.world_size for record in records), default=0) - len(known | asked)
     cut = [record.rank for record in records if not record.complete and record.messages]
     return [
         *(
-            f"{given['words']}: nothing tells which ranks belong to it, and only {ranks_text(given['ranks'])} used it"
+            f"{given['words']}: no record says which ranks belong to it, and only {ranks_text(given['ranks'])} used it"
             for given in _undescribed(records).values()
             if len(given["ranks"]) == 1
         ),
         *([f"{count_of(absent, 'ranks')} without a record, of which no group is known"] if absent > 0 else []),
-        *([f"messages of {ranks_text(cut)}: older ones were dropped, and nobody can count them"] if cut else []),
+        *([f"messages of {ranks_text(cut)}: older ones were dropped, so they cannot be counted"] if cut else []),
     ]
 
 
 def assumed(records: Sequence[RankRecord]) -> list[str]:
-    """What `diagnose` took for granted where it found nothing: a sentence each."""
+    """Return a sentence for each thing that `diagnose` assumed where it found nothing."""
     alone = [
         f"{ranks_text([rank.rank])}: {rank.events[place]}{rank.events[place].at}: {ranks_text([peer.rank])} "
         "recorded nothing that goes with it"
@@ -50,7 +50,7 @@ def assumed(records: Sequence[RankRecord]) -> list[str]:
         if not _may_wait(rank, place, peer)
     ]
     return alone + [
-        f"{given['words']}: nothing tells which ranks belong to it; {ranks_text(given['ranks'])}, which used it, were "
+        f"{given['words']}: no record says which ranks belong to it; {ranks_text(given['ranks'])}, which used it, were "
         "compared"
         for given in _undescribed(records).values()
         if len(given["ranks"]) > 1
@@ -58,13 +58,13 @@ def assumed(records: Sequence[RankRecord]) -> list[str]:
 
 
 def _not_through(records: Sequence[RankRecord]) -> GuardFinding | None:
-    """The first message that only one rank recorded, and for which it may have waited; a receive before any send."""
+    """Return the first message that only one rank recorded, and may have waited for; receives come before sends."""
     alone = [
         (rank, rank.events[place], peer) for rank, place, peer in _unpaired(records) if _may_wait(rank, place, peer)
     ]
     if not alone:
         return None
-    rank, event, peer = min(alone, key=lambda found: (found[1].signature.op == "send", found[1].started))
+    rank, event, peer = min(alone, key=lambda entry: (entry[1].signature.op == "send", entry[1].started))
     group = event.group.removesuffix(MESSAGES)
     words = _described(records).get(group, {}).get("words", f"group {group!r}")
     return unmatched(event, rank.rank, words, _status_of(peer.rank, event.group, peer))
@@ -103,9 +103,9 @@ def _unpaired(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, int, 
 
 
 def _may_wait(rank: RankRecord, place: int, peer: RankRecord) -> bool:
-    """Whether ``rank`` may wait for ``peer`` in that message: no collective came after it, and a record breaks off.
+    """Return whether ``rank`` may wait for ``peer`` there: no collective came after it, and a record breaks off.
 
-    Else it came through, its other half being outside of a guard, or it was not waited for.
+    Otherwise the message came through, its other half outside of a guard, or the rank did not wait for it.
     """
     ended_well = _ended_well(rank) and _ended_well(peer)
     return bool(rank.run) and not ended_well and all(event.is_message for event in rank.events[place:])
@@ -120,13 +120,13 @@ def _described(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
 
 
 def _undescribed(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
-    """Of what ranks did in groups that no record describes (any more): these ranks."""
-    described, found = _described(records), dict[str, list[int]]()
+    """Return the ranks that used each group that no record describes (any more)."""
+    described, ranks_of = _described(records), dict[str, list[int]]()
     for record in records:
         for name, events in record.events_by_group.items():
             if name not in described and not all(event.is_message for event in events):
-                found.setdefault(name, []).append(record.rank)
-    return {name: {"words": f"group {name!r}", "ranks": ranks} for name, ranks in found.items()}
+                ranks_of.setdefault(name, []).append(record.rank)
+    return {name: {"words": f"group {name!r}", "ranks": ranks} for name, ranks in ranks_of.items()}
 
 
 def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRecord]) -> GuardFinding | None:
@@ -136,8 +136,8 @@ def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRec
         for rank in described["ranks"]
         if (record := by_rank.get(rank)) is None or record.complete or name in record.events_by_group
     ]  # what the others did there was dropped
-    found = find(name, described["words"], statuses) if statuses else None
-    return None if found is not None and found.kind == NOTHING else found
+    finding = find(name, described["words"], statuses) if statuses else None
+    return None if finding is not None and finding.kind == NOTHING else finding
 
 
 def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:

@@ -130,14 +130,14 @@ class RecordWriter:
                 self.close()
 
     def _is_of(self, run: str) -> bool:
-        """Whether the file that is there was begun by the same program."""
+        """Return whether the same program began the file that exists."""
         try:
             return bool(run) and parsed(next(raw_lines(self._path))[1]).get("run") == run
         except (OSError, ValueError, StopIteration):
             return False
 
     def _open(self, goes_on: bool) -> int:
-        # Others may write to the directory: no link of theirs leads our lines elsewhere, and no pipe holds us up.
+        # Others may write to the directory: a link of theirs must not lead elsewhere, and a pipe must not block.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         file = require_regular(os.open(self._path, flags, 0o600), self._path)
         if not goes_on:

@@ -1,9 +1,9 @@
-"""``ddpstats run``: a script as it is, under the guard.
+"""``ddpstats run`` runs a script as it is, under the guard.
 
 Under torchrun (``torchrun --nproc-per-node 2 -m ddpstats run train.py``) this process is a rank, and runs the script in
 itself: ``sys.argv``, ``__main__``, exit status and traceback are those of ``python train.py``. By itself, with
-``--nproc N``, it starts torchrun on this machine, and when ranks failed and none of them has told why it reads their
-records and says it: gloo aborts a process whose peer sends another size, and nothing inside that process can. With
+``--nproc N``, it starts torchrun on this machine. Where ranks failed and none of them has printed why, it finds that in
+their records: gloo aborts a process whose peer sends another size, and nothing inside that process can report it. With
 ``--watch`` it reads the records meanwhile, and prints what the ranks do (`watch`).
 """
 
@@ -58,11 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout-sec",
         type=float,
         metavar="S",
-        help="how long a collective waits for other ranks (300; longer where its process group does)",
+        help="how long a collective waits for other ranks (as long as its process group)",
     )
-    parser.add_argument("--record-dir", metavar="DIR", help="each rank's record, for `ddpstats report`")
+    parser.add_argument(
+        "--record-dir", metavar="DIR", help="each rank's flight record, for `ddpstats report` and `watch`"
+    )
     parser.add_argument("--watch", action="store_true", help="with --nproc: print on stderr what each rank is doing")
-    parser.add_argument("--watch-dir", metavar="DIR", help="as --record-dir; for `ddpstats watch`, too")
+    parser.add_argument("--watch-dir", metavar="DIR", help="the same as --record-dir")
     parser.add_argument(
         "--nproc", type=int, metavar="N", help="start N ranks on this machine (without: be a rank of torchrun's)"
     )
@@ -72,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The script's own exit status. Raises `ConfigError` for options that make no sense."""
+    """Return the script's own exit status. Raises `ConfigError` for options that make no sense."""
     args.guard = args.guard or (config.guard_mode() if os.environ.get(config.GUARD) else "strict")
     _check(args)
     args.record_dir = args.record_dir or args.watch_dir or config.record_dir()
@@ -137,9 +139,9 @@ def _run_here(args: argparse.Namespace) -> int:
 
 
 def _run_as_main(script: str, is_module: bool) -> None:
-    """As Python does, in a ``__main__`` that stays: threads that go on, and exit handlers, pickle what it defines.
+    """Run the script as Python does, in a ``__main__`` that stays: threads and exit handlers pickle what it defines.
 
-    ``runpy``'s public functions put the one before back.
+    ``runpy``'s public functions restore the module before.
     """
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
@@ -178,12 +180,12 @@ def _print_last_line(guard: collective_guard, error: BaseException | None) -> No
 
 
 def _explained(error: BaseException) -> int:
-    """Print what the program ended with; its status."""
+    """Print what the program ended with, and return its status."""
     from ddpstats.guard.telling import tell
 
     sys.stdout.flush()
     if _lacks_ranks(error):
-        print(f"ddpstats run: the program asks for its rank, and nobody gave it one. {TO_RUN}", file=sys.stderr)
+        print(f"ddpstats run: the program asks for its rank, and has none. {TO_RUN}", file=sys.stderr)
     elif not tell(error, lambda: _print_as_python_does(error, one_rank_prints=True)):
         _print_as_python_does(error)
     sys.stderr.flush()
@@ -191,15 +193,14 @@ def _explained(error: BaseException) -> int:
 
 
 def _lacks_ranks(error: BaseException) -> bool:
-    """Whether this is how torch says that it was started without torchrun."""
+    """Return whether this is how torch says that it was started without torchrun."""
     return isinstance(error, ValueError) and "environment variable" in str(error) and "RANK" not in os.environ
 
 
 def _print_as_python_does(error: BaseException, one_rank_prints: bool = False) -> None:
-    """By the program's own `sys.excepthook`, if it has one.
+    """Print it by the program's own `sys.excepthook`, if it has one, and from the script's first line on.
 
-    Torch's, which begins each line with the rank, is left out where one rank prints for all.
-    The traceback is that from the script's own first line on: what stands above it is not the user's.
+    Torch's hook, which begins each line with the rank, is left out where one rank prints for all.
     """
     from ddpstats.guard.telling import excepthook_of_program, strip
 
@@ -292,7 +293,7 @@ def _options_for_ranks(args: argparse.Namespace, directory: str) -> list[str]:
 
 
 def _explain(directory: str, in_json: bool) -> None:
-    """On stderr: stdout is the script's."""
+    """Print the diagnosis on stderr: stdout is the script's."""
     try:
         records = read_records(directory)
     except (OSError, ValueError):

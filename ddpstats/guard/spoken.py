@@ -45,7 +45,7 @@ def _spelled(event: Event) -> bytes:
 
 
 def _shortened(given: dict[str, Any]) -> bytes:
-    """What there is room for: of long texts the end of a path, the beginning of all others."""
+    """Return as much as fits: of long texts the end of a path, the beginning of all others."""
     shapes, dtypes = given.get("shapes", []), given.get("dtypes", [])
     kept: dict[str, Any] = {key: given[key] for key in ("group", "seq", "op", "reduce_op", "root") if key in given}
     kept["site"] = given.get("site", "")[-_MAX_CHARS:]

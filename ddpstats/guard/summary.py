@@ -1,4 +1,4 @@
-"""What a guard has seen and compared, in numbers and in the one line that it ends with. Pure."""
+"""Counters of what a guard has seen and compared, and the one line that it ends with. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class GuardCounters:
-    """Of one guard, so far.
+    """One guard's counters, so far.
 
     Attributes:
         collectives: seen on this rank; messages count, too.

@@ -42,7 +42,7 @@ _EVENT = re.compile(rb'\{"group":"((?:[^"\\]|\\.)*)","seq":(\d{1,16}),')
 
 @dataclass(frozen=True)
 class RankNow:
-    """What a rank recorded last. ``process``: "stopped", "gone", or empty where it lives, or that is not known.
+    """A rank's newest state. ``process``: "stopped", "gone", or empty where it lives, or that is not known.
 
     ``waits_since``: of a wait that goes on; None otherwise. ``groups``: the number of ranks and of the last collective.
     """

@@ -25,7 +25,7 @@ import torch
 
 from ddpstats import Max
 from ddpstats._ranks.exchange import Call, Status, decode_status, encode_status
-from ddpstats._ranks.failure import Verdict
+from ddpstats._ranks.failure import ProcessId, Verdict
 from ddpstats._ranks.gather import decode, encode
 from ddpstats._reduction.flatten import decode as decode_schema, flatten
 from ddpstats._rerun.random_state import RandomState
@@ -41,6 +41,7 @@ from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, 
 from ddpstats.guard import spoken
 from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.status import GuardFinding, RankStatus
+from ddpstats.guard.watch import Records, lines_of, picture_of
 from ddpstats.report import _report
 
 FORMATS = Path(__file__).parents[1] / "formats" / "v1"
@@ -235,13 +236,25 @@ def _dump_seeds() -> list[bytes]:
 
 
 def record(data: bytes) -> None:
-    """Report one rank\'s record, beside an honest one of another rank."""
+    """Report one rank's record, beside an honest one of another rank, and watch both."""
     directory = scratch() / "records"
     (directory / "rank0.jsonl").write_bytes(data)
     with quiet(), contextlib.suppress(DdpstatsError):
         _report.run(
             argparse.Namespace(directories=[directory], json=bool(data[:1] > b"\x7f"), html=None, perfetto=None)
         )
+    with contextlib.suppress(DdpstatsError):
+        ranks = Records(directory).look()
+        if ranks:
+            lines_of(picture_of(ranks))
+
+
+def _record_seeds() -> list[bytes]:
+    """Return a record, and one that can be watched: its process is this one."""
+    record = (FORMATS / "records" / "rank0.jsonl").read_bytes()
+    now = {"steps": 3, "waits_since": 5.0, "renegotiations": 1, "new_keys": "k", "not_held": "k", "alarm guard": "text"}
+    process = b'{"process":"%b",' % ProcessId.mine().pack().hex().encode()
+    return [record, process + record[1:] + json.dumps({"now": now}).encode() + b"\n"]
 
 
 def config(data: bytes) -> None:
@@ -256,6 +269,6 @@ TARGETS = {
     "wire": Target(wire, _wire_seeds),
     "bundle": Target(bundle, _bundle_seeds),
     "dump": Target(dump, _dump_seeds),
-    "record": Target(record, lambda: [(FORMATS / "records" / "rank0.jsonl").read_bytes()]),
+    "record": Target(record, _record_seeds),
     "config": Target(config, lambda: [(FORMATS / "config.json").read_bytes()]),
 }

@@ -65,10 +65,10 @@ def test_group_without_description_is_compared_with_a_note(parts: bool, tmp_path
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(content))
     text = report(tmp_path, status=parts)
     assert ("What differs: the shape." in text) == parts
-    assert "group '0': nothing tells which ranks belong to it; ranks 0, 1, which used it, were compared" in text
+    assert "group '0': no record says which ranks belong to it; ranks 0, 1, which used it, were compared" in text
     assert ALL_ALIKE not in text
     (tmp_path / "nccl_trace_rank_1").unlink()
-    assert "not compared: group '0': nothing tells which ranks belong to it, and only rank 0" in report(
+    assert "not compared: group '0': no record says which ranks belong to it, and only rank 0" in report(
         tmp_path, status=1
     )
 
