@@ -29,7 +29,6 @@ Checked on torch 2.13. It relies on ``Tensor.register_post_accumulate_grad_hook`
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import weakref
 from collections.abc import Callable
@@ -50,7 +49,7 @@ from ddpstats._observe.gradient_norms import (
     is_sparse,
     norms_of,
 )
-from ddpstats._observe.groups import issued_counts
+from ddpstats._observe.groups import issued_counts, live_replicas
 from ddpstats._observe.torch_compat import (
     accumulated_hooks,
     graph_task,
@@ -253,8 +252,7 @@ def replicas_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
     inside = [child for child in module.modules() if isinstance(child, nn.parallel.DistributedDataParallel)]
     if inside or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return inside
-    replicas = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.parallel.DistributedDataParallel))
-    return [replica for replica in replicas if replica.module is module]
+    return [replica for replica in live_replicas() if replica.module is module]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

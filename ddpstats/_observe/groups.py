@@ -6,6 +6,7 @@ of a group's collectives is the number that its backend (gloo, NCCL, XCCL, ...) 
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,11 @@ def bucket_count(replica: nn.parallel.DistributedDataParallel) -> float:
     """
     ask = getattr(replica.reducer, "_get_zeros_like_grad_buckets", None)
     return float("inf") if ask is None else len(ask())
+
+
+def live_replicas() -> Iterator[nn.parallel.DistributedDataParallel]:
+    """Yield every DDP of this process. Looks at all of its objects, which takes a second where these are many."""
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), nn.parallel.DistributedDataParallel))
 
 
 # Without them no message names the parameters in a bucket of gradients.

@@ -9,7 +9,6 @@ fixed size per rank is enough to tell.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats._base.text import dtype_name, shorten
-from ddpstats._observe.groups import bucket_assignments
+from ddpstats._observe.groups import bucket_assignments, live_replicas
 from ddpstats._observe.operators import Collective
 from ddpstats.guard.event import MASK, Event, Signature, digest_of, stable_hash
 
@@ -140,12 +139,10 @@ def bucket_words(event: Event) -> str:
 
 
 def _models_on(group: str) -> Iterator[Any]:
-    kind = torch.nn.parallel.DistributedDataParallel
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), kind):
-            name = getattr(candidate.process_group, "group_name", None)
-            if group == name or group.startswith(f"{name} of "):  # a session or a life of it
-                yield candidate
+    for replica in live_replicas():
+        name = getattr(replica.process_group, "group_name", None)
+        if group == name or group.startswith(f"{name} of "):  # a session or a life of it
+            yield replica
 
 
 def _buckets(model: Any) -> Iterator[tuple[str, int]]:
