@@ -187,7 +187,10 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         watching = self._watching
         if watching.session is None or watching.comparing is None or watching.session.has_given_up():
             return False
-        return watching.standing.verdict is None and any(map(is_broken, _errors_behind(error)))
+        behind = list(_errors_behind(error))
+        if watching.standing.verdict is not None or watching.comparing.verdicts.passed_on in behind:
+            return False
+        return any(map(is_broken, behind))
 
     def _explain(self) -> DdpstatsError | None:
         comparing = self._watching.comparing

@@ -16,7 +16,7 @@ from ddpstats.guard.diagnosis import message_place
 from ddpstats.guard.event import MESSAGES, Event, stable_hash
 from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.group import Group, Standing
-from ddpstats.guard.verdicts import Verdicts, is_broken
+from ddpstats.guard.verdicts import Verdicts, add_note, is_broken
 
 
 class Messages:
@@ -44,7 +44,12 @@ class Messages:
                 collectives.wait_once(work, group.timeout_sec)
                 return
             except RuntimeError as error:
-                if not is_broken(error) or self._verdicts.is_own_timeout(error, group, group.limit()):
+                if not is_broken(error):
+                    raise
+                is_in_question = self._verdicts.agreement.alarm() is not None
+                if not is_in_question and self._verdicts.is_own_timeout(error, group, group.limit()):
+                    add_note(error, f"{event} was not completed in time{event.at}.")
+                    self._verdicts.passed_on = error
                     raise
                 broken = error
             # Not in the handler: the backend's own timeout would stand first in the traceback.

@@ -61,6 +61,7 @@ class Verdicts:
         self._session, self._standing = session, standing
         self._warn, self._strict, self.timeout_sec = settings.warn, settings.mode == "strict", settings.timeout_sec
         self.ends_by: float | None = None  # the program has ended: until when others are waited for
+        self.passed_on: BaseException | None = None  # torch's own error of a message, which the program gets
 
     @property
     def agreement(self) -> FailureAgreement:
@@ -144,11 +145,7 @@ class Verdicts:
         """Add to torch's error which ranks have not come."""
         late = self._behind(group, event.seq)
         who = f"{ranks_text(late)} did not come to" if late else "not all ranks came to"
-        text = f"ddpstats: {who} collective number {event.seq} of {group.words}, {event}{event.at}, in time."
-        if hasattr(error, "add_note"):
-            error.add_note(text)
-        else:
-            log.warning("%s", text)
+        add_note(error, f"{who} collective number {event.seq} of {group.words}, {event}{event.at}, in time.")
 
     def _behind(self, group: Group, seq: int) -> tuple[int, ...]:
         """The ranks that are known not to have come to that collective: in mode "step" those of this host."""
@@ -316,6 +313,14 @@ def _given_up_key(group: Group) -> str:
 
 def alarm_of(group: Group, seq: int, until: bool = False, doubt: bool = False, ending: bool = False) -> Alarm:
     return Alarm(group.name, group.words, group.view.ranks, seq, until, doubt, ending)
+
+
+def add_note(error: RuntimeError, text: str) -> None:
+    """Add a sentence to torch's own error; before Python 3.11, log it."""
+    if hasattr(error, "add_note"):
+        error.add_note(f"ddpstats: {text}")
+    else:
+        log.warning("ddpstats: %s", text)
 
 
 def is_broken(error: BaseException) -> bool:

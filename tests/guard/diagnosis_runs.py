@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -113,6 +114,23 @@ def questions_of_messages(mode: Any, count: int) -> int:
         with mock.patch.object(BoundedStore, "use", use):
             exchange()
     return len(asked)
+
+
+def message_of_limited_group(mode: Any, is_sent: bool) -> tuple[str, str]:
+    """Rank 1 receives into another dtype, or in vain, in a group whose own timeout is two seconds."""
+    group, store = dist.new_group(timeout=timedelta(seconds=2)), dist.distributed_c10d._get_default_store()
+    try:
+        with collective_guard(mode):
+            if dist.get_rank() == 1:
+                dist.recv(torch.empty(4, dtype=torch.int32), 0, group=group)
+            elif is_sent:
+                dist.send(torch.ones(4), 1, group=group)
+            else:
+                store.wait(["received"], timedelta(seconds=30))
+    except Exception as error:
+        store.set("received", "")
+        return type(error).__name__, f"{error} {getattr(error, '__notes__', '')}"
+    return "silent", ""
 
 
 def skipped(mode: str) -> str:

@@ -38,6 +38,21 @@ def test_diagnosis_do_not_ask_the_store(two_ranks: RankPool, mode: str) -> None:
     assert two_ranks.run(runs.questions_of_messages, mode, 40).values() == [0, 0]
 
 
+@pytest.mark.parametrize(("mode", "is_sent"), tiers([("strict", True), ("step", False)], [("step", True)]))
+def test_timeout_of_the_group_ends_a_message_with_torchs_error_unless_a_mismatch_is_known(
+    mode: str, is_sent: bool
+) -> None:
+    of_sender, of_receiver = run_ranks(runs.message_of_limited_group, 2, mode, is_sent, timeout_sec=60).values()
+    if is_sent:
+        assert of_sender == of_receiver
+        assert of_sender[0] == "CollectiveMismatch"
+        assert "What differs: the dtype." in of_sender[1]
+    else:
+        assert of_sender == ("silent", "")
+        assert of_receiver[0] == "RuntimeError"
+        assert "recv(int32[4]) with rank 0, tag 0 was not completed in time, at " in of_receiver[1]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_skipped_step_is_called_that(two_ranks: RankPool, mode: str) -> None:
     endings = two_ranks.run(runs.skipped, mode).values()
