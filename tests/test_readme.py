@@ -132,7 +132,6 @@ READERS = {
     "sentinel = ddpstats.Sentinel(ddp, mode=2, digest": (PAIRS, [], ""),
     "dump = ddpstats.StatsDump": (CONFIG, [], ""),
     "def mean_of": ("", [], "2 passed"),
-    "for key in stats": (PROGRAM, [], ""),
     "with ddpstats.collective_guard": (PROGRAM, [], ""),
     "print(ddpstats.integrations.install(": ("", ["lightning", "torchmetrics"], "patched: lightning, torchmetrics\n"),
     "print(ddpstats.integrations.functions.install(": (TREE, [], "patched: util.misc.reduce_dict (also tests"),
