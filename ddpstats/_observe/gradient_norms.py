@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._observe.groups import Counts, bucket_count, has_comm_hook, issued_counts, ranks_of, since
-from ddpstats._observe.torch_compat import norm_each, stored_values
+from ddpstats._observe.torch_compat import gradient_hooks, norm_each, stored_values
 
 NO_GRADIENT = -1.0
 
@@ -236,7 +236,13 @@ class BackwardNorms:
         return {self._index_of[id(parameter)] for parameters, _ in self._measured() for parameter in parameters}
 
     def local(self) -> dict[int, Tensor] | None:
-        """Return index of a parameter -> this rank's own gradient; None where not all of them could be kept."""
+        """Return index of a parameter -> this rank's own gradient.
+
+        None where not all of them could be kept, or the program's hooks on parameters may have reduced them.
+        """
+        hooked = any(gradient_hooks(parameter) for parameters, _ in self._measured() for parameter in parameters)
+        if hooked and any(self.shared_with()):
+            return None
         return self._local if self._local and self.indices() == self._local.keys() else None
 
     def away(self) -> list[Tensor]:

@@ -329,6 +329,19 @@ def with_hooks(dirpath: str, case: str) -> CaptureVerdict:
     ).verdicts[0]
 
 
+def gradients_kept(reduces: bool) -> int | None:
+    """Return how many gradients are kept of a pass with a NaN in each; None: they are not this rank's own."""
+    module = make_model()
+    hooked(mean_of if reduces else torch.clone, module)
+    watch = GradientWatch(module)
+    watch.begin()
+    (loss_of(module, batch_of(0)) * torch.nan).backward()  # type: ignore[no-untyped-call]
+    watch.end()
+    watch.close()
+    kept = watch.arrivals[-1].local()
+    return None if kept is None else len(kept)
+
+
 def gradients_per_look(communicates: bool) -> list[list[int]]:
     """Return how many gradients are looked at at a time, in each of two steps."""
     module, counts = make_model(), list[list[int]]()

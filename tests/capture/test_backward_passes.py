@@ -118,6 +118,11 @@ def test_a_nan_that_two_of_three_ranks_shared_has_no_culprit(three_ranks: RankPo
     assert "gradients are not finite on ranks 1, 2" in verdict.message
 
 
+def test_gradients_that_hooks_may_have_reduced_are_not_kept_as_this_ranks_own(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.gradients_kept, True).values() == [None, None]
+    assert two_ranks.run(runs.gradients_kept, False).values() == [6, 6]
+
+
 def test_each_gradient_is_looked_at_by_itself_until_nothing_was_seen_to_communicate(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.gradients_per_look, False).values() == [[[1] * 6, [6]]] * 2
     assert two_ranks.run(runs.gradients_per_look, True).values() == [[[1] * 6] * 2] * 2
