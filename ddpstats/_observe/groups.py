@@ -237,7 +237,7 @@ def _has_host(group: Any) -> bool:
 Counts = dict[Any, int | None]
 """Process group -> the number of its collectives; None where its backend does not say."""
 
-_readers: weakref.WeakKeyDictionary[Any, Callable[[], int] | None] = weakref.WeakKeyDictionary()
+_is_sum: weakref.WeakKeyDictionary[Any, bool | None] = weakref.WeakKeyDictionary()  # None: no backend counts
 
 
 def issued_counts() -> Counts:
@@ -265,27 +265,15 @@ def ranks_of(groups: Iterable[Any]) -> tuple[int, ...]:
 
 
 def _count(group: Any) -> int | None:
-    if group not in _readers:
-        _readers[group] = _reader(group)
-    read = _readers[group]
-    return None if read is None else read()
+    """Return a group's number. A group with a backend for each kind of device has none: theirs add up."""
+    if group not in _is_sum:
+        _is_sum[group] = next((is_sum for is_sum in (False, True) if _number(group, is_sum) is not None), None)
+    is_sum = _is_sum[group]
+    return None if is_sum is None else _number(group, is_sum)
 
 
-def _reader(group: Any) -> Callable[[], int] | None:
-    """Return what reads a group's number. A group with a backend for each kind of device has none: theirs add up."""
-    for candidate in (_of_group, _of_backends):
-        read = candidate(weakref.ref(group))
-        try:
-            read()
-        except (RuntimeError, AttributeError):
-            continue
-        return read
-    return None
-
-
-def _of_group(group: Callable[[], Any]) -> Callable[[], int]:
-    return lambda: collectives_issued(group())
-
-
-def _of_backends(group: Callable[[], Any]) -> Callable[[], int]:
-    return lambda: sum(map(collectives_issued, backends_of(group())))
+def _number(group: Any, is_sum: bool) -> int | None:
+    try:
+        return sum(map(collectives_issued, backends_of(group) if is_sum else [group]))
+    except (RuntimeError, AttributeError):
+        return None
