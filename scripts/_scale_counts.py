@@ -401,7 +401,7 @@ def guard_waiting(world_size: int, seconds: float) -> Phase:
 def guard_verdict(world_size: int) -> Phase:
     """An alarm, every rank's status, the verdict. All ranks report; nobody is missing."""
     tally, agreements = Tally(world_size), list[FailureAgreement]()
-    store, alarm = counting_store(tally), Alarm("0", "the default group", tuple(range(world_size)), 1, until=False)
+    store, alarm = counting_store(tally), Alarm("0", "the default group", tuple(range(world_size)), 1, overdue=False)
 
     def play(rank: int) -> None:
         tally.plays(rank)

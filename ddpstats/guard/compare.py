@@ -53,7 +53,7 @@ class Comparing:
         assert group.exchange is not None
         if group.exchange.tell(seq, event.digest, words_of(event)):
             with suppress(GivenUp):
-                self.verdicts.differ(group, seq, doubt=True)
+                self.verdicts.differ(group, seq, tentative=True)
 
     # -- notes --------------------------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class Comparing:
             group.exchange.post(number, note)
         except STORE_ERRORS as error:
             ending = self.verdicts.ends_by is not None
-            self.verdicts.conclude_alone(alarm_of(group, seq, until=True, ending=ending), error)
+            self.verdicts.conclude_alone(alarm_of(group, seq, overdue=True, ending=ending), error)
 
     def settle(self, group: Group, until: int, own_sec: float | None = None) -> bool:
         """See that all ranks posted the same, up to that note. Waits for them. ``own_sec``: the call's own timeout.
@@ -125,7 +125,7 @@ class Comparing:
         except StoreSilent:
             return False
         except STORE_ERRORS as error:
-            self.verdicts.conclude_alone(alarm_of(group, group.seq, until=True), error)
+            self.verdicts.conclude_alone(alarm_of(group, group.seq, overdue=True), error)
 
     def _settle_one(self, group: Group, own_sec: float | None = None) -> bool:
         """Compare the next note with those of all ranks. False where nothing more is compared."""
@@ -153,7 +153,7 @@ class Comparing:
         except DdpstatsError:
             raise
         except STORE_ERRORS as error:
-            self.verdicts.conclude_alone(alarm_of(group, seq, until=True), error)
+            self.verdicts.conclude_alone(alarm_of(group, seq, overdue=True), error)
         group.settled = number
         try:
             if self._strict:
@@ -169,13 +169,13 @@ class Comparing:
         if same and same_labels(note.label for note in notes):
             group.agreed = seq
         else:
-            self.verdicts.differ(group, seq, doubt=same)  # labels may differ for good reasons
+            self.verdicts.differ(group, seq, tentative=same)  # labels may differ for good reasons
 
     def _judge_digests(self, group: Group, number: int, notes: Sequence[Note]) -> None:
         if not agree(notes):
             self.verdicts.differ(group, group.seq)
         elif any(note.label != notes[0].label for note in notes):
-            self.verdicts.differ(group, group.seq, doubt=True)  # legal, where one rank has no names
+            self.verdicts.differ(group, group.seq, tentative=True)  # legal, where one rank has no names
         group.agreed = max(group.agreed, group.checked_at.get(number, 0))
         for old in [old for old in group.checked_at if old <= number]:
             del group.checked_at[old]
@@ -278,5 +278,7 @@ def alarms_of(told: Iterable[Told]) -> list[Alarm]:
         notes = [Note(*entry[4:]) for entry in held]
         same = len(held) == len(ranks) and agree(notes)
         if not same or len({note.label for note in notes}) > 1:
-            alarms.append(Alarm(name, words, tuple(ranks), max(entry[3] for entry in held), until=False, doubt=same))
+            alarms.append(
+                Alarm(name, words, tuple(ranks), max(entry[3] for entry in held), overdue=False, tentative=same)
+            )
     return alarms

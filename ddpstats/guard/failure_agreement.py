@@ -50,7 +50,7 @@ _MAX_POSITION_BYTES = 2000
 class Alarm:
     """What is in question.
 
-    ``until``: whether all ranks should have reached ``seq`` by now. ``doubt``: it may turn out to be nothing.
+    ``overdue``: whether all ranks should have reached ``seq`` by now. ``tentative``: it may turn out to be nothing.
     ``ending``: raised by a rank that has come to the end of its program, and waits in no collective.
     ``absent``: who had not come when it was raised; some may come before the verdict.
     """
@@ -59,8 +59,8 @@ class Alarm:
     words: str
     ranks: tuple[int, ...]
     seq: int
-    until: bool
-    doubt: bool = False
+    overdue: bool
+    tentative: bool = False
     ending: bool = False
     absent: tuple[int, ...] = ()
 
@@ -69,7 +69,7 @@ class Alarm:
         return self.group.endswith(MESSAGES)
 
     def pack(self) -> str:
-        flags = self.until, self.doubt, self.ending
+        flags = self.overdue, self.tentative, self.ending
         return json.dumps([self.group, self.words, self.ranks, self.seq, self.absent, *flags])
 
     @classmethod
@@ -77,9 +77,9 @@ class Alarm:
         """Raises ValueError for what `pack` did not write."""
         try:
             group, words, ranks, seq, absent, *flags = parse_json(payload)
-            until, doubt, ending = map(bool, flags)
+            overdue, tentative, ending = map(bool, flags)
             everyone, late = (tuple(int(rank) for rank in named) for named in (ranks, absent))
-            return cls(str(group), str(words), everyone, int(seq), until, doubt, ending, late)
+            return cls(str(group), str(words), everyone, int(seq), overdue, tentative, ending, late)
         except (TypeError, OverflowError) as error:
             raise ValueError(f"not an alarm: {error}") from None
 
@@ -232,7 +232,7 @@ class FailureAgreement:
         try:
             finding = GuardFinding.unpack(self._written(alarm, number) if known is None else known.payload)
         except ValueError:  # not one of ours
-            finding = unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)
+            finding = unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
         with self._lock:
             is_first = self.verdicts == number
             if is_first:
@@ -297,11 +297,11 @@ class FailureAgreement:
         everyone = [
             statuses.get(rank) or self._last_known_status(rank, alarm.group, rank in dead) for rank in alarm.ranks
         ]
-        overdue = alarm.seq if alarm.until else None
-        found = find(alarm.group, alarm.words, everyone, overdue, alarm.absent, alarm.doubt, bucket_words)
-        if found is None and alarm.doubt:  # labels may differ for good reasons
+        overdue = alarm.seq if alarm.overdue else None
+        found = find(alarm.group, alarm.words, everyone, overdue, alarm.absent, alarm.tentative, bucket_words)
+        if found is None and alarm.tentative:  # labels may differ for good reasons
             return GuardFinding(NOTHING, "", alarm.group, alarm.seq, doubts=_labelled_by_some(everyone))
-        return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)
+        return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
 
     def _statuses(self, alarm: Alarm, number: int) -> dict[int, RankStatus]:
         """Those that were reported, and of ranks that can report none any more what was known of them last."""

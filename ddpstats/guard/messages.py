@@ -59,4 +59,6 @@ class Messages:
 
 def _alarm_of(group: Group, event: Event, is_overdue: bool) -> Alarm:
     ranks = {group.view.rank, group.view.rank if event.peer is None else event.peer}
-    return Alarm(event.group, group.words, tuple(sorted(ranks)), event.seq, until=is_overdue, doubt=not is_overdue)
+    return Alarm(
+        event.group, group.words, tuple(sorted(ranks)), event.seq, overdue=is_overdue, tentative=not is_overdue
+    )

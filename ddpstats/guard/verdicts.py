@@ -92,16 +92,16 @@ class Verdicts:
 
     def await_verdict(self, alarm: Alarm) -> None:
         """Come to the verdict that all ranks come to; raise or log it."""
-        has_time = not alarm.until and self.ends_by is None  # a difference was seen, and nobody has waited for it
+        has_time = not alarm.overdue and self.ends_by is None  # a difference was seen, and nobody has waited for it
         with signal_deferred():
             finding = self.agreement.raise_alarm(alarm, self.timeout_sec if has_time else 0.0)
             self._raise_or_warn(finding, alarm)
 
-    def differ(self, group: Group, seq: int, doubt: bool = False) -> None:
+    def differ(self, group: Group, seq: int, tentative: bool = False) -> None:
         """Ranks differ, or their labels do: come to the verdict on it. Raises `GivenUp` where that is no wonder."""
         if self.has_given_up(group):
             raise GivenUp
-        self.await_verdict(alarm_of(group, seq, doubt=doubt))
+        self.await_verdict(alarm_of(group, seq, tentative=tentative))
 
     def conclude_alone(self, alarm: Alarm, error: BaseException) -> NoReturn:
         """The store does not answer."""
@@ -219,7 +219,7 @@ class Verdicts:
             except StoreSilent:
                 pass  # the collective may still go on; and if not, the deadline comes
             except STORE_ERRORS as error:
-                self.conclude_alone(alarm_of(group, seq, until=True), error)
+                self.conclude_alone(alarm_of(group, seq, overdue=True), error)
 
         def look() -> None:
             self.poll_alarm()
@@ -230,7 +230,7 @@ class Verdicts:
             if self.has_given_up(group) or (is_late and is_own):
                 raise GivenUp
             if is_late or self._cannot_come(group, seq):
-                alarm = alarm_of(group, seq, until=True, ending=ends_by is not None)
+                alarm = alarm_of(group, seq, overdue=True, ending=ends_by is not None)
                 self.await_verdict(replace(alarm, absent=self._absent(group)))
                 raise Silenced
             if waited_for is not None and self._waits_elsewhere(waited_for):
@@ -278,7 +278,7 @@ class Verdicts:
         group = group or (self._session.named.get(last.group.removesuffix(MESSAGES)) if last is not None else None)
         if group is None:
             return None
-        alarm = self.agreement.alarm() or alarm_of(group, group.seq, until=True, doubt=True)
+        alarm = self.agreement.alarm() or alarm_of(group, group.seq, overdue=True, tentative=True)
         try:
             # It waited until now. A rank that did not wait there is the missing one.
             with self._standing.waiting(group, group.seq):
@@ -311,8 +311,8 @@ def _given_up_key(group: Group) -> str:
     return f"given up/{group.name}"
 
 
-def alarm_of(group: Group, seq: int, until: bool = False, doubt: bool = False, ending: bool = False) -> Alarm:
-    return Alarm(group.name, group.words, group.view.ranks, seq, until, doubt, ending)
+def alarm_of(group: Group, seq: int, overdue: bool = False, tentative: bool = False, ending: bool = False) -> Alarm:
+    return Alarm(group.name, group.words, group.view.ranks, seq, overdue, tentative, ending)
 
 
 def add_note(error: RuntimeError, text: str) -> None:

@@ -17,10 +17,10 @@ from ddpstats.guard import collective_guard
 from ddpstats.guard.labels import read, trace
 
 
-def guarded(mode: Any, program: Any, *args: Any) -> str:
+def guarded(mode: Any, program: Any, *args: Any, limit_sec: float = 20.0) -> str:
     """Return the error's class and text, or "silent"."""
     try:
-        with collective_guard(mode, timeout_sec=20) as guard:
+        with collective_guard(mode, timeout_sec=limit_sec) as guard:
             program(*args)
             guard.step()
     except Exception as error:
@@ -175,7 +175,7 @@ def evidence_worked_out(mode: Any, directory: str) -> int:
 
 def issued_by_torch(mode: str) -> str:
     """Rank 1 calls a collective of its own, where the other's DDP sends its buffers."""
-    return guarded(mode, _issued_by_torch)
+    return guarded(mode, _issued_by_torch, limit_sec=4.0)
 
 
 def _issued_by_torch() -> None:
