@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from ddpstats._ranks.store import STORE_ERRORS, StoreSilent
 from ddpstats.errors import DdpstatsError
+from ddpstats.guard.encoding import encode
 from ddpstats.guard.event import MASK, Event, roll, same_labels
 from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.group import Group, Session, Settings, Standing
 from ddpstats.guard.messages import Messages
 from ddpstats.guard.notes import Note, Overrun
 from ddpstats.guard.notes_shm import agree, share
-from ddpstats.guard.spoken import words_of
 from ddpstats.guard.verdicts import GivenUp, Silenced, Verdicts, alarm_of
 
 _MAX_PENDING = 64
@@ -51,7 +51,7 @@ class Comparing:
         Raises where a neighbour in the group has said something else; never waits.
         """
         assert group.exchange is not None
-        if group.exchange.tell(seq, event.digest, words_of(event)):
+        if group.exchange.tell(seq, event.digest, encode(event)):
             with suppress(GivenUp):
                 self.verdicts.differ(group, seq, tentative=True)
 

@@ -27,11 +27,11 @@ from ddpstats._ranks.comm import attempt_prefix, bounded_part, refuse_fake
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import GLANCE_SEC, LIMIT_SEC, STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
+from ddpstats.guard.encoding import decode
 from ddpstats.guard.event import Event, MessageNumbers
 from ddpstats.guard.failure_agreement import FailureAgreement, ReportStatus
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.recording import Identity, Recording
-from ddpstats.guard.spoken import read
 from ddpstats.guard.status import GuardFinding
 from ddpstats.guard.summary import GIVEN_UP, MESSAGES_SEEN, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
 
@@ -276,7 +276,7 @@ class Session:
         group = self.named.get(name)
         if group is None or group.exchange is None or rank not in group.view.ranks:
             return []
-        return read(group.exchange.told_by(group.view.ranks.index(rank)))
+        return decode(group.exchange.told_by(group.view.ranks.index(rank)))
 
     # -- counting -----------------------------------------------------------------------------------------------------
 

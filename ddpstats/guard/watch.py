@@ -120,7 +120,11 @@ class _Follower:
             self.head["rank"],
             self.head["world_size"],
             _state_of(process),
-            {name: (self._sizes.get(name, 0), number) for name, number in groups.items() if MESSAGES not in name},
+            {
+                name: (self._sizes.get(name, 0), number)
+                for name, number in groups.items()
+                if not name.endswith(MESSAGES)
+            },
             None if last is None else Event.from_dict(last),
             self._left,
             int(now.get("steps", 0)),

@@ -38,7 +38,7 @@ from ddpstats.dump.compare._tensor_compare import load_tensor
 from ddpstats.dump.format._files import open_rank
 from ddpstats.dump.origin import _nan_origin
 from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, ProtocolMismatch
-from ddpstats.guard import spoken
+from ddpstats.guard import encoding
 from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.status import GuardFinding, RankStatus
 from ddpstats.guard.watch import Records, lines_of, picture_of
@@ -82,7 +82,7 @@ _READERS: Sequence[tuple[Callable[[bytes], Any], tuple[type[Exception], ...]]] =
     (lambda data: RankStatus.unpack(data, 0), ()),
     (GuardFinding.unpack, (ValueError,)),
     (Alarm.unpack, (ValueError,)),
-    (lambda data: spoken.read([(1, 0, data)]), ()),
+    (lambda data: encoding.decode([(1, 0, data)]), ()),
 )
 
 

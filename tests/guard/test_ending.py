@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from ddpstats.guard import GuardCounters
+from ddpstats.guard.encoding import decode, encode
 from ddpstats.guard.event import Event, Signature, digest_of, label_word
 from ddpstats.guard.notes_shm import EVENT_BYTES, Exchange, Words
 from ddpstats.guard.record import read_records
-from ddpstats.guard.spoken import read, words_of
 from ddpstats.guard.summary import Tally, last_line
 from ddpstats.guard.telling import was_told
 from tests import programs
@@ -424,24 +424,24 @@ def test_calls_that_a_rank_published_before_it_died_can_be_read() -> None:
     store: Any = torch._C._distributed_c10d.HashStore()
     with closing(Exchange(store, 0, 2)) as first, closing(Exchange(store, 1, 2)) as second:
         for seq in range(1, 30):
-            assert not first.tell(seq, event(seq).digest, words_of(event(seq, label="loss")))
-        known = read(second.told_by(0))
+            assert not first.tell(seq, event(seq).digest, encode(event(seq, label="loss")))
+        known = decode(second.told_by(0))
         assert [call.seq for call in known] == list(range(22, 30))
         assert str(known[-1]) == str(event(29, label="loss"))
         assert known[-1].source.startswith('"""A program under')
         assert second.told_by(1) == []
-        assert not second.tell(29, event(29).digest, words_of(event(29)))
-        assert first.tell(30, event(30).digest, words_of(event(30))) is False
-        assert second.tell(30, event(30, 5).digest, words_of(event(30, 5))), "the later one sees it"
+        assert not second.tell(29, event(29).digest, encode(event(29)))
+        assert first.tell(30, event(30).digest, encode(event(30))) is False
+        assert second.tell(30, event(30, 5).digest, encode(event(30, 5))), "the later one sees it"
 
 
 def test_an_event_of_any_length_has_room() -> None:
     shapes = tuple((number,) for number in range(500))
     long = Signature("all_reduce_coalesced", "sum", None, shapes, ("float32",) * 500)
     given = Event("0", 1, long, "k" * 5000, 1, "p" * 5000 + "/train.py:3 in step", digest_of(long))
-    payload = words_of(given).payload
+    payload = encode(given).payload
     assert len(payload) <= EVENT_BYTES
-    (known,) = read([(1, given.digest, payload)])
+    (known,) = decode([(1, given.digest, payload)])
     assert known.digest == given.digest
     assert str(known.site).endswith("/train.py:3 in step")
     assert known.pieces == "500 tensors in all"

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats.errors import ConfigError, DdpstatsError
-from ddpstats.guard import spoken
+from ddpstats.guard import encoding
 from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.recording import RecordWriter
@@ -166,12 +166,12 @@ def spoken_at(site: str) -> bytes:
 
 @pytest.mark.parametrize("payload", [b"[" * 990, b"{}", b"3"], ids=["deep", "empty", "a number"])
 def test_malformed_call_of_a_neighbour_is_ignored(payload: bytes) -> None:
-    assert spoken.read([(1, 0, payload)]) == []
+    assert encoding.decode([(1, 0, payload)]) == []
 
 
 @pytest.mark.parametrize("site", ["/dev/zero:1 in f", "x:² in f"], ids=["a device", "no line"])
 def test_call_of_a_neighbour_at_a_malformed_site_has_no_source(site: str) -> None:
-    (event,) = spoken.read([(1, 0, spoken_at(site))])
+    (event,) = encoding.decode([(1, 0, spoken_at(site))])
     assert event.source == ""
 
 
