@@ -369,13 +369,13 @@ def _aliases_in(entries: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _parameter_names(module: Any, prefix: str = "", depth: int = 0) -> Iterator[str]:
-    """Yield the names of a torch.nn.Module's parameters, read from its tables."""
+    """Yield the names of a torch.nn.Module's parameters and buffers, read from its tables."""
     instance = instance_dict(module)
-    parameters, modules = _table(instance, "_parameters"), _table(instance, "_modules")
+    parameters, buffers, modules = (_table(instance, name) for name in ("_parameters", "_buffers", "_modules"))
     if parameters is None or modules is None or depth > 20:
         return
-    yield from (prefix + name for name in dict.__iter__(parameters) if type(name) is str)
-    for name in dict.__iter__(modules):
+    yield from (prefix + name for name in (*parameters, *(buffers or ())) if type(name) is str)
+    for name in modules:
         if type(name) is str:
             yield from _parameter_names(modules[name], f"{prefix}{name}.", depth + 1)
 
@@ -500,7 +500,8 @@ class Chain:
     def _turns(self, level: int) -> Iterator[Turn]:
         """Yield the functions from the one whose loop set the name, in to the collective."""
         step, outermost = self.steps[level]
-        names = frozenset(node.id for name in step.names for node in names_in(name))
+        keys = [name for name in step.names if name is not step.element or len(step.names) == 1]
+        names = frozenset(node.id for key in keys for node in names_in(key))
         constants = (name.value for name in step.names if isinstance(name, ast.Constant))
         texts = frozenset(text for text in constants if isinstance(text, str))
         container = variable_of(step.container)

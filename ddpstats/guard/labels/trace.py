@@ -42,6 +42,7 @@ _TOTALS = frozenset({"sum", "mean", "max", "min", "fsum", "prod", "any", "all", 
 _KEEPERS = frozenset({"append", "add", "extend", "insert", "appendleft", "put"})
 _STORERS = frozenset({"setattr", "update", "setdefault", "__setitem__"})
 _COMBINERS = _TOTALS | {"reduce", "len"}  # what may be done with a list of results that are one number in the end
+_VALUES = frozenset({"values", "parameters", "buffers", "children", "modules"})  # methods that give no names
 _PAIRS = frozenset({"zip", "dict"})
 
 # -- variables --------------------------------------------------------------------------------------------------------
@@ -342,8 +343,9 @@ class LabelTracer:
         elif binding.kind == "parameter":
             yield Route((), fresh, "parameter", name, container=container)
         elif binding.kind == "loop":
-            names = binding.beside if binding.name is None else (*binding.beside, binding.name)
-            step = Step(names, binding.name, unwrapped(binding.value), binding.loop)
+            has_values = any(called_name(node) in _VALUES for node in ast.walk(binding.value or at))
+            own = () if binding.name is None or has_values else (binding.name,)
+            step = Step((*binding.beside, *own), binding.name, unwrapped(binding.value), binding.loop)
             yield from self._out(step, fresh, hops)
         elif binding.kind == "value" and binding.value is not None:
             yield from self._assigned(binding, binding.value, container, fresh, hops)

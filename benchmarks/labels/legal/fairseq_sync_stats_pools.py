@@ -1,0 +1,21 @@
+"""A function that is called sync_stats adds up values in the rank's own order: its name says nothing.
+
+Style: fairseq: a total by a function called sync_stats
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def sync_stats(metrics):
+    total = torch.zeros(())
+    for key in metrics:
+        value = metrics[key].clone()
+        dist.all_reduce(value)  # label: "part of the total"
+        total += value
+    return total
+
+
+def main():
+    metrics = {"loss": torch.tensor(1.0), "penalty": torch.tensor(4.0)}
+    return sync_stats(metrics if dist.get_rank() == 0 else dict(reversed(metrics.items()))).item()
