@@ -2,7 +2,7 @@
 
 torch runs every collective, however it was called (``dist.*``, ``group.allreduce``, DDP's C++ reducer, functional
 collectives, DTensor, FSDP, compiled code, any thread), as an operator ``c10d::*``. While a subscriber is there, each of
-these operators has a kernel of ours at the dispatch key BackendSelect, which is tried before the kernels of all
+these operators has our kernel at the dispatch key BackendSelect, which is tried before the kernels of all
 devices and which c10d itself leaves empty, so nothing is overridden and removing ours restores everything. Our kernel
 
 1. reads the arguments into a `Collective` and shows it to the subscribers, who may raise: then nothing has moved;

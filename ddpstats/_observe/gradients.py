@@ -14,7 +14,7 @@ DistributedDataParallel takes one communication hook, and that belongs to the us
    reduce its gradient, or take it away.
 4. Each pass is kept by itself, and DDP says whether it reduces after one: from then on every rank's gradients hold
    those of all.
-5. A program may reduce by itself: in hooks on its tensors or on autograd's nodes, in a ``backward`` of its own. Its
+5. A program may reduce by itself: in hooks on its tensors or on autograd's nodes, in its own ``backward``. Its
    collectives are counted (`groups.issued_counts`), and a gradient that arrived after one may already be reduced: it is
    not called this rank's own. Where nothing in the model is DDP, gradients are measured in their hooks as long as it is
    not known that a backward pass issues none.

@@ -93,7 +93,7 @@ def groups_made() -> int:
     return int(getattr(getattr(dist.distributed_c10d, "_world", None), "group_count", 0))
 
 
-# From an argument or result of a c10d operator to the process group and the work that it stands for. Without them, and
+# From an argument or result of a c10d operator to the process group and the work inside it. Without them, and
 # without `backend_of`, no collective is observed.
 unbox_group: Callable[[Any], Any] = find("distributed.ProcessGroup.unbox")
 unbox_work: Callable[[Any], Any] = find("distributed.Work.unbox")

@@ -1,4 +1,4 @@
-"""Kernels of ours for operators of torch: they are registered, call torch's own, and are removed again.
+"""Kernels that see operators of torch: they are registered, call torch's own, and are removed again.
 
 A kernel at a dispatch key that is tried before a device's own (``BackendSelect``) sees every call of its operator, from
 any caller and in any thread, and runs it by `next_kernel`. (To save the kernel that was there and call it holds the
@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ddpstats._base.text import first_line
 from ddpstats._observe.torch_compat import close_library, hide_from_dynamo, kernel_at, open_library
 
 Kernel = Callable[..., Any]
@@ -65,4 +66,4 @@ def unseen(sees: Callable[[], bool]) -> str | None:
     try:
         return None if sees() else "what was tried was not seen"
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return f"{type(error).__name__}: {first_line(error)}"

@@ -7,7 +7,7 @@ later (of a process group, a node, a module) are looked for there.
 
 Two files below this room may not import it and have their own names: `ddpstats._base.lazy`, which is used before
 torch is imported, and `ddpstats._ranks.gloo`. Anywhere else a test refuses them. C functions are bound here
-once, so that a caller on a hot path pays no call of ours.
+once, so that a caller on a hot path pays for no other call.
 """
 
 from __future__ import annotations
@@ -142,12 +142,12 @@ NN_FUNCTIONS = "torch._C._nn"
 
 # -- compiled programs ------------------------------------------------------------------------------------------------
 
-# Without it users of torch.compile see warnings of graph breaks that functions of ours make.
+# Without it users of torch.compile see warnings of graph breaks in our functions.
 _eval_frame = find("_C._dynamo.eval_frame")
 
 
 def hide_from_dynamo(function: Any) -> None:
-    """Keep Dynamo from compiling a function of ours that it meets between two graphs of a compiled program.
+    """Keep Dynamo from compiling our function where it comes between two graphs of a compiled program.
 
     Where it traces a call that we replaced (`torch.compiler.is_compiling`), it must see what it would see without us.
     """
@@ -233,7 +233,7 @@ def take_function_mode_off(mode: Any) -> bool:
 # Sees every operation of a step, forward and backward; and every leaf in the arguments of one. Without them no origin
 # of a value is traced in a replay.
 tree_leaves: Callable[[Any], Iterable[Any]] = find(
-    "utils._pytree.tree_leaves", lambda value: refuse("arguments of operations cannot be taken apart")
+    "utils._pytree.tree_leaves", lambda value: refuse("arguments of operations cannot be flattened")
 )
 DispatchMode: Any = find("utils._python_dispatch.TorchDispatchMode")
 if DispatchMode is None:

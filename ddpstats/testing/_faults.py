@@ -1,4 +1,4 @@
-"""Faults to inject and collectives to count, from inside a function that runs on a rank."""
+"""Injects faults and counts collectives, from inside a function that runs on a rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sleep_past(seconds: float, *, margin_sec: float = 0.5) -> None:
 
 
 class CollectiveCount:
-    """What `count_collectives` yields; grows while the block runs.
+    """The counts that `count_collectives` yields; they grow while the block runs.
 
     `by_op` and `bytes_by_op` go by `ProcessGroup`'s own names (`allreduce`, `_allgather_base`, `barrier`, `send`, ...);
     bytes are those of the tensors this rank hands in (for `recv`, of the buffer it receives into).
@@ -51,7 +51,7 @@ class CollectiveCount:
 
     @property
     def total(self) -> int:
-        """How many calls there were, of all ops together."""
+        """The number of calls, of all ops together."""
         return self.by_op.total()
 
     def add(self, op: str, payload_bytes: int) -> None:
@@ -71,7 +71,7 @@ def count_collectives() -> Iterator[CollectiveCount]:
 
     Example:
         >>> with count_collectives() as seen:
-        ...     dist.all_reduce(torch.ones(4))  # rank 0 and rank 1 alike
+        ...     dist.all_reduce(torch.ones(4))  # on rank 0 and rank 1
         >>> seen.total, seen.by_op["allreduce"], seen.bytes_by_op["allreduce"]
         (1, 1, 16)
     """

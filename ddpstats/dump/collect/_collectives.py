@@ -1,18 +1,18 @@
 """The collectives of a dumped step, as entries ``Distributed.{op}.{n}.forward``: what went in, and what came out.
 
 1. Every collective of the process is seen, however it was called, also those of DDP's reducer in a backward pass.
-2. What goes in is taken before it runs, for most collectives write over their inputs.
-3. What comes out is taken when the program has waited for it. Who waits in C++ (DDP's reducer, functional collectives)
-   is not seen waiting: then it is taken at the first opportunity after the work is done, see `poll`; what was issued
-   in a backward pass at its end, after DDP has waited.
+2. Inputs are taken before it runs, for most collectives write over them.
+3. Outputs are taken when the program has waited for them. A wait in C++ (DDP's reducer, functional collectives) is not
+   seen: then they are taken at the first opportunity after the work is done, see `poll`; those of a backward pass at
+   its end, after DDP has waited.
 
 Nothing here waits, and nothing communicates. A collective that is not done when the step ends has no outputs, and says
-``"incomplete": true``; so does one that failed, and one that raised: its entry stands at the end. Inside a coalescing
-manager of NCCL the works of the single messages never say that they are done. Of a process that a signal kills, what
-was pending has no entry, for an entry is written when all of it is known: the other ranks' dumps show it.
+``"incomplete": true``; so does one that failed, and one that raised: its entry comes last. Inside a coalescing manager
+of NCCL the works of the single messages never say that they are done. Where a signal kills the process, pending
+collectives have no entry, for an entry is written when all of it is known: the other ranks' dumps show them.
 
-Every one has a number in its group (``seq``), a message one between the two ranks, so that ranks can be matched where
-an entry lacks.
+Each collective has a number in its group (``seq``), a message one between the two ranks, so that ranks can be matched
+where an entry is missing.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class _Pending:
     is_broken: bool = False
 
     def is_done(self) -> bool:
-        """Whether the outputs can be read now. A device's future is done when the work is issued, gloo's when it ended.
+        """Return whether the outputs can be read. A device's future is done when the work is issued, gloo's at its end.
 
-        gloo tells those who wait for the future, as DDP does, a moment before the work says that it is completed.
+        gloo completes the future, on which DDP waits, a moment before the work says that it is completed.
         """
         if self.work.is_completed():
             return True
@@ -87,7 +87,7 @@ class CollectiveWatch:
             self._end(entry, (), is_incomplete=True)
 
     def forget(self) -> None:
-        """In a process that was forked from the one that collects: its works are not this one's to ask."""
+        """Drop everything, in a process that was forked from the one that collects: its works may not be used here."""
         self._lock = threading.RLock()  # another thread may have held it
         collectives.unsubscribe(self)
         self._issuing, self._pending = {}, {}
@@ -103,7 +103,7 @@ class CollectiveWatch:
             self._take(pending)
 
     def _is_done(self, pending: _Pending) -> bool:
-        """A work that cannot say so counts as failed; the program, which is in a call of its own, goes on."""
+        """Return whether it is done. A work that cannot say so counts as failed; the program goes on."""
         try:
             return pending.is_done()
         except Exception as error:
@@ -160,7 +160,7 @@ class CollectiveWatch:
         self.poll()
 
     def _poll_after_backward(self) -> None:
-        """DDP asks to be called at the end when it issues its last bucket, which is after us: so we ask twice."""
+        """Poll at the end of the backward pass. DDP asks for its callback after ours, so ours asks once more."""
         task = graph_task()
         if queue_callback is not None and task not in (-1, self._backward):
             self._backward = task
@@ -175,7 +175,7 @@ class CollectiveWatch:
             self._recorder.note_error("collectives of a backward pass", error)
 
     def _take_waited(self) -> None:
-        """On a device, DDP has made the program's stream wait; to say so once more costs nothing, and orders ours."""
+        """Take what DDP has made the program's stream wait for; another wait costs nothing, and orders our reads."""
         with self._lock:
             pending = list(self._pending.items())
         for key, one in pending:
@@ -204,7 +204,7 @@ def _future_of(work: Any) -> Any:
 
 
 def described(call: Collective) -> dict[str, object]:
-    """What a collective's entry has among its ``input_kwargs``; ranks are global ones."""
+    """Return what a collective's entry has among its ``input_kwargs``; ranks are global."""
     group = {
         "type": "torch.ProcessGroup",
         "group_ranks": list(call.view.ranks),
