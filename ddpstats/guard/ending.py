@@ -72,7 +72,7 @@ def start() -> None:
     mode = config.guard_mode()
     if mode == "off" or config.is_disabled() or _of_environment is not None:
         return
-    guard = collective_guard(mode, record_dir=config.record_dir()).preemptible()
+    guard = collective_guard(mode, record_dir=config.record_dir())
 
     def say() -> None:
         if guard.has_begun or had_ranks():  # otherwise the process is a helper, or belongs to no distributed program

@@ -44,7 +44,7 @@ from ddpstats.guard.group import Settings, before_destroying, next_turn
 from ddpstats.guard.pipeline import Watching, how_left
 from ddpstats.guard.status import LEFT
 from ddpstats.guard.step_question import StepQuestion
-from ddpstats.guard.summary import NO_GROUP, RECORDED, TO_RUN, GuardCounters, Tally, last_line
+from ddpstats.guard.summary import NO_GROUP, RECORDED, TO_RUN, GuardCounters, last_line
 from ddpstats.guard.verdicts import Unfinished, is_broken
 
 MismatchPolicy = Literal["raise", "warn"]
@@ -78,8 +78,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         RankMissing: on every living rank: a rank died, left, or did not come within the timeout.
         ConfigError: an argument, or a torch whose collectives this version cannot observe; on this rank only.
 
-    Limits: one guard at a time. A collective that C++ waits for (DDP, functional collectives) is settled at the next
-    one of its group, at `step` or on leaving. Messages between two ranks are compared before they are received.
+    Limits: a guard that is entered while another is active does nothing, and says so once. A collective that C++ waits
+    for (DDP, functional collectives) is settled at the next one of its group, at `step` or on leaving.
 
     Example::
 
@@ -109,10 +109,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._settings = Settings(
             mode, on_mismatch == "warn", infer_labels, every, self._timeout_sec, has_timeout, record_dir
         )
-        self._seen_before = 0, Tally()  # it gave way to another guard
         self._has_record = False
-        self._yields = False  # to a guard of the program's own, and comes back after it
-        self._outer: collective_guard | None = None
+        self._idle_entries = 0  # while another guard was active, or this one
         self._reset()
 
     def _reset(self) -> None:
@@ -122,8 +120,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is not entered: one guard watches all collectives of a process."""
-        anew = {"_seen_before": (0, Tally()), "_yields": False, "_outer": None, "_watching": None, "_found_late": None}
-        return {**vars(self), **anew}
+        return {**vars(self), "_idle_entries": 0, "_watching": None, "_found_late": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -134,12 +131,12 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def __enter__(self) -> collective_guard:
         if self.mode == "off":
             return self
-        if _active and not _active[0]._yields:
-            raise ConfigError("a collective_guard is active already; one at a time")
         if _active:
-            self._outer = _active[0]
-            self._outer.conclude()
-            self._outer.abandon()
+            self._idle_entries += 1
+            _log_once(
+                logging.WARNING, f"a collective_guard of mode {_active[0].mode!r} is active: this one does nothing."
+            )
+            return self
         self._reset()
         check_reduce_ops()
         next_turn()
@@ -158,6 +155,9 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._idle_entries:
+            self._idle_entries -= 1
+            return
         if self.mode == "off" or self not in _active:
             return
         found: DdpstatsError | None = None
@@ -263,8 +263,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             try:
                 self.conclude(error, None if error is None else _AFTER_ERROR_SEC)
             except DdpstatsError:
-                if not self._yields or threading.main_thread().is_alive():
-                    raise  # else an exit handler has called, whom nobody catches: `ending` tells what was found
+                if threading.main_thread().is_alive():
+                    raise  # otherwise an exit handler has called, whom nobody catches: `ending` tells what was found
 
     def _open_comparing(self) -> Comparing | None:
         """Where the last comparison is still to come, and can come."""
@@ -283,11 +283,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         """What was raised as the guard's finding; it stays here where the program has caught it."""
         return self._watching.standing.verdict
 
-    def preemptible(self) -> collective_guard:
-        """This guard, made to give way to one that the program itself enters: for those that nobody wrote into it."""
-        self._yields = True
-        return self
-
     def abandon(self, error: BaseException | None = None) -> None:
         """Leave without a last comparison; local, and raises nothing of the other ranks'. Idempotent."""
         if self in _active:
@@ -295,8 +290,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
                 if self._watching.how_left is None:
                     self._watching.leave(error)
             finally:
-                seen, tally = self._counted()
-                self._seen_before = self._seen_before[0] + seen, self._seen_before[1] + tally
                 self._shut()
 
     def _shut(self) -> None:
@@ -305,9 +298,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         _active.remove(self)
         self._watching.close()
         self._has_record |= self._watching.recording.writer is not None
-        if self._outer is not None:
-            outer, self._outer = self._outer, None
-            outer.__enter__()
 
     # -- the user's side ----------------------------------------------------------------------------------------------
 
@@ -333,17 +323,12 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     @property
     def counters(self) -> GuardCounters:
         """What this guard has seen so far; a frozen copy."""
-        return self._counters(*self._counted())
-
-    def _counted(self) -> tuple[int, Tally]:
-        return self._watching.standing.collectives, self._watching.tally()
-
-    def _counters(self, collectives: int, tally: Tally) -> GuardCounters:
+        standing, tally = self._watching.standing, self._watching.tally()
         return GuardCounters(
-            collectives,
+            standing.collectives,
             tally.compared,
-            collectives - tally.compared,
-            self._watching.standing.steps,
+            standing.collectives - tally.compared,
+            standing.steps,
             self.mode,
             tally.not_compared,
             len(tally.agreeing),
@@ -354,18 +339,17 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         session = self._watching.session
         if (str(session.rank) if session is not None else os.environ.get("RANK", "0")) != "0":
             return None
-        collectives, tally = self._seen_before if self._yields else self._counted()
         record_dir = str(self._record_dir) if self._has_record else None
-        amiss, line = last_line(self._counters(collectives, tally), self._nothing(), self._verdict_name(), record_dir)
+        amiss, line = last_line(self.counters, self._nothing(), self._verdict_name(), record_dir)
         return logging.WARNING if amiss else logging.INFO, line
 
     def say_end(self) -> None:
         """Log the last line; of guards with nothing to compare the first alone, for there may be one at each step."""
         said = self.last_line()
-        if said is None or (said[0] == logging.WARNING and said[1] in _said):
-            return
-        _said.add(said[1])
-        log.log(said[0], "%s", said[1])
+        if said is not None and said[0] == logging.WARNING:
+            _log_once(*said)
+        elif said is not None:
+            log.log(said[0], "%s", said[1])
 
     def _verdict_name(self) -> str:
         standing = self._watching.standing
@@ -397,11 +381,16 @@ _active: list[collective_guard] = []
 _said: set[str] = set()
 
 
+def _log_once(level: int, text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        log.log(level, "%s", text)
+
+
 def _in_fork() -> None:
     """What an active guard writes to is the other process's, which goes on. In this one nobody has entered a guard."""
     for guard in _active:
         guard._watching.disown()
-        guard._outer = None
         guard._reset()
     _active.clear()
 

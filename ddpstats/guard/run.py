@@ -120,7 +120,7 @@ def _run_here(args: argparse.Namespace) -> int:
         infer_labels=not args.no_labels,
         timeout_sec=args.timeout_sec,
         record_dir=args.record_dir,
-    ).preemptible()
+    )
     ending = Ending(guard, lambda: _print_last_line(guard, ending.error))
     if args.guard != "off":
         ending.begin()

@@ -224,9 +224,9 @@ def guarded_twice(directory: str) -> str:
     return "recorded"
 
 
-def guard_within_one_that_yields() -> tuple[bool, int, int]:
+def guard_within_another() -> tuple[bool, int, int]:
     """As under DDPSTATS_GUARD, in a program that has a guard of its own."""
-    with collective_guard("step").preemptible() as outer:
+    with collective_guard("step") as outer:
         dist.all_reduce(torch.ones(1))
         with collective_guard("strict") as inner:
             dist.all_reduce(torch.ones(1))

@@ -20,7 +20,7 @@ def gone_on(before: str, after: str, mode: GuardMode, directory: str) -> float:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     records = f"{directory}/records"
     total = torch.ones(1)
-    with collective_guard(mode, record_dir=records, timeout_sec=10).preemptible():
+    with collective_guard(mode, record_dir=records, timeout_sec=10):
         dist.destroy_process_group()
         _join(f"{directory}/first", rank, world_size)
         group = dist.new_group(list(np.arange(2)))  # of numpy's integers, which torch takes
@@ -28,14 +28,15 @@ def gone_on(before: str, after: str, mode: GuardMode, directory: str) -> float:
             dist.all_reduce(torch.ones(1), group=group)
         elif before == "message" and rank < 2:
             dist.recv(torch.empty(1), 0) if rank else dist.send(torch.ones(1), 1)
-        if after == "another guard":
-            with collective_guard(mode, record_dir=records, timeout_sec=10):
-                dist.all_reduce(total)
-        elif after == "another life":
+        if after == "another life":
             dist.destroy_process_group()
             _join(f"{directory}/second", rank, world_size)
             dist.all_reduce(total)
-        dist.barrier()
+            dist.barrier()
+    if after == "another guard":
+        with collective_guard(mode, record_dir=records, timeout_sec=10):
+            dist.all_reduce(total)
+            dist.barrier()
     return float(total)
 
 

@@ -103,12 +103,15 @@ def test_bad_argument_is_refused_by_name(arguments: dict[str, Any]) -> None:
         pass
 
 
-def test_second_guard_is_refused() -> None:
-    with collective_guard("strict"):
-        with pytest.raises(ConfigError, match="active already"), collective_guard("strict"):
-            pass
+def test_guard_within_a_guard_does_nothing_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with collective_guard("strict") as outer:
+        for inner in (collective_guard("step"), collective_guard("step"), outer):
+            with inner:
+                pass
         assert collectives.is_installed()
     assert not collectives.is_installed()
+    nested = [record for record in caplog.messages if "this one does nothing" in record]
+    assert nested == ["a collective_guard of mode 'strict' is active: this one does nothing."]
 
 
 def test_another_torch_is_refused_and_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,8 +219,8 @@ def test_records_of_an_older_run_are_left_out(tmp_path: Path) -> None:
     assert [(record.rank, record.world_size) for record in read_records(tmp_path)] == [(0, 2), (1, 2)]
 
 
-def test_guard_of_the_environment_gives_way_to_the_programs_own(two_ranks: RankPool) -> None:
-    assert two_ranks.run(runs.guard_within_one_that_yields).values() == [(True, 1, 1)] * 2
+def test_guard_goes_on_where_the_program_enters_another(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.guard_within_another).values() == [(True, 3, 0)] * 2
 
 
 def test_the_call_site_is_a_line_of_the_program(two_ranks: RankPool) -> None:
