@@ -282,6 +282,6 @@ def check_reduce_ops() -> None:
     if dist.is_available() and not operators_name_reduce_op:
         raise ConfigError(
             f"the guard needs torch 2.10 or newer, and this is torch {torch.__version__}: its collectives do not name "
-            "their reduce op, so ranks that reduce by different ones would seem to agree. Install a newer torch, or run "
-            "without the guard; the rest of ddpstats works with this one."
+            "their reduce op, so ranks that reduce by different ones would seem to agree. Install a newer torch, or "
+            "run without the guard; the rest of ddpstats works with this one."
         )
