@@ -73,8 +73,7 @@ def decode(entries: Iterable[tuple[int, int, bytes]]) -> list[Event]:
 
 def _source(site: str) -> str:
     file, _, line = site.rpartition(" in ")[0].rpartition(":")
-    if not (
-        line.isascii() and line.isdecimal() and os.path.isfile(file)
-    ):  # another process names the file: it may be a device
+    is_line = line.isascii() and line.isdecimal()
+    if not is_line or not os.path.isfile(file):  # another process names the file: it may be a device
         return ""
     return linecache.getline(file, int(line)).strip()

@@ -114,17 +114,14 @@ class _Follower:
         if process.machine != ProcessId.mine().machine:
             raise DdpstatsError("the records are of another machine, or container: watch the ranks there")
         last = {name: value for name, value in parsed(self._last).items() if name != "evidence"} if self._last else None
-        groups = {str(parse_json(b'"%b"' % name)): number for name, number in self._numbers.items()}
+        numbers = {str(parse_json(b'"%b"' % name)): number for name, number in self._numbers.items()}
+        groups = {name: (self._sizes.get(name, 0), numbers[name]) for name in numbers if not name.endswith(MESSAGES)}
         waits_since = now.get("waits_since")
         return RankNow(
             self.head["rank"],
             self.head["world_size"],
             _state_of(process),
-            {
-                name: (self._sizes.get(name, 0), number)
-                for name, number in groups.items()
-                if not name.endswith(MESSAGES)
-            },
+            groups,
             None if last is None else Event.from_dict(last),
             self._left,
             int(now.get("steps", 0)),

@@ -160,7 +160,7 @@ def test_numbers_between_distant_events_are_not_counted_through() -> None:
     assert [event.seq for event in status.events] == [10**18]
 
 
-def spoken_at(site: str) -> bytes:
+def encoded_at(site: str) -> bytes:
     return json.dumps({**EVENT, "site": site}).encode()
 
 
@@ -171,7 +171,7 @@ def test_malformed_call_of_a_neighbour_is_ignored(payload: bytes) -> None:
 
 @pytest.mark.parametrize("site", ["/dev/zero:1 in f", "x:² in f"], ids=["a device", "no line"])
 def test_call_of_a_neighbour_at_a_malformed_site_has_no_source(site: str) -> None:
-    (event,) = encoding.decode([(1, 0, spoken_at(site))])
+    (event,) = encoding.decode([(1, 0, encoded_at(site))])
     assert event.source == ""
 
 

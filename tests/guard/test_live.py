@@ -24,6 +24,7 @@ import pytest
 from ddpstats import DdpstatsError, cli
 from ddpstats.guard import run, watch
 from ddpstats.guard.event import Event, Signature, digest_of
+from ddpstats.guard.record import read_records
 from ddpstats.guard.recording import Identity, Recording, RecordWriter
 from ddpstats.guard.watch import RankNow, Records, lines_of, picture_of
 from ddpstats.testing import RankPool
@@ -124,6 +125,8 @@ def test_state_is_known_after_the_record_has_begun_its_next_file(tmp_path: Path)
         (rank,) = seen
         assert (rank.steps, rank.alarms, rank.groups) == (1, ("differ",), {"0": (2, 30)})
     assert before[0].groups == {"0": (2, 3)}
+    (record,) = read_records(tmp_path)
+    assert record.events[-1].seq == 30
 
 
 @pytest.mark.parametrize(
