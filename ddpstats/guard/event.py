@@ -184,15 +184,10 @@ class Event:
     def as_dict(self, before: Evidence | None = None) -> dict[str, Any]:
         """``before``: the evidence of the event before, where both go the same way."""
         evidence = self.evidence if self.word else None
-        found = {
+        fields = {
             "group": self.group,
             "seq": self.seq,
-            "op": self.signature.op,
-            "reduce_op": self.signature.reduce_op,
-            "root": self.signature.root,
-            "shapes": [list(shape) for shape in self.signature.shapes],
-            "dtypes": list(self.signature.dtypes),
-            "strides": [list(strides) for strides in self.signature.strides],
+            **vars(self.signature),
             "label": self.label,
             "site": str(self.site),
             "source": self.source,
@@ -204,7 +199,7 @@ class Event:
             "evidence": evidence.as_list(before) if evidence is not None else None,
             "is_silenced": (not self.word and self.label is not None) or None,
         }
-        return {key: value for key, value in found.items() if value not in (None, "", [])}
+        return {key: value for key, value in fields.items() if value not in (None, "", ())}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any], before: Evidence | None = None) -> Event:
@@ -223,7 +218,7 @@ class Event:
             started = float(given.get("time", 0.0))
             if not 0 <= started < LATEST_TIME_SEC:
                 raise ValueError("no time")
-            label = _text_or_none(given.get("label"))
+            label = text_or_none(given.get("label"))
             return cls(
                 group=text_of(given["group"]),
                 seq=int(given["seq"]),
@@ -283,7 +278,7 @@ def line_of(value: Any) -> str:
     return printable([text_of(value)])
 
 
-def _text_or_none(value: Any) -> str | None:
+def text_or_none(value: Any) -> str | None:
     return None if value is None else text_of(value)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ddpstats._base.files import parse_json
-from ddpstats.guard.event import Event, events_as_dicts, events_from_dicts, newest_in_a_row
+from ddpstats.guard.event import Event, events_as_dicts, events_from_dicts, newest_in_a_row, text_or_none
 
 MISMATCH, MISSING, DOUBT, NOTHING = "mismatch", "missing", "doubt", "nothing"
 LEFT = "left the guard"
@@ -67,10 +66,10 @@ class RankStatus:
                 newest_in_a_row(events_from_dicts(given["events"])),
                 int(given["count"]),
                 None if waits_in is None else (str(waits_in[0]), int(waits_in[1])),
-                _text_or_none(given["last"]),
-                _text_or_none(given["left"]),
+                text_or_none(given["last"]),
+                text_or_none(given["left"]),
                 False,
-                _text_or_none(given["stack"]),
+                text_or_none(given["stack"]),
                 float(given["slept_sec"]),
                 tuple(map(int, given["missed"])),
                 tuple(map(Event.from_dict, given["messages"])),
@@ -81,9 +80,8 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class GuardFinding:
-    """A verdict. ``kind`` is `MISMATCH` or `MISSING`; `NOTHING`: the
-    alarm was a false one, and all ranks go on; `DOUBT`: they go on too, with a warning. ``doubts``: numbers of
-    collectives whose labels differ and may do so.
+    """A verdict. ``kind`` is `MISMATCH` or `MISSING`; `NOTHING`: the alarm was a false one, and all ranks go on;
+    `DOUBT`: they go on, with a warning. ``doubts``: numbers of collectives whose labels differ and may do so.
     """
 
     kind: str
@@ -115,7 +113,3 @@ class GuardFinding:
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a verdict: {error!r}") from None
-
-
-def _text_or_none(value: Any) -> str | None:
-    return None if value is None else str(value)
