@@ -36,14 +36,12 @@ VALUES = "values"  # the kind of mark that holds what a rank put into a reductio
 
 Listener = Callable[[Mark], None]
 listeners: list[Listener] = []
-finding_listeners: list[Listener] = []
-"""Called with findings alone: without other listeners, values need not be computed."""
+"""Without one, values of ranks need not be computed."""
 
 
 def publish(kind: str, text: str = "", **known: Any) -> None:
     """Hand a mark of now to every listener. ``known``: the other fields of `Mark`. Local; nothing waits."""
-    called = listeners if kind == VALUES else [*listeners, *finding_listeners]
-    for listener in tuple(called):
+    for listener in tuple(listeners):
         listener(Mark(kind, text, time.time(), **known))
 
 

@@ -135,7 +135,7 @@ def _run_here(args: argparse.Namespace) -> int:
         raise
     except BaseException as error:
         ending.error = error
-        return _explained(error)
+        return _print_error(error)
     return 0
 
 
@@ -180,7 +180,7 @@ def _print_last_line(guard: collective_guard, error: BaseException | None) -> No
         print(f"ddpstats run: {last_line[1]}", file=sys.stderr)
 
 
-def _explained(error: BaseException) -> int:
+def _print_error(error: BaseException) -> int:
     """Print what the program ended with, and return its status."""
     from ddpstats.guard.telling import tell
 
