@@ -25,6 +25,7 @@ STUCK = {
     *("groups_in_different_order", "message_shape", "message_tag", "returns_early", "raises", "killed", "late"),
     *("raises_what_sounds_like_gloo", "many_in_flight"),
     *("ddp_extra_collective", "message_dtype", "coalesced_count", "ddp_other_parameters", "message_bytes"),
+    "number_of_dimensions",
 }
 UNMARKED_IN_RECORD = ["swap_of_equal_signature", "reduce_op", "one_of_three_differs", "root"]
 

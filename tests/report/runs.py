@@ -19,7 +19,8 @@ def parted(directory: str) -> str:
     with collective_guard("record", record_dir=directory):
         for stats in ({"loss": torch.ones(1)}, {"l1_loss" if rank == 0 else "snr_loss": torch.ones(1)}):
             for key in stats:
-                dist.all_reduce(stats[key])
+                with ddpstats.label(key):
+                    dist.all_reduce(stats[key])
         ddpstats.reduce_stats({"loss": float(rank), **({"only": 1.0} if rank else {})}, per_rank=True, name="train")
         marks.publish("sentinel", "rank 1: a gradient is far from normal", step=3, ranks=(1,))
     assert marks.listeners == []
