@@ -209,7 +209,7 @@ USE = """
         ("reduce(value)", "", "element"),
         ("reduce(value.div_(2))", "", "element"),
         ("reduce(value); total += value", "", "pooled element"),
-        ("reduce(value)", "sum(stats.values())", "pooled"),
+        ("reduce(value)", "sum(stats.values())", "pooled element"),
         ("reduce(value)", "print(stats, sum(stats.values()))", "element"),
         ("reduce(fresh)", "", ""),
         ("results[key] = fresh.item(); reduce(fresh)", "", ""),

@@ -1,4 +1,4 @@
-"""Whether labels that differ between ranks are a fault, worth a warning, or each rank's own data. Pure.
+"""`judge` says whether labels that differ between ranks are a fault, worth a warning, or each rank's own data. Pure.
 
 That two ranks reached their tensors under different names proves nothing yet: a rank may sum the losses of its own
 utterances in a loop over their names. It is a fault where the program gave the names by `label()`, and where both ranks
@@ -53,7 +53,7 @@ def _is_fault(a: Evidence, b: Evidence) -> bool:
 
 
 def _is_own_data(a: Evidence, b: Evidence) -> bool:
-    """Whether the names are each rank's own by construction, or the same in another spelling."""
+    """Say whether the names are each rank's own by construction, or the same in another spelling."""
     if a.source in _DRAWN or b.source in _DRAWN or b.key in a.aliases or a.use == b.use == "pooled":
         return True
     if {a.use, b.use} <= {"pooled", "pooled element"} and not {*a.names} & {*b.names}:
@@ -65,11 +65,11 @@ def _is_own_data(a: Evidence, b: Evidence) -> bool:
 
 
 def _bare(name: str) -> str:
-    """The name without numbers, hashes, punctuation and case."""
+    """Return the name without numbers, hashes, punctuation and case."""
     return _PUNCTUATION.sub("", _NUMBERS.sub("#", name)).casefold()
 
 
 def _agrees_on_integers(event: Event) -> bool:
-    """Whether the largest or smallest of integers is wanted: of lengths, steps or flags, which ranks agree on."""
+    """Say whether the largest or smallest of integers is wanted: of lengths, steps or flags, which ranks agree on."""
     signature = event.signature
     return signature.reduce_op in ("max", "min") and all(dtype in _INTEGERS for dtype in signature.dtypes)

@@ -33,25 +33,19 @@ from ddpstats.guard.labels.source import (
     SourceFile,
     call_of,
     called_name,
-    names_in,
-    parameters_given,
-    tensor_argument,
-    variable_of,
 )
-from ddpstats.guard.labels.trace import LabelTracer, Route, Step, Turn, Use, use_of
+from ddpstats.guard.labels.trace import LabelTracer, Route, Step, Use, turns_of, use_of
 
 MISSING: Any = object()
 PLAIN_DICTS = frozenset({dict, OrderedDict, defaultdict})
 _MAX_SEARCHED = 4096
 _MAX_KEY_PARTS = 4
 _MAX_INDEX = 64  # elements of a list that are compared with the tensor
-_MAX_CHARS = 120
-_MAX_LABEL_CHARS = 200
+_MAX_CHARS = 200
 _MAX_CODE = 100_000
 _MAX_FRAMES = 60
 _MAX_WRAPPERS = 3
-_MAX_KEPT = 8192
-_MAX_LABELS = 4096
+_MAX_KEPT = 4096
 _MAX_NAMES = 1 << 16  # in all containers that are kept
 _MAX_EVIDENCE_NAMES = 256
 _SNAPSHOTS = sys.version_info < (3, 13)
@@ -236,10 +230,11 @@ def key_text(value: Any) -> str | None:
 
     Without what wrappers of a model put before the names of its parameters. None for other keys.
     """
-    kind = kind_of(value)
+    kind = type(value)
     if kind is str:
         text = _WRAPPERS.sub("", value) if "." in value else value
         return text[:_MAX_CHARS] if text[:1].isalnum() or _HAS_LETTER.search(text) else None  # "_" names nothing
+    kind = kind_of(value)
     bases = _mro_of(kind)
     if tuple in bases:
         return _text_of_parts(tuple.__iter__(value))
@@ -268,9 +263,10 @@ def _texts(keys: Iterable[Any]) -> tuple[str, ...]:
 
 def entries_of(container: Any) -> Any:
     """Return a dict of what the container holds by name; None where it has no names, or hides them in code."""
-    kind = kind_of(container)
-    bases = _mro_of(kind)
-    if kind in PLAIN_DICTS or dict in bases:
+    if type(container) is dict:
+        return container
+    bases = _mro_of(kind_of(container))
+    if dict in bases:
         return container
     instance = instance_dict(container)
     if instance is None:
@@ -306,7 +302,7 @@ class Siblings:
 
 
 _NO_SIBLINGS = Siblings()
-_kept_siblings: BoundedCache[tuple[Any, ...], Siblings] = BoundedCache(_MAX_LABELS, _MAX_NAMES)
+_kept_siblings: BoundedCache[tuple[Any, ...], Siblings] = BoundedCache(_MAX_KEPT, _MAX_NAMES)
 
 
 class LastContainer:
@@ -317,8 +313,8 @@ class LastContainer:
     """
 
     def __init__(self) -> None:
-        # One tuple, for several threads may be at this place: id, size, siblings, all names but the first.
-        self._last: tuple[int, int, Siblings, frozenset[str]] = 0, 0, _NO_SIBLINGS, frozenset()
+        # One tuple, for several threads may be at this place: id, size, siblings, all names but the first, keys.
+        self._last: tuple[int, int, Siblings, frozenset[str], Any] = 0, 0, _NO_SIBLINGS, frozenset(), None
 
     def siblings(self, name: str, container: Any) -> Siblings:
         """Return what stands beside ``name``."""
@@ -327,12 +323,22 @@ class LastContainer:
         entries = entries_of(container)
         sized = entries if entries is not None else instance_dict(container) or {}
         size = len(container) if kind_of(container) in (list, tuple) else dict.__len__(sized)
-        last_id, last_size, siblings, later = self._last
+        last_id, last_size, siblings, later, last_keys = self._last
         if last_id == id(container) and last_size == size and name in later:
             return siblings
-        siblings = _read_siblings(container, entries, name)
-        self._last = id(container), size, siblings, frozenset(siblings.names[1:])
+        keys = _plain_keys(container) if type(container) is dict else None
+        if keys is None or keys != last_keys:
+            siblings = _read_siblings(container, entries, name)
+            later = frozenset(siblings.names[1:])
+        self._last = id(container), size, siblings, later, keys
         return siblings
+
+
+def _plain_keys(container: dict[Any, Any]) -> tuple[str, ...] | None:
+    """Return the keys of a dict if all are texts and no two have the same value."""
+    keys = tuple(container)
+    are_plain = all(type(key) is str for key in keys) and len(set(map(id, container.values()))) == len(keys)
+    return keys if are_plain else None
 
 
 def _read_siblings(container: Any, entries: Any, name: str) -> Siblings:
@@ -401,6 +407,10 @@ class ReadyStep:
     container: Reader | None
 
 
+ReadyRoute = tuple[Departure, tuple[ReadyStep, ...]]
+Frames = tuple[FrameType, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class CallRoutes:
     """The routes of one call in one function. ``node``: the call; None where the source is not to be had.
@@ -414,7 +424,7 @@ class CallRoutes:
     departure: Departure | None
     file: SourceFile | None
     node: ast.expr | None
-    routes: tuple[tuple[Departure, tuple[ReadyStep, ...]], ...]
+    routes: tuple[ReadyRoute, ...]
 
 
 _call_routes: dict[tuple[int, int, int], CallRoutes] = {}
@@ -458,7 +468,7 @@ def _ready(step: Step) -> ReadyStep:
     return ReadyStep(step, tuple(map(reader_of, step.names)), element, container)
 
 
-def activation(frame: FrameType) -> tuple[FrameType, ...]:
+def activation(frame: FrameType) -> Frames:
     """Return the frames of one activation: comprehensions, which have their own before 3.12, and their owner."""
     if frame.f_code.co_name not in COMPREHENSION_NAMES:
         return (frame,)
@@ -494,37 +504,10 @@ class Chain:
     def use(self, level: int) -> Use:
         """Return what the program does with the results of the loop that set the name of this level."""
         if level not in self.uses:
-            self.uses[level] = use_of(list(self._turns(level)), self.is_element)
+            step, outermost = self.steps[level]
+            calls = [(call.file, call.node, call.owner) for call in self.calls[: outermost + 1]]
+            self.uses[level] = use_of(turns_of(step, calls), self.is_element)
         return self.uses[level]
-
-    def _turns(self, level: int) -> Iterator[Turn]:
-        """Yield the functions from the one whose loop set the name, in to the collective."""
-        step, outermost = self.steps[level]
-        keys = [name for name in step.names if name is not step.element or len(step.names) == 1]
-        names = frozenset(node.id for key in keys for node in names_in(key))
-        constants = (name.value for name in step.names if isinstance(name, ast.Constant))
-        texts = frozenset(text for text in constants if isinstance(text, str))
-        container = variable_of(step.container)
-        for index in range(outermost, -1, -1):
-            call = self.calls[index]
-            if call.file is None or call.node is None:
-                continue
-            loop = step.loop if index == outermost else None
-            is_inside = loop is not None and call.file.is_inside(call.node, loop)
-            within = loop if loop is not None and is_inside else call.file.scope_of(call.node)
-            carriers = frozenset(_carriers(call.node)) if index == 0 else frozenset()
-            yield Turn(call.file, call.node, within, names - carriers, texts, carriers, container)
-            container = None
-            if index > 0:
-                names = parameters_given(call.node, self.calls[index - 1].owner, names, bool(texts))
-
-
-def _carriers(call: ast.expr) -> Iterator[str]:
-    """Yield the variables that a collective reads its tensor from, or writes its result to."""
-    given = call.args[:1] if isinstance(call, ast.Call) else []
-    for variable in map(variable_of, [tensor_argument(call), *given]):
-        if variable is not None:
-            yield variable
 
 
 @dataclass(eq=False)
@@ -539,7 +522,7 @@ class Inferred:
 
     @cached_property
     def evidence(self) -> Evidence:
-        """What is known of the innermost name, and through it of those further out. Worked out when asked for."""
+        """The evidence for the innermost name, and through it of those further out. Worked out when asked for."""
         evidence: Evidence | None = None
         for level in range(len(self.levels) - 1, -1, -1):
             key, siblings = self.keys[level], self.levels[level]
@@ -559,14 +542,13 @@ Passed = tuple[FrameType | None, Any]
 
 @dataclass(slots=True)
 class _Path:
-    """What was found so far. ``keys``: all of them, from the tensor outwards; ``names``: those that are names, each
-    with its container; ``steps``: as of a `Chain`, whose calls are ``named_at``."""
+    """A route as far as it was followed. ``keys``: all of them, from the tensor outwards; ``names``: those that are
+    names, each with its container; ``steps``: as of a `Chain`."""
 
     calls: tuple[CallRoutes, ...] = ()
     keys: tuple[str, ...] = ()
     names: tuple[tuple[str, Any], ...] = ()
     steps: tuple[tuple[Step, int], ...] = ()
-    named_at: tuple[CallRoutes, ...] = ()
     fresh: bool = False
 
 
@@ -587,7 +569,7 @@ def infer(tensor: Any, frame: FrameType) -> Inferred | None:
 
 def _inferred(path: _Path) -> Inferred:
     is_element = not path.fresh and path.keys[0] == path.names[0][0]
-    key = path.named_at, path.steps, is_element
+    key = path.calls[: path.steps[-1][1] + 1], path.steps, is_element
     chain = _chains.get(key)
     if chain is None:
         if len(_chains) >= _MAX_KEPT:
@@ -596,35 +578,28 @@ def _inferred(path: _Path) -> Inferred:
     levels = tuple([last.siblings(*name) for last, name in zip(chain.containers, path.names, strict=True)])
     label = _labels.get((chain, path.keys, levels))
     if label is None:
-        if len(_labels) >= _MAX_LABELS:
+        if len(_labels) >= _MAX_KEPT:
             _labels.clear()
         text = "".join(key if key.startswith("[") else f"/{key}" for key in reversed(path.keys))
         names = tuple(name for name, _ in path.names)
-        label = Inferred(text.removeprefix("/")[:_MAX_LABEL_CHARS], names, levels, chain)
+        label = Inferred(text.removeprefix("/")[:_MAX_CHARS], names, levels, chain)
         _labels[chain, path.keys, levels] = label
     return label
 
 
-def _follow(call: CallRoutes, frames: tuple[FrameType, ...], passed: Passed | None, before: _Path) -> _Path | None:
+def _follow(call: CallRoutes, frames: Frames, passed: Passed | None, before: _Path) -> _Path | None:
     """Follow the routes of one activation, and those of its callers; None where no route comes to a name."""
-    if len(before.calls) <= _MAX_FRAMES:
-        for departure, steps in call.routes:
-            path = _take(departure, steps, call, frames, passed, before)
-            if path is not None:
-                return path
+    for route in call.routes if len(before.calls) <= _MAX_FRAMES else ():
+        path = _take(route, call, frames, passed, before)
+        if path is not None:
+            return path
     return before if before.names else None
 
 
-def _take(
-    departure: Departure,
-    steps: tuple[ReadyStep, ...],
-    call: CallRoutes,
-    frames: tuple[FrameType, ...],
-    passed: Passed | None,
-    before: _Path,
-) -> _Path | None:
+def _take(ready: ReadyRoute, call: CallRoutes, frames: Frames, passed: Passed | None, before: _Path) -> _Path | None:
+    departure, steps = ready
     fresh = before.fresh or (not before.names and departure.route.fresh)
-    path = _Path((*before.calls, call), before.keys, before.names, before.steps, before.named_at, fresh)
+    path = _Path((*before.calls, call), before.keys, before.names, before.steps, fresh)
     if steps:
         variables = Variables(frames)
         try:
@@ -662,7 +637,6 @@ def _read(ready: ReadyStep, variables: Variables, passed: Passed | None, path: _
         path.keys += (text,)
         path.names += ((text, container),)
         path.steps += ((ready.step, len(path.calls) - 1),)
-        path.named_at = path.calls
     elif type(number) is int:
         path.keys += (f"[{number}]",)
 

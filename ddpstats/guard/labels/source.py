@@ -7,6 +7,7 @@ text is not the code's (the file was edited since, or the code was generated), n
 from __future__ import annotations
 
 import ast
+import itertools
 import linecache
 import sys
 import threading
@@ -149,11 +150,8 @@ def call_of(frame: FrameType) -> tuple[SourceFile, ast.expr] | None:
 def _by_position(file: SourceFile, code: CodeType, instruction: int) -> ast.expr | None:
     if sys.version_info < (3, 11):
         return None
-    positions = list(code.co_positions())
-    index = instruction // 2
-    if index >= len(positions):
-        return None
-    start_line, end_line, _, end_column = positions[index]
+    positions = itertools.islice(code.co_positions(), instruction // 2, None)
+    start_line, end_line, _, end_column = next(positions, (None, None, None, None))
     if end_line is None or end_column is None:
         return None
     # By the end: where calls are chained, the instruction's position begins at the last method's name.
@@ -162,7 +160,7 @@ def _by_position(file: SourceFile, code: CodeType, instruction: int) -> ast.expr
 
 
 def _is_of(node: ast.expr, code: CodeType) -> bool:
-    """Whether the code mentions the name that is called: otherwise the text is not this code's."""
+    """Say whether the code mentions the name that is called: otherwise the text is not this code's."""
     name = called_name(node)
     known = (*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars)
     return not name or name in known or (name.startswith("__") and any(other.endswith(name) for other in known))

@@ -26,6 +26,7 @@ from ddpstats.guard.labels.source import (
     called_name,
     mentions,
     names_in,
+    parameters_given,
     passes_function,
     tensor_argument,
     unwrapped,
@@ -59,7 +60,7 @@ class Binding:
     ``loop``: the statement or comprehension that loops.
     """
 
-    kind: Literal["value", "loop", "parameter", "other"]
+    kind: Literal["value", "loop", "parameter"]
     name: ast.Name | None
     value: ast.expr | None
     position: Position
@@ -130,11 +131,6 @@ def _bound_by(node: ast.AST) -> Iterator[tuple[str, Binding]]:
         for item in node.items:
             if item.optional_vars is not None:
                 yield from _targets(item.optional_vars, item.context_expr, "value", _end(item.context_expr))
-    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        yield node.name, Binding("other", None, None, _end(node))
-    elif isinstance(node, (ast.Import, ast.ImportFrom)):
-        for alias in node.names:
-            yield (alias.asname or alias.name).split(".")[0], Binding("other", None, None, _end(node))
 
 
 def _targets(
@@ -347,10 +343,12 @@ class LabelTracer:
             own = () if binding.name is None or has_values else (binding.name,)
             step = Step((*binding.beside, *own), binding.name, unwrapped(binding.value), binding.loop)
             yield from self._out(step, fresh, hops)
-        elif binding.kind == "value" and binding.value is not None:
-            yield from self._assigned(binding, binding.value, container, fresh, hops)
+        else:
+            yield from self._assigned(binding, container, fresh, hops)
 
-    def _assigned(self, binding: Binding, value: ast.expr, container: bool, fresh: bool, hops: int) -> Iterator[Route]:
+    def _assigned(self, binding: Binding, container: bool, fresh: bool, hops: int) -> Iterator[Route]:
+        value = binding.value
+        assert value is not None
         if binding.beside:
             loop = self.file.loop_around(binding.name) if binding.name is not None else None
             step = Step(binding.beside, None, None, loop, self._set_by(value, loop))
@@ -371,9 +369,7 @@ class LabelTracer:
 
     def _has_route(self, binding: Binding, container: bool) -> bool:
         """Say whether it is worth looking for the frame that has this binding."""
-        if binding.kind == "value" and binding.value is not None:
-            return any(self._assigned(binding, binding.value, container, False, 0))
-        return binding.kind != "other"
+        return binding.kind != "value" or any(self._assigned(binding, container, False, 0))
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
@@ -461,7 +457,7 @@ class Turn:
 
     ``call``: what leads to the collective. ``names``: the variables that hold the key here, ``texts``: constants that
     are the key. ``carriers``: variables that hold the reduced tensor. ``within``: the loop, or the function.
-    ``container``: the variable that the element is taken out of.
+    ``container``: what the element is taken out of.
     """
 
     file: SourceFile
@@ -470,7 +466,7 @@ class Turn:
     names: frozenset[str]
     texts: frozenset[str]
     carriers: frozenset[str]
-    container: str | None = None
+    container: ast.expr | None = None
 
     def has_key(self, node: ast.AST) -> bool:
         """Say whether the key is part of an expression."""
@@ -487,6 +483,31 @@ class Turn:
         return isinstance(node, ast.Name) and node.id in carriers
 
 
+def turns_of(step: Step, calls: Sequence[tuple[SourceFile | None, ast.expr | None, CodeType]]) -> list[Turn]:
+    """Return the part of each function, from the one that takes the step in to the collective.
+
+    ``calls``: file, call and calling function, the collective first.
+    """
+    keys = [name for name in step.names if name is not step.element or len(step.names) == 1]
+    names = frozenset(node.id for key in keys for node in names_in(key))
+    texts = frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+    container, loop, turns = step.container, step.loop, list[Turn]()
+    for index, (file, call, _) in reversed(list(enumerate(calls))):
+        if file is not None and call is not None:
+            within = loop if loop is not None and file.is_inside(call, loop) else file.scope_of(call)
+            carriers = frozenset(_carriers(call)) if index == 0 else frozenset()
+            turns.append(Turn(file, call, within, names - carriers, texts, carriers, container))
+            names = parameters_given(call, calls[index - 1][2], names, bool(texts)) if index else names
+        container = loop = None
+    return turns
+
+
+def _carriers(call: ast.expr) -> Iterator[str]:
+    """Yield the variables that a collective reads its tensor from, or writes its result to."""
+    given = call.args[:1] if isinstance(call, ast.Call) else []
+    yield from (name for name in map(variable_of, [tensor_argument(call), *given]) if name is not None)
+
+
 def use_of(turns: Sequence[Turn], is_element: bool) -> Use:
     """Return what a loop does with its results; ``turns`` go from the function that loops to the collective.
 
@@ -499,7 +520,8 @@ def use_of(turns: Sequence[Turn], is_element: bool) -> Use:
     if "pooled" in uses:
         return "pooled element" if is_element else "pooled"
     if is_element:
-        return "pooled" if any(_later(turn, turn.container) == "pooled" for turn in turns) else "element"
+        is_pooled = any(_later(turn, turn.container) == "pooled" for turn in turns)
+        return "pooled element" if is_pooled else "element"
     return ""
 
 
@@ -540,8 +562,9 @@ def _use(node: ast.AST, turn: Turn, carriers: set[str]) -> Iterator[Use]:
 
 def _stored_in(target: ast.expr, value: ast.expr, turn: Turn) -> Iterator[Use]:
     if isinstance(target, ast.Subscript) and (turn.has_key(target.slice) or turn.has_key(target.value)):
-        kept_in = target.value.id if isinstance(target.value, ast.Name) else None
-        yield _later(turn, kept_in) or "stored"
+        later, is_local = _later(turn, target.value), isinstance(target.value, ast.Name)
+        # Other functions may read the elements of an attribute.
+        yield "" if later == "pooled" and not is_local else later or "stored"
     elif isinstance(target, ast.Name) and target.id not in turn.carriers and mentions(value, {target.id}):
         yield "pooled"  # total = total + result
 
@@ -553,22 +576,23 @@ def _passed_to(call: ast.Call, given: Sequence[ast.expr], turn: Turn) -> Iterato
     has_key = any(turn.has_key(part) for part in given)
     if (receiver is not None and turn.has_key(receiver)) or (has_key and (is_keeper or called_name(call) in _STORERS)):
         yield "stored"
-    elif is_keeper and isinstance(receiver, ast.Name):
-        yield _later(turn, receiver.id)
+    elif is_keeper:
+        yield _later(turn, receiver)
 
 
-def _later(turn: Turn, name: str | None) -> Use:
+def _later(turn: Turn, collection: ast.expr | None) -> Use:
     """Return what becomes of a collection of results after the loop: "stored" where it is put beside names again,
     "pooled" where all that follows combines its elements."""
-    if name is None:
+    if not _text(collection):
         return ""
-    names, calls, others = {name}, set[str](), False
+    texts, calls, others = {_text(collection)}, set[str](), False
     after = [node for node in ast.walk(turn.file.scope_of(turn.call)) if _is_after(node, turn.within)]
     for node in after:
-        if isinstance(node, ast.Assign) and mentions(node.value, names) and not _is_combined(node.value, names, turn):
-            names.update(_plain_targets(node))
+        parts = list(ast.walk(node.value)) if isinstance(node, ast.Assign) else []
+        if any(_text(part) in texts for part in parts) and not any(called_name(part) in _TOTALS for part in parts):
+            texts.update(_plain_targets(node))
     for node in after:
-        if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load):
+        if _text(node) in texts and isinstance(getattr(node, "ctx", None), ast.Load):
             around = [called_name(outer) for outer in turn.file.around(node) if isinstance(outer, ast.expr)]
             calls.update(around)
             others = others or not _COMBINERS.intersection(around)
@@ -577,8 +601,9 @@ def _later(turn: Turn, name: str | None) -> Use:
     return "pooled" if calls and not others else ""
 
 
-def _is_combined(value: ast.expr, names: set[str], turn: Turn) -> bool:
-    return any(called_name(node) in _TOTALS and mentions(node, names) for node in ast.walk(value))
+def _text(node: ast.AST | None) -> str:
+    """Return the text of a variable or an attribute; empty for other nodes."""
+    return ast.unparse(node) if isinstance(node, (ast.Name, ast.Attribute)) else ""
 
 
 def _uses_around_call(turn: Turn, is_outermost: bool) -> Iterator[Use]:
