@@ -242,7 +242,7 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
             result = redispatch(keys, *args)
         except RuntimeError as error:
             if call.on_failure is not None:
-                call.on_failure(error)
+                call.on_failure(call, error)
             raise
         boxed = result[-1] if type(result) is tuple else result
         work = None if boxed is None else unbox_work(boxed)

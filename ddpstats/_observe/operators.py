@@ -139,7 +139,7 @@ class Collective:
         blocking: the caller goes on only when the result is there.
         timeout_ms: a subscriber may set it, to less than the program's own; None leaves that.
         limit: the call's own timeout, in milliseconds or as torch's options with a ``timeout``; None where it has none.
-        on_failure: a subscriber may set it: called with the error if the collective fails while it is issued.
+        on_failure: a subscriber may set it: called with this and the error if the collective fails while it is issued.
         subscriber_state: what a subscriber keeps of the call between `before` and `after`.
     """
 
@@ -158,7 +158,7 @@ class Collective:
         self.blocking = False
         self.timeout_ms: int | None = None
         self.limit: Any = None
-        self.on_failure: Callable[[RuntimeError], None] | None = None
+        self.on_failure: Callable[[Collective, RuntimeError], None] | None = None
         self.subscriber_state: Any = None
 
     @property

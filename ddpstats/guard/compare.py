@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+from ddpstats._observe.operators import Collective
 from ddpstats._ranks.store import STORE_ERRORS, StoreSilent
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard.encoding import encode
@@ -42,6 +43,7 @@ class Comparing:
     def __init__(self, session: Session, standing: Standing, settings: Settings) -> None:
         self.session, self._standing, self._strict = session, standing, settings.mode == "strict"
         self.verdicts = Verdicts(session, standing, settings)
+        self.agreement = self.verdicts.agreement
         self.messages = Messages(standing, self.verdicts)
         self._asked: list[tuple[Group, _Digests]] = []
 
@@ -89,13 +91,13 @@ class Comparing:
             ending = self.verdicts.ends_by is not None
             self.verdicts.conclude_alone(alarm_of(group, seq, overdue=True, ending=ending), error)
 
-    def settle(self, group: Group, until: int, own_sec: float | None = None) -> bool:
-        """See that all ranks posted the same, up to that note. Waits for them. ``own_sec``: the call's own timeout.
+    def settle(self, group: Group, until: int, call: Collective | None = None) -> bool:
+        """See that all ranks posted the same, up to that note. Waits for them, for no longer than ``call`` would.
 
         True where the program's own timeout has ended that wait.
         """
         with group.lock:
-            while group.settled < until and not self._standing.silent and self._settle_one(group, own_sec):
+            while group.settled < until and not self._standing.silent and self._settle_one(group, call):
                 pass
         return group.is_given_up
 
@@ -127,7 +129,7 @@ class Comparing:
         except STORE_ERRORS as error:
             self.verdicts.conclude_alone(alarm_of(group, group.seq, overdue=True), error)
 
-    def _settle_one(self, group: Group, own_sec: float | None = None) -> bool:
+    def _settle_one(self, group: Group, call: Collective | None = None) -> bool:
         """Compare the next note with those of all ranks. False where nothing more is compared."""
         assert group.exchange is not None
         number = group.settled + 1
@@ -138,7 +140,7 @@ class Comparing:
         try:
             notes = group.exchange.look(number)
             if notes is None:
-                limit = group.limit(own_sec)
+                limit = group.limit(call)
                 watch = self.verdicts.watch(group, seq, time.monotonic() + limit.seconds, is_own=limit.is_own)
                 with self._standing.waiting(group, seq):
                     notes = group.exchange.wait(number, watch)

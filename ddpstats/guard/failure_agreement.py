@@ -121,6 +121,7 @@ class FailureAgreement:
         self.verdicts = 0  # so far
         self._lock = threading.Lock()  # of that number
         self._read: _Verdict | None = None
+        self.has_unread = False  # a verdict that the watchdog has read, and no other thread has come to
         self._report_status, self._told_by, self._heard = report_status, told_by, heard
         self.is_lost = False  # the store does not answer any more
         self._left: dict[int, dict[str, Any]] = {}
@@ -246,8 +247,8 @@ class FailureAgreement:
         return finding
 
     def pending_alarm(self) -> Alarm | None:
-        """The alarm on which the watchdog has read a verdict that no other thread has come to. Asks no store."""
-        known = self._read
+        """Return the alarm on which the watchdog has read a verdict that no other thread has come to."""
+        self.has_unread, known = False, self._read
         return known.alarm if known is not None and known.number == self.verdicts else None
 
     def _read_verdict(self, number: int) -> _Verdict | None:
@@ -387,6 +388,7 @@ class FailureAgreement:
         payload = self.store.find(f"verdict/{number}")
         if payload is not None:
             self._read = _Verdict(number, alarm, payload)
+            self.has_unread = True
             self.store.set(f"read/{number}/{self.rank}", "1")
 
     def slept_sec(self) -> float:

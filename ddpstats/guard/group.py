@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ddpstats._base import config
 from ddpstats._observe.groups import GroupView, default_store, longest_timeout_sec
+from ddpstats._observe.operators import Collective
 from ddpstats._ranks.comm import attempt_prefix, bounded_part, refuse_fake
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import GLANCE_SEC, LIMIT_SEC, STORE_ERRORS, BoundedStore
@@ -150,8 +151,9 @@ class Group:
         self.is_given_up = False  # torch's own timeout has ended a collective of some rank: no more is compared
         self.messages = MessageNumbers()
 
-    def limit(self, own_sec: float | None = None) -> Limit:
-        """The shortest timeout of the guard, the group and the call. ``own_sec``: the call's own, if it has one."""
+    def limit(self, call: Collective | None = None) -> Limit:
+        """Return the shortest timeout of the guard, the group and the call, if it has one of its own."""
+        own_sec = None if call is None else call.own_timeout_sec
         if own_sec is None:
             own_sec = longest_timeout_sec(self.view.group()) or None  # the program may have changed it
         named_sec = self._settings.timeout_sec

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -110,8 +109,9 @@ class Watching:
             raise standing.verdict.with_traceback(None)
         if not call.blocking and self._settings.compares and not standing.silent and _is_on_host(call):
             call.timeout_ms = self._timeout_ms
-        if self.comparing is not None:
-            self.comparing.verdicts.take_in()
+        comparing = self.comparing
+        if comparing is not None and comparing.agreement.has_unread:
+            comparing.verdicts.take_in()
         is_message = call.operator.is_message
         with self._lock:
             group = None if self.session is None else self.session.find(call.view)
@@ -127,7 +127,7 @@ class Watching:
             if self.recording.writer is not None:
                 self.recording.writer.write_event(event_of(entry))
         call.subscriber_state = group, entry
-        comparing = self.comparing
+        comparing = self.comparing  # a new one, at the first collective
         if standing.silent or group.exchange is None or comparing is None:
             return
         if is_message:
@@ -135,12 +135,12 @@ class Watching:
             return
         if group.is_given_up:
             return
-        call.on_failure = partial(comparing.verdicts.note_failure, group)
+        call.on_failure = comparing.verdicts.note_failure
         if self._mode == "step" or not call.blocking:
             comparing.foretell(group, event, seq)
         if self._mode == "strict":
             comparing.post(group, event, seq)
-            if call.blocking and comparing.settle(group, seq, call.own_timeout_sec):
+            if call.blocking and comparing.settle(group, seq, call):
                 call.timeout_ms = _EXPIRED_MS
         else:
             comparing.take_in(group, event, self._settings.check_every)
@@ -153,7 +153,7 @@ class Watching:
             return
         seen: _Seen = call.subscriber_state
         if call.blocking:
-            self.comparing.verdicts.wait_for(work, seen[0], seen[1], call.own_timeout_sec)
+            self.comparing.verdicts.wait_for(work, seen[0], seen[1], call)
             return
         with self._lock:
             # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from ddpstats._base.text import ranks_text
 from ddpstats._observe import collectives
+from ddpstats._observe.operators import Collective
 from ddpstats._ranks.store import STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.event import MESSAGES, Entry, Event, event_of
@@ -77,7 +78,7 @@ class Verdicts:
                 raise Silenced
 
     def take_in(self) -> None:
-        """Come to the verdict that the watchdog has read, if there is one; never waits. Raises or logs it."""
+        """Come to the verdict that the watchdog has read; never waits. Raises or logs it."""
         alarm = self.agreement.pending_alarm()
         if alarm is not None:
             self.await_verdict(alarm)
@@ -122,8 +123,11 @@ class Verdicts:
                 group.is_given_up = self.agreement.store.check([_given_up_key(group)])
         return group.is_given_up
 
-    def note_failure(self, group: Group, error: RuntimeError) -> None:
-        """A collective has failed while it was issued: torch's own barrier with a timeout does so."""
+    def note_failure(self, call: Collective, error: RuntimeError) -> None:
+        """Note that a collective has failed while it was issued: torch's own barrier with a timeout does so."""
+        group = self._session.find(call.view)
+        if group is None:
+            return
         if _TIMED_OUT.search(str(error)) or _BROKEN.search(str(error)):
             self.give_up(group)
 
@@ -162,12 +166,12 @@ class Verdicts:
         """Of a wait that begins now."""
         return time.monotonic() + group.timeout_sec
 
-    def wait_for(self, work: Any, group: Group, entry: Entry, own_sec: float | None = None) -> None:
-        """Wait for a collective that was issued, looking up between slices. ``own_sec``: the call's own timeout."""
+    def wait_for(self, work: Any, group: Group, entry: Entry, call: Collective | None = None) -> None:
+        """Wait for a collective that was issued, looking up between slices; for no longer than ``call`` would."""
         try:
             if collectives.wait_within(work, _SLICE) or group.is_given_up:
                 return
-            event, limit = event_of(entry), group.limit(own_sec)
+            event, limit = event_of(entry), group.limit(call)
             deadline = time.monotonic() + limit.seconds - _SLICE_SEC
             watch = self.watch(group, event.seq, math.inf if limit.is_own else deadline, waited_for=event)
             with self._standing.waiting(group, event.seq):
@@ -181,7 +185,7 @@ class Verdicts:
         except RuntimeError as error:
             if not is_broken(error):
                 raise
-            if self.is_own_timeout(error, group, group.limit(own_sec)):
+            if self.is_own_timeout(error, group, group.limit(call)):
                 self._name_absent(error, group, event_of(entry))
                 self.give_up(group)
                 raise
