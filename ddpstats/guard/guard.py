@@ -39,11 +39,10 @@ from ddpstats._base.text import first_line
 from ddpstats._observe import collectives
 from ddpstats._observe.operators import check_reduce_ops
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
-from ddpstats.guard.compare import Comparing
+from ddpstats.guard.compare import Comparing, StepQuestion
 from ddpstats.guard.group import Settings, before_destroying, next_turn
 from ddpstats.guard.pipeline import Watching, how_left
 from ddpstats.guard.status import LEFT
-from ddpstats.guard.step_question import StepQuestion
 from ddpstats.guard.summary import NO_GROUP, RECORDED, TO_RUN, GuardCounters, last_line
 from ddpstats.guard.verdicts import Unfinished, is_broken
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from ddpstats.guard.compare import _chunks, _joined
 from ddpstats.guard.event import MASK
 from ddpstats.guard.notes import Note
 from ddpstats.guard.notes_shm import agree, share
-from ddpstats.guard.step_question import _chunks, _joined
 
 
 def total(name: str, notes: list[Note]) -> int:

@@ -53,6 +53,8 @@ def label_on_one_rank(steps: int) -> tuple[int, int]:
     with collective_guard("step", timeout_sec=20) as guard:
         for step in range(steps):
             if step == steps - 10:
+                time.sleep(1.0)  # the watchdog of each rank writes what it has not written yet
+                dist.barrier()
                 before = store.num_keys()
             with ddpstats.label("loss") if dist.get_rank() == 0 else nullcontext():
                 dist.all_reduce(torch.ones(1))
