@@ -195,6 +195,7 @@ _PARTS = (
     ),
 )
 _LABEL = "the label: operation, shape and dtype are equal, but they are about different things"
+_GRADIENTS = "the label: one reduces gradients, which torch does by itself, and the other is a call of the program"
 _PIECES = "the pieces that ranks send to each other: what one rank sends is not what the other expects"
 _OTHER_REMEDIES = {
     _LABEL: (
@@ -241,7 +242,8 @@ def what_differs(events: Sequence[Event]) -> list[str]:
         if whole in differences:
             return differences[: differences.index(whole) + 1]
     if not same_labels(event.word for event in events):
-        differences.append("the label" if differences else _LABEL)
+        words = _GRADIENTS if any(event.label == BY_TORCH for event in events) else _LABEL
+        differences.append("the label" if differences else words)
     return differences or [_PIECES]
 
 
@@ -280,7 +282,7 @@ def _other_calls(differences: Sequence[str], calls: Sequence[Event]) -> list[str
     """Say if the calls differ in several things, and so are not one call with a wrong argument."""
     arguments = {part.words for part in _PARTS[1:]}
     other_line = differences[0] in arguments and len({str(event.site) for event in calls}) > 1
-    if len(differences) + other_line < 2:
+    if len(differences) + other_line < 2 and differences[0] != _GRADIENTS:
         return []
     return ["these are two different calls: some rank skipped a call, or made one more."]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddpstats.guard.diagnosis import remedy, what_differs
-from ddpstats.guard.event import Event, Signature, digest_of, label_word
+from ddpstats.guard.event import BY_TORCH, Event, Signature, digest_of, label_word
 from ddpstats.testing import RankPool, run_ranks
 from tests.guard import diagnosis_runs as runs
 from tests.guard.tiers import tiers
@@ -113,6 +113,9 @@ def test_all_that_differs_is_named_and_shapes_of_as_many_elements_do_not_differ(
     assert what_differs([event("a"), event("b", reduce_op="max", shapes=((2,),))]) == [
         *("the reduce op", "the shape", "the label")
     ]
+    gradients = what_differs([event(BY_TORCH), event()])
+    assert gradients[0].startswith("the label: one reduces gradients")
+    assert "same order" in remedy(gradients, in_other_order=True)
     labels = what_differs([event("a"), event("b", shapes=((2, 2),))])
     assert labels[0].startswith("the label: ")
     assert "label(" in remedy(labels, in_other_order=True)
