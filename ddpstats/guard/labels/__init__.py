@@ -1,14 +1,12 @@
-"""The name of a collective: the one that the program gives (`label`), or the one under which it reached the tensor.
+"""The label of a collective: the name that the program gives it (`label`), or under which it reached the tensor.
 
-For the second, from the text and the running frames:
+The second is inferred from the text and the running frames:
 
 1. `source`: the call that a frame is in, as a node of the parsed source.
-2. `calls`, `bindings`, `trace`: where that call's argument came from, once per place in the program: routes of keys.
-3. `read`: keys and containers, read off the running frames without running any code of the program's.
-4. `places`, `infer`: the routes followed through the frames of one call; an `Inferred` label, which all calls that
-   are alike share. `siblings`: what stood beside the name.
-5. `fate`, `spelled`, `evidence`: what the program does with the result, and whether its text has the name.
-6. `judge`: whether two ranks' labels that differ are a fault, a doubt, or each rank's own data.
+2. `trace`: where that call's argument came from, as routes of keys, and what becomes of the result.
+3. `read`: keys and containers, read off the running frames without running any code of the program's; the routes,
+   followed through the frames of one call.
+4. `judge`: whether two ranks' labels that differ are a fault, worth a warning, or each rank's own data.
 """
 
 from __future__ import annotations

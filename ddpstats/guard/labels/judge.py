@@ -32,15 +32,15 @@ def judge(events: Sequence[Event]) -> Judgement:
     return max((_judge(*pair) for pair in combinations(named.values(), 2)), key=_SEVERITY.__getitem__, default="data")
 
 
-def _judge(one: Event, other: Event) -> Judgement:
-    a, b = one.evidence, other.evidence
+def _judge(first: Event, second: Event) -> Judgement:
+    a, b = first.evidence, second.evidence
     if a is None or b is None:
         return "fault"  # a name that the program gave itself
     while a.key == b.key and a.outer is not None and b.outer is not None:
         a, b = a.outer, b.outer  # what differs is further out
     if _is_own_data(a, b):
         return "data"
-    are_integers = all(_agrees_on_integers(event) for event in (one, other))
+    are_integers = all(_agrees_on_integers(event) for event in (first, second))
     return "fault" if _is_fault(a, b) and not are_integers else "doubt"
 
 

@@ -246,12 +246,12 @@ def parameters_given(call: ast.expr, callee: CodeType, names: Collection[str], t
     """Return the parameters of ``callee`` to which the call passes the variables ``names``, or a text if ``texts``."""
     if not isinstance(call, ast.Call):
         return frozenset()
-    given = {keyword.arg for keyword in call.keywords if keyword.arg and mentions(keyword.value, names)}
+    parameters = {keyword.arg for keyword in call.keywords if keyword.arg and mentions(keyword.value, names)}
     for index, argument in enumerate(call.args, _offset(call, callee)):
         is_text = texts and isinstance(argument, (ast.Constant, ast.JoinedStr))
         if index < callee.co_argcount and (is_text or mentions(argument, names)):
-            given.add(callee.co_varnames[index])
-    return frozenset(given)
+            parameters.add(callee.co_varnames[index])
+    return frozenset(parameters)
 
 
 OwnArgument = tuple[str, int]
@@ -279,9 +279,9 @@ def argument_for(
         if position >= callee.co_argcount:
             return None
     elif has_starred:
-        given = call.args[max(0, callee.co_argcount - _offset(call, callee)) :]
-        passed_on = [argument for argument in given if isinstance(argument, ast.Starred)]
-        return passed_on[0] if passed_on else given[0] if len(given) == 1 else None
+        rest = call.args[max(0, callee.co_argcount - _offset(call, callee)) :]
+        passed_on = [argument for argument in rest if isinstance(argument, ast.Starred)]
+        return passed_on[0] if passed_on else rest[0] if len(rest) == 1 else None
     else:
         return None
     position -= _offset(call, callee)

@@ -1,4 +1,4 @@
-"""Where a tensor came from, and what becomes of its result: by the text of one function.
+"""Find where a tensor came from, and what becomes of its result, in the text of one function.
 
 1. `bindings_of`, `nearest`: which statement gave a variable its value.
 2. `LabelTracer`: routes of keys. A *value* is followed through everything that makes a new one of it: assignments,
@@ -75,9 +75,9 @@ def bindings_of(scope: ast.AST) -> Bindings:
     """Return all bindings of a function's or module's own variables, in the order of the text."""
     bindings: Bindings = {}
     if isinstance(scope, Function):
-        given = scope.args
-        starred = [argument for argument in (given.vararg, given.kwarg) if argument is not None]
-        for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs, *starred):
+        args = scope.args
+        starred = [argument for argument in (args.vararg, args.kwarg) if argument is not None]
+        for argument in (*args.posonlyargs, *args.args, *args.kwonlyargs, *starred):
             bindings.setdefault(argument.arg, []).append(Binding("parameter", None, None, (0, 0)))
     for node in _own_nodes(scope):
         for name, binding in _bound_by(node):
@@ -95,7 +95,7 @@ def nearest(bindings: Bindings, name: str, at: ast.expr, file: SourceFile) -> Bi
     inside = [binding for binding in bindings.get(name, []) if binding.loop is None or file.is_inside(at, binding.loop)]
     comprehended = [binding for binding in inside if isinstance(binding.loop, Comprehension)]
     # The iterable of a comprehension is read before its variable is there.
-    bound = [one for one in comprehended if one.value is None or not file.is_inside(at, one.value)]
+    bound = [binding for binding in comprehended if not (binding.value and file.is_inside(at, binding.value))]
     if bound:
         return bound[-1]
     statements = [binding for binding in inside if binding not in comprehended]
@@ -300,10 +300,10 @@ class LabelTracer:
         elif called_name(call) == "getattr" and len(call.args) >= 2:
             yield from self._out(self._taken(call.args[1], call.args[0]), fresh, hops)
         receiver = [called.value] if isinstance(called, ast.Attribute) else []
-        given = [*call.args, *(one.value for one in call.keywords if one.arg not in _OTHER_THAN_VALUES)]
+        keywords = (keyword.value for keyword in call.keywords if keyword.arg not in _OTHER_THAN_VALUES)
         of_self = bool(receiver) and _root(receiver[0]) in ("self", "cls")
         in_place = receiver if isinstance(called, ast.Attribute) and _IN_PLACE.match(called.attr) else []
-        for part in [*given, *receiver] if of_self else [*receiver, *given]:
+        for part in [*call.args, *keywords, *receiver] if of_self else [*receiver, *call.args, *keywords]:
             if not isinstance(part, ast.Constant):
                 yield from self.value(part, fresh if part in in_place else True, hops)
 
@@ -504,8 +504,8 @@ def turns_of(step: Step, calls: Sequence[tuple[SourceFile | None, ast.expr | Non
 
 def _carriers(call: ast.expr) -> Iterator[str]:
     """Yield the variables that a collective reads its tensor from, or writes its result to."""
-    given = call.args[:1] if isinstance(call, ast.Call) else []
-    yield from (name for name in map(variable_of, [tensor_argument(call), *given]) if name is not None)
+    first = call.args[:1] if isinstance(call, ast.Call) else []
+    yield from (name for name in map(variable_of, [tensor_argument(call), *first]) if name is not None)
 
 
 def use_of(turns: Sequence[Turn], is_element: bool) -> Use:
@@ -551,9 +551,9 @@ def _use(node: ast.AST, turn: Turn, carriers: set[str]) -> Iterator[Use]:
         elif not (isinstance(target, ast.Name) and target.id in carriers):
             yield "pooled"
     elif isinstance(node, ast.Call) and not turn.file.is_inside(turn.call, node):
-        given = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if any(turn.has_result(argument, carriers) for argument in given):
-            yield from _passed_to(node, given, turn)
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if any(turn.has_result(argument, carriers) for argument in arguments):
+            yield from _passed_to(node, arguments, turn)
     elif isinstance(node, (ast.DictComp, ast.Yield)) and node.value is not None:
         is_pair = isinstance(node.value, ast.Tuple) and turn.has_key(node.value)
         if turn.has_result(node.value, carriers) and (is_pair or isinstance(node, ast.DictComp)):
@@ -569,11 +569,11 @@ def _stored_in(target: ast.expr, value: ast.expr, turn: Turn) -> Iterator[Use]:
         yield "pooled"  # total = total + result
 
 
-def _passed_to(call: ast.Call, given: Sequence[ast.expr], turn: Turn) -> Iterator[Use]:
+def _passed_to(call: ast.Call, arguments: Sequence[ast.expr], turn: Turn) -> Iterator[Use]:
     """Yield what another call does that is given the result."""
     receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
     is_keeper = receiver is not None and called_name(call) in _KEEPERS
-    has_key = any(turn.has_key(part) for part in given)
+    has_key = any(turn.has_key(part) for part in arguments)
     if (receiver is not None and turn.has_key(receiver)) or (has_key and (is_keeper or called_name(call) in _STORERS)):
         yield "stored"
     elif is_keeper:
