@@ -34,7 +34,7 @@ def test_sender_may_have_any_number_of_messages_under_way(two_ranks: RankPool, m
 
 
 @pytest.mark.parametrize("mode", tiers(["step"], ["strict"]))
-def test_diagnosis_do_not_ask_the_store(two_ranks: RankPool, mode: str) -> None:
+def test_messages_do_not_ask_the_store(two_ranks: RankPool, mode: str) -> None:
     assert two_ranks.run(runs.questions_of_messages, mode, 40).values() == [0, 0]
 
 
