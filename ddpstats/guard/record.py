@@ -73,8 +73,8 @@ class NoRecord(ValueError):
 def read_records(*directories: str | Path, notes: list[str] | None = None) -> list[RankRecord]:
     """Return the records of all ranks of the newest run, by rank; directories may hold those of older ones.
 
-    What was left out is appended to ``notes``. Raises ValueError, naming the file and line, for what is no record, for
-    a rank that has two, and `NoRecord` where there is none.
+    What was left out is appended to ``notes``. Raises ValueError, naming the file and line, for a malformed file, for a
+    rank that has two, and `NoRecord` where no record exists.
     """
     left_out: list[str] = [] if notes is None else notes
     paths = _record_files(directories, left_out)

@@ -44,10 +44,10 @@ def not_compared(records: Sequence[RankRecord]) -> list[str]:
 def assumed(records: Sequence[RankRecord]) -> list[str]:
     """Return a sentence for each thing that `diagnose` assumed where it found nothing."""
     alone = [
-        f"{ranks_text([rank.rank])}: {rank.events[place]}{rank.events[place].at}: {ranks_text([peer.rank])} "
+        f"{ranks_text([rank.rank])}: {rank.events[index]}{rank.events[index].at}: {ranks_text([peer.rank])} "
         "recorded nothing that goes with it"
-        for rank, place, peer in _unpaired(records)
-        if not _may_wait(rank, place, peer)
+        for rank, index, peer in _unpaired(records)
+        if not _may_wait(rank, index, peer)
     ]
     return alone + [
         f"{given['words']}: no record says which ranks belong to it; {ranks_text(given['ranks'])}, which used it, were "
@@ -60,7 +60,7 @@ def assumed(records: Sequence[RankRecord]) -> list[str]:
 def _not_through(records: Sequence[RankRecord]) -> GuardFinding | None:
     """Return the first message that only one rank recorded, and may have waited for; receives come before sends."""
     alone = [
-        (rank, rank.events[place], peer) for rank, place, peer in _unpaired(records) if _may_wait(rank, place, peer)
+        (rank, rank.events[index], peer) for rank, index, peer in _unpaired(records) if _may_wait(rank, index, peer)
     ]
     if not alone:
         return None
@@ -93,22 +93,22 @@ def _unpaired(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, int, 
         for _, event in record.messages
         if event.peer is None
     }
-    for rank, index in pair_messages(_messages_of(records))[1]:
-        place, event = by_rank[rank].messages[index]
+    for rank, number in pair_messages(_messages_of(records))[1]:
+        index, event = by_rank[rank].messages[number]
         receiver = event.peer if event.signature.op == "send" else rank
         stream = rank, event.signature.op, event.peer, event.group, event.tag
         if event.peer in by_rank and (receiver, event.group, event.tag) not in from_any and stream not in streams:
             streams.add(stream)
-            yield by_rank[rank], place, by_rank[event.peer]
+            yield by_rank[rank], index, by_rank[event.peer]
 
 
-def _may_wait(rank: RankRecord, place: int, peer: RankRecord) -> bool:
+def _may_wait(rank: RankRecord, index: int, peer: RankRecord) -> bool:
     """Return whether ``rank`` may wait for ``peer`` there: no collective came after it, and a record breaks off.
 
     Otherwise the message came through, its other half outside of a guard, or the rank did not wait for it.
     """
     ended_well = _ended_well(rank) and _ended_well(peer)
-    return bool(rank.run) and not ended_well and all(event.is_message for event in rank.events[place:])
+    return bool(rank.run) and not ended_well and all(event.is_message for event in rank.events[index:])
 
 
 def _ended_well(record: RankRecord) -> bool:

@@ -42,7 +42,7 @@ class GuardCounters:
 
     Attributes:
         collectives: seen on this rank; messages count, too.
-        compared: those that all ranks of their group are known to have done alike.
+        compared: those that all ranks of their group are known to have issued.
         not_compared: all others.
         steps: calls of `collective_guard.step`.
         mode: of the guard.
@@ -62,7 +62,7 @@ class GuardCounters:
 def last_line(
     counters: GuardCounters, nothing: str, verdict: str = "", record_dir: str | None = None
 ) -> tuple[bool, str]:
-    """(whether something is wrong, the line).
+    """Return whether something is wrong, and the line.
 
     ``nothing``: why there was nothing to compare, where that is known. ``verdict``: the name of what was raised.
     """
