@@ -4,7 +4,7 @@
    ``__eq__``, ``__iter__`` or ``repr`` of a user's class is called. Attributes come out of instance dictionaries and
    slots, items out of dicts by dict's own methods, and only objects of exactly known types are taken for keys.
 2. `call_routes`: what the text says of one call (`trace`), worked out once for each place in the program.
-3. `infer`: the routes followed; one `Inferred` label for all calls that are alike.
+3. `infer`: the routes followed; one `Inferred` label for all equal calls.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Variables:
         read, self._read = self._read, []
         while _SNAPSHOTS and read:
             frame, variables = read.pop()
-            # Not the module's own dict, and not a copy that somebody else holds.
+            # Not the module's own dict, and not a copy that the program holds.
             if frame.f_code.co_flags & _CO_OPTIMIZED and sys.getrefcount(variables) <= _OWN_REFERENCES:
                 variables.clear()
 
@@ -317,7 +317,7 @@ class LastContainer:
         self._last: tuple[int, int, Siblings, frozenset[str], Any] = 0, 0, _NO_SIBLINGS, frozenset(), None
 
     def siblings(self, name: str, container: Any) -> Siblings:
-        """Return what stands beside ``name``."""
+        """Return the names beside ``name``."""
         if container is MISSING:
             return _NO_SIBLINGS
         entries = entries_of(container)
@@ -512,7 +512,7 @@ class Chain:
 
 @dataclass(eq=False)
 class Inferred:
-    """A label; one object for all calls that are alike. ``keys``: the names in it, innermost first, each with the names
+    """A label; one object for all equal calls. ``keys``: the names in it, innermost first, each with the names
     in its container (``levels``)."""
 
     path: str
