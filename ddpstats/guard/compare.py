@@ -33,7 +33,7 @@ Told = dict[str, list[Any]]
 
 
 class _Digests(NamedTuple):
-    """Of all that a rank has done in a group until the collective of number ``seq``."""
+    """The digest of all that a rank has done in a group up to the collective of number ``seq``."""
 
     seq: int
     note: Note
@@ -119,7 +119,7 @@ class Comparing:
                 group.lock.release()
 
     def _is_there(self, group: Group, number: int) -> bool:
-        """Whether all ranks have posted that note by now."""
+        """Return whether all ranks have posted that note by now."""
         assert group.exchange is not None
         try:
             with self.verdicts.agreement.glancing():
@@ -206,7 +206,7 @@ class Comparing:
         return sum(_share(group, digests) for group, digests in self._asked if digests.seq > group.proved) & MASK
 
     def told(self) -> Told:
-        """What was asked, in full."""
+        """Return what was asked, in full."""
         return {
             f"{group.name} of {group.view.ranks}": [group.name, group.words, list(group.view.ranks), seq, *note]
             for group, (seq, note) in self._asked
@@ -271,7 +271,7 @@ def _share(group: Group, digests: _Digests) -> int:
 
 
 def alarms_of(told: Iterable[Told]) -> list[Alarm]:
-    """What ranks that tell this are to come to a verdict on. Pure: the same, and in one order, on every rank."""
+    """Return what ranks that tell this are to come to a verdict on. Pure: the same, and in one order, on every rank."""
     entries: dict[str, list[list[Any]]] = {}
     for one in told:
         for group, entry in one.items():
@@ -302,7 +302,7 @@ _BITS = 16
 
 
 class StepQuestion:
-    """Of one step. ``comparing`` is None where there is nothing to compare, or nobody to compare with."""
+    """The question of one step. ``comparing`` is None where there is nothing to compare, or nobody to compare with."""
 
     def __init__(self, comparing: Comparing | None, standing: Standing) -> None:
         self._comparing, self._standing = comparing, standing

@@ -48,7 +48,7 @@ _MAX_POSITION_BYTES = 2000
 
 @dataclass(frozen=True)
 class Alarm:
-    """What is in question.
+    """An alarm says what is in question.
 
     ``overdue``: whether all ranks should have reached ``seq`` by now. ``tentative``: it may turn out to be nothing.
     ``ending``: raised by a rank that has come to the end of its program, and waits in no collective.
@@ -213,7 +213,7 @@ class FailureAgreement:
         return finding if finding is not None and finding.kind == MISMATCH else None
 
     def another_waits_elsewhere(self, event: Event) -> bool:
-        """Whether a rank has waited in a collective of the same group and number that is not the same one.
+        """Return whether a rank has waited in a collective of the same group and number that is not the same one.
 
         Says in passing what this rank waits for, where it is the first that waits there.
         """
@@ -280,7 +280,7 @@ class FailureAgreement:
         self.store.add(f"reported/{number}", 1)
 
     def _have_reported(self, alarm: Alarm, number: int) -> bool:
-        """Whether it is worth reading the statuses of all; not certain, for a rank may report twice."""
+        """Return whether it is worth reading the statuses of all; not certain, for a rank may report twice."""
         gone = self.dead(alarm.ranks) | self.left().keys()
         return self.store.counted(f"reported/{number}") + len(gone) >= len(alarm.ranks)
 
@@ -305,7 +305,7 @@ class FailureAgreement:
         return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
 
     def _statuses(self, alarm: Alarm, number: int) -> dict[int, RankStatus]:
-        """Those that were reported, and of ranks that can report none any more what was known of them last."""
+        """Return the statuses that were reported; of ranks that can report none any more, the last that was known."""
         keys = {rank: f"status/{number}/{rank}" for rank in alarm.ranks}
         silent = set(self.store.absent(list(keys.values())))
         keys = {rank: key for rank, key in keys.items() if key not in silent}
@@ -338,7 +338,7 @@ class FailureAgreement:
             wait_until(lambda: self.store.counted("done") >= self.store.counted("here"), _LAST_LINGER_SEC)
 
     def left(self) -> dict[int, dict[str, Any]]:
-        """How those ranks left that have; one question to the store where no other one has since."""
+        """Return how each rank left that has; one request to the store where no other one has since."""
         for told in self._leaving.unread():
             left = _parsed(told)
             if left:
@@ -346,12 +346,12 @@ class FailureAgreement:
         return self._left.copy()
 
     def dead(self, ranks: Collection[int]) -> set[int]:
-        """Which of these ranks, on this host, have no process any more."""
+        """Return those of these ranks that are on this host and have no process any more."""
         self.roster.learn()
         return self.roster.dead(ranks)
 
     def are_dead(self, ranks: Collection[int]) -> bool:
-        """Whether none of them, all on this host, has a process any more."""
+        """Return whether all of them are on this host, and none has a process any more."""
         self.roster.learn()
         return self.roster.dead(ranks) == set(ranks)
 
@@ -392,7 +392,7 @@ class FailureAgreement:
             self.store.set(f"read/{number}/{self.rank}", "1")
 
     def slept_sec(self) -> float:
-        """How long this process ran no Python lately."""
+        """Return how long this process ran no Python lately."""
         return self._watchdog.slept_sec()
 
     def close(self) -> None:
@@ -413,7 +413,7 @@ def _labelled_by_some(statuses: list[RankStatus]) -> tuple[int, ...]:
 
 
 def _parsed(told: bytes) -> dict[str, Any]:
-    """How a rank left; empty for what is none of ours."""
+    """Return how a rank left; empty for bytes that this module has not written."""
     try:
         found = parse_json(told)
     except ValueError:
@@ -468,7 +468,7 @@ class Watchdog(threading.Thread):
         return not has_ended
 
     def slept_sec(self) -> float:
-        """How long this process ran no Python lately. Another thread may ask before this one has come to look."""
+        """Return how long this process ran no Python lately. Another thread may ask before this one looks."""
         now = time.monotonic()
         late_sec = now - self._due
         if late_sec > _ASLEEP_SEC:

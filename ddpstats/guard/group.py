@@ -48,7 +48,7 @@ def next_turn() -> None:
 
 
 class Settings(NamedTuple):
-    """Of a guard, as `collective_guard` explains them. ``warn``: where a mismatch is not raised."""
+    """The settings of a guard, as `collective_guard` explains them. ``warn``: where a mismatch is not raised."""
 
     mode: config.GuardMode
     warn: bool
@@ -65,7 +65,7 @@ class Settings(NamedTuple):
 
 @dataclass
 class Standing:
-    """How far a guard has come, over all its sessions."""
+    """The state of a guard, over all its sessions."""
 
     verdict: DdpstatsError | None = None
     in_helper_thread: bool = False  # where the verdict was raised: a program may never look at what a thread ended with
@@ -77,7 +77,7 @@ class Standing:
     recording: Recording = field(default_factory=lambda: Recording(None))
 
     def waits_in(self, name: str) -> tuple[str, int] | None:
-        """Where some thread of this rank waits: in the group of that name, if one does there."""
+        """Return where some thread of this rank waits: in the group of that name, if one does there."""
         waits = list(self.waits.values())
         return next((place for place in waits if place[0] == name), waits[0] if waits else None)
 
@@ -116,7 +116,7 @@ def run_name(limit_sec: float) -> str:
 
 
 class Limit(NamedTuple):
-    """How long a wait may last. ``is_own``: the program gave that timeout to the group or call, and torch raises it."""
+    """The longest that a wait may last. ``is_own``: by the program's own timeout, so that torch raises the error."""
 
     seconds: float
     is_own: bool
@@ -130,7 +130,7 @@ def identity() -> Identity | None:
 
 
 class Group:
-    """What the guard knows of one process group."""
+    """One process group, and how far its collectives are compared."""
 
     def __init__(self, name: str, view: GroupView, exchange: Exchange | None, settings: Settings) -> None:
         self.name, self.view, self.exchange, self._settings = name, view, exchange, settings
@@ -160,11 +160,6 @@ class Group:
         if own_sec is None or (self._settings.has_timeout and named_sec < own_sec):
             return Limit(named_sec, False)
         return Limit(own_sec, True)
-
-    @property
-    def timeout_sec(self) -> float:
-        """How long others are waited for."""
-        return self.limit().seconds
 
 
 class Session:
@@ -210,12 +205,12 @@ class Session:
                 )
 
     def is_over(self) -> bool:
-        """Whether the program has destroyed the process group since."""
+        """Return whether the program has destroyed the process group since."""
         world = self._world()
         return world is None or world is not dist.group.WORLD
 
     def is_reachable(self) -> bool:
-        """Whether the store is likely to answer: torchrun's outlives a process group, another goes with it."""
+        """Return whether the store is likely to answer: torchrun's outlives a process group, another goes with it."""
         return not self.is_over() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     @contextmanager
@@ -251,7 +246,7 @@ class Session:
         return group
 
     def groups(self) -> list[Group]:
-        """Those whose collectives are compared, in an order that all ranks share.
+        """Return the groups whose collectives are compared, in an order that all ranks share.
 
         A group in which this rank has only sent and received is not among them: its other ranks may never come to it.
         """
@@ -260,7 +255,7 @@ class Session:
         return sorted(used, key=lambda group: group.name)
 
     def has_given_up(self) -> bool:
-        """Whether torch's own timeout has ended a collective of some group."""
+        """Return whether torch's own timeout has ended a collective of some group."""
         return any(group.is_given_up for group in self.named.values())
 
     def _forget_destroyed(self) -> None:
@@ -274,7 +269,7 @@ class Session:
                 group.exchange.close()
 
     def _told_by(self, name: str, rank: int) -> list[Event]:
-        """What a rank of this host told of its last collectives in a group before it issued them."""
+        """Return what a rank of this host told of its last collectives in a group before it issued them."""
         group = self.named.get(name)
         if group is None or group.exchange is None or rank not in group.view.ranks:
             return []
@@ -283,7 +278,7 @@ class Session:
     # -- counting -----------------------------------------------------------------------------------------------------
 
     def tally(self) -> Tally:
-        """What was compared so far, and what was not."""
+        """Return what was compared so far, and what was not."""
         return sum((self._tally_of(group) for group in list(self.named.values())), self._forgotten)
 
     def note(self, name: str, seq: int, differed: bool) -> None:
@@ -357,7 +352,7 @@ def _shutdown(self: Any) -> None:
 
 
 def had_ranks() -> bool:
-    """Whether this process has, or had, a process group, or was started to be one of several ranks."""
+    """Return whether this process has, or had, a process group, or was started to be one of several ranks."""
     if dist.is_initialized() or _was_destroyed:
         return True
     size = os.environ.get("WORLD_SIZE", "")

@@ -182,7 +182,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             raise found from error
 
     def _is_lost_connection(self, error: BaseException) -> bool:
-        """Whether a verdict may stand behind what the program has raised."""
+        """Return whether a verdict may stand behind what the program has raised."""
         watching = self._watching
         if watching.session is None or watching.comparing is None or watching.session.has_given_up():
             return False
@@ -266,7 +266,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
                     raise  # otherwise an exit handler has called, whom nobody catches: `ending` tells what was found
 
     def _open_comparing(self) -> Comparing | None:
-        """Where the last comparison is still to come, and can come."""
+        """Return what the last comparison needs; None where it has been made, or cannot be."""
         comparing, standing = self._watching.comparing, self._watching.standing
         if comparing is None or standing.silent or standing.verdict is not None:
             return None
@@ -274,12 +274,12 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was a process group."""
+        """Return whether there was a process group."""
         return self._watching.session is not None
 
     @property
     def verdict(self) -> DdpstatsError | None:
-        """What was raised as the guard's finding; it stays here where the program has caught it."""
+        """Return what was raised as the guard's finding; it stays here where the program has caught it."""
         return self._watching.standing.verdict
 
     def abandon(self, error: BaseException | None = None) -> None:
@@ -321,7 +321,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     @property
     def counters(self) -> GuardCounters:
-        """What this guard has seen so far; a frozen copy."""
+        """Return what this guard has seen so far; a frozen copy."""
         standing, tally = self._watching.standing, self._watching.tally()
         return GuardCounters(
             standing.collectives,

@@ -41,7 +41,7 @@ class Messages:
         """Wait until a message was sent, or has come."""
         with self._standing.waiting(group, message_place(event), MESSAGES):
             try:
-                collectives.wait_once(work, group.timeout_sec)
+                collectives.wait_once(work, group.limit().seconds)
                 return
             except RuntimeError as error:
                 if not is_broken(error):

@@ -24,7 +24,7 @@ _NOTE = struct.Struct("<4Q")
 
 
 class Note(NamedTuple):
-    """What a rank posts.
+    """A rank posts this for a collective.
 
     ``digest`` must be equal on all ranks, and so must ``rolling``, which stands for all that it did before: a later
     note proves the earlier ones that nobody read in time. Balances must add up to 0. ``label``: see
@@ -42,7 +42,7 @@ class Overrun(Exception):
 
 
 class StoreNotes:
-    """Those of one group. ``index`` is this rank's place in it."""
+    """The notes of one group. ``index``: of this rank in it."""
 
     def __init__(self, store: BoundedStore, index: int, size: int) -> None:
         self._store, self._index, self._size = store, index, size

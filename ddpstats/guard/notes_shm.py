@@ -1,4 +1,4 @@
-"""How ranks tell each other what they are about to do: one small note per collective, and no collective for it.
+"""Ranks post what they are about to do: one small note per collective, and no collective for it.
 
 Notes of one group are numbered; a rank posts its own without waiting, and looks at those of the others when it must
 know. So ranks that use their groups in different order never wait for each other's posting. Two ways for a note:
@@ -48,7 +48,7 @@ _MESSAGES_KEPT = 256  # per rank: a key and a digest each
 
 
 def agree(notes: Sequence[Note]) -> bool:
-    """Whether ranks that posted these are about to do the same; labels apart."""
+    """Return whether ranks that posted these are about to do the same; labels apart."""
     first = notes[0]
     if any(note.digest != first.digest or note.rolling != first.rolling for note in notes):
         return False
@@ -56,7 +56,7 @@ def agree(notes: Sequence[Note]) -> bool:
 
 
 def share(name: str, index: int, size: int, note: Note) -> int:
-    """What a rank adds to a sum over ranks that proves that all notes of a group are the same, labels included.
+    """Return what a rank adds to a sum over ranks that proves that all notes of a group are the same, labels included.
 
     Each two neighbours in the ring of places cancel out what stands for their notes, if these are equal: the sum is 0
     modulo 2**64. A difference goes unseen once in 2**64. Shares of several groups may be added up in one sum.
@@ -105,7 +105,7 @@ class Exchange:
             self._store.set("all met", "1")
 
     def _know_hosts(self) -> bool:
-        """Whether it is known by now where all ranks are."""
+        """Return whether it is known by now where all ranks are."""
         if not self._hosts_known:
             if not self._store.check(["all met"]):
                 return False
@@ -118,7 +118,7 @@ class Exchange:
 
     @property
     def is_quick(self) -> bool:
-        """Whether a look costs next to nothing."""
+        """Return whether a look costs next to nothing."""
         return self._all_here
 
     def post(self, seq: int, note: Note) -> None:
@@ -129,7 +129,7 @@ class Exchange:
             self._in_store.post(seq, note)
 
     def look(self, seq: int) -> list[Note] | None:
-        """What all ranks have posted if all have; each note once, and the balances added up, where it is in the store.
+        """Return the notes of all ranks if all have posted; from the store each note once, and balances added up.
 
         Raises `Overrun` where one is gone already.
         """
@@ -142,7 +142,7 @@ class Exchange:
         return self._in_store.look(seq)
 
     def all_alike(self, seq: int) -> bool:
-        """Whether all ranks have posted the very note that this one has, and no balance is open. False says nothing."""
+        """Return True if all ranks have posted the note of this one, and no balance is open. False says nothing."""
         return self._all_here and self._shared is not None and self._shared.all_alike(seq)
 
     def wait(self, seq: int, watch: Watch) -> list[Note]:
@@ -295,11 +295,11 @@ class _Shared:
         return self._words[(index * NOTES_KEPT + seq % NOTES_KEPT) * _WORDS] >= seq
 
     def _told_at(self, index: int) -> int:
-        """Where in the memory, in words, the events of a rank begin."""
+        """Return where in the memory, in words, the events of a rank begin."""
         return self._size * NOTES_KEPT * _WORDS + index % self._size * _EVENTS_TOLD * _TOLD_STEP
 
     def tell(self, seq: int, digest: int, given: Words) -> bool:
-        """Whether one of the two neighbours has said that its event of that number is another one."""
+        """Return whether one of the two neighbours has said that its event of that number is another one."""
         slot = seq % _EVENTS_TOLD
         words, at = self._words, self._told_here + slot * _TOLD_STEP
         if self._told[slot] is not given:

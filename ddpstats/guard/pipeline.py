@@ -1,4 +1,4 @@
-"""What a guard does between entering and leaving: it takes each collective in, describes it, and has it compared."""
+"""Take in each collective while a guard is active: describe it, record it, and have it compared."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger("ddpstats")
 
 
 _Seen = tuple[Group, Entry]
-"""What is known of a collective once it is described."""
+"""The group of a collective that is described, and its entry in the ring."""
 
 
 CallSite = tuple[int, int]
@@ -52,7 +52,7 @@ class _Work(NamedTuple):
     seen: _Seen
 
     def is_done(self) -> bool:
-        """Whether it is over; of a message that is never known: gloo says it only to who waits."""
+        """Return whether it is over; of a message that is never known: gloo says it only to who waits."""
         _, (event, _, _) = self.seen
         return not event.is_message and bool(self.work.is_completed())
 
@@ -205,7 +205,7 @@ class Watching:
     # -- describing ---------------------------------------------------------------------------------------------------
 
     def _describe(self, call: Collective, group: Group) -> Event:
-        """What is known of the call but its number and its time: the same object for all calls that are alike."""
+        """Return the event of the call without number and time: one object for all calls that are equal."""
         parts = parts_of(call)
         pieces = pieces_of(call) if call.operator.compared == "pieces" else NO_PIECES
         frame, by_torch, is_api = calling_frame(3)
@@ -271,12 +271,12 @@ class Watching:
             self.recording.writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
 
     def tally(self) -> Tally:
-        """What was compared so far, over all sessions."""
+        """Return what was compared so far, over all sessions."""
         past = self.standing.past
         return past if self.session is None else past + self.session.tally()
 
     def is_over(self) -> bool:
-        """Whether the program has destroyed the process group since."""
+        """Return whether the program has destroyed the process group since."""
         return self.session is not None and self.session.is_over()
 
     def close(self) -> None:
@@ -299,7 +299,7 @@ class Watching:
         return "" if last is None else last.in_full()
 
     def _report_status(self, name: str) -> RankStatus:
-        """What this rank knows of itself about one group. Called by any thread."""
+        """Return what this rank knows of itself about one group. Called by any thread."""
         session, last, name = self.session, self.ring.last(), name.removesuffix(MESSAGES)
         group = None if session is None else session.named.get(name)
         events: Sequence[Event] = self.ring.of(name)
@@ -326,7 +326,7 @@ class Watching:
         )
 
     def _slept_sec(self) -> float:
-        """How long this process ran no Python lately, where that is why others have waited for too long."""
+        """Return how long this process ran no Python lately, where that is why others have waited for too long."""
         agreement = None if self.session is None else self.session.agreement
         slept_sec = 0.0 if agreement is None else agreement.slept_sec()
         return slept_sec if slept_sec > self._settings.timeout_sec / 2 else 0.0

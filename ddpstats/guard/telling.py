@@ -108,7 +108,7 @@ def tell(error: BaseException, show: Show) -> bool:
 
 
 def _elect_teller(agreement: FailureAgreement, ranks: Sequence[int]) -> int:
-    """Which rank prints the last verdict: the first of those that it concerns that is alive and comes to print.
+    """Return which rank prints the last verdict: the first of those that it concerns that is alive and comes to print.
 
     Waits for those before this one, and for the teller to have told, but never for long. Without the store each rank
     is on its own.
@@ -147,7 +147,7 @@ def _leave_after(first: int, agreement: FailureAgreement, ranks: Sequence[int]) 
 
 
 def _have_heard(ranks: Sequence[int], agreement: FailureAgreement) -> bool:
-    """Whether all of these that are alive have come to know of the verdict."""
+    """Return whether all of these that are alive have come to know of the verdict."""
     heard = f"heard/{agreement.verdicts}"
     return agreement.are_dead([rank for rank in ranks if not agreement.store.check([f"{heard}/{rank}"])])
 
@@ -194,7 +194,7 @@ def _holds(path: str, text: str) -> bool:
 
 
 def was_told(error_file: str) -> bool:
-    """Whether what torchrun found to have happened first is a verdict that a rank has printed."""
+    """Return whether what torchrun found to have happened first is a verdict that a rank has printed."""
     try:
         with open(error_file, encoding="utf-8") as file:
             return bool(parse_json(file.read())["message"]["extraInfo"].get(_MARK))

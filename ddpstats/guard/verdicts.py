@@ -56,7 +56,7 @@ class Unfinished(Exception):  # no error: a way out
 
 
 class Verdicts:
-    """Those of one session."""
+    """The verdicts of one session."""
 
     def __init__(self, session: Session, standing: Standing, settings: Settings) -> None:
         self._session, self._standing = session, standing
@@ -117,7 +117,7 @@ class Verdicts:
         self.agreement.store.post_later(_given_up_key(group), str(self.agreement.rank))
 
     def has_given_up(self, group: Group) -> bool:
-        """Whether torch's own timeout has ended a collective of the group on some rank."""
+        """Return whether torch's own timeout has ended a collective of the group on some rank."""
         if not group.is_given_up:
             with suppress(*STORE_ERRORS), self.agreement.glancing():
                 group.is_given_up = self.agreement.store.check([_given_up_key(group)])
@@ -132,7 +132,7 @@ class Verdicts:
             self.give_up(group)
 
     def is_own_timeout(self, error: RuntimeError, group: Group, limit: Limit) -> bool:
-        """Whether the program's own timeout has passed, here or on a rank that has closed its connections then."""
+        """Return whether the program's own timeout has passed, here or on a rank that closed its connections then."""
         if not limit.is_own or group.is_given_up:
             return group.is_given_up
         if _TIMED_OUT.search(str(error)):
@@ -161,10 +161,6 @@ class Verdicts:
         return tuple(rank for rank, events in last.items() if not events or events[0][0] < seq)
 
     # -- waiting, with a deadline and in slices -----------------------------------------------------------------------
-
-    def deadline(self, group: Group) -> float:
-        """Of a wait that begins now."""
-        return time.monotonic() + group.timeout_sec
 
     def wait_for(self, work: Any, group: Group, entry: Entry, call: Collective | None = None) -> None:
         """Wait for a collective that was issued, looking up between slices; for no longer than ``call`` would."""
@@ -244,7 +240,7 @@ class Verdicts:
         return watch
 
     def _cannot_come(self, group: Group, seq: int) -> bool:
-        """Whether a rank that this one waits for has died, or left before this collective."""
+        """Return whether a rank that this one waits for has died, or left before this collective."""
         agreement = self.agreement
         others = [rank for rank in group.view.ranks if rank != group.view.rank]
         with agreement.glancing():
@@ -328,7 +324,7 @@ def add_note(error: RuntimeError, text: str) -> None:
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether this is how a backend says that another rank is gone, or late, in a wait that torch itself does."""
+    """Return whether a backend says so that another rank is gone, or late, in a wait that torch itself does."""
     if not isinstance(error, RuntimeError) or not _BROKEN.search(str(error)):
         return False
     trace = error.__traceback__
