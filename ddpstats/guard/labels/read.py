@@ -342,7 +342,7 @@ def _plain_keys(container: dict[Any, Any]) -> tuple[str, ...] | None:
 
 
 def _read_siblings(container: Any, entries: Any, name: str) -> Siblings:
-    kind, aliases = kind_of(container), _aliases_in(entries or {})
+    kind, aliases = kind_of(container), _aliases_in(entries if entries is not None else {})
     source, names = kind.__name__, _names_in(container, entries)
     if _table(instance_dict(container), "_parameters") is not None:
         source = "Module"

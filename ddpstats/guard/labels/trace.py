@@ -512,15 +512,16 @@ def use_of(turns: Sequence[Turn], is_element: bool) -> Use:
     """Return what a loop does with its results; ``turns`` go from the function that loops to the collective.
 
     "stored": the result goes back under the key. "element": the element itself is overwritten. "pooled": the results
-    of all turns are combined, so the keys do not matter. "": none of these.
+    of all turns are combined, so the keys do not matter. "pooled element": one of the first two, and they are, or may
+    be, combined as well. "": none of these.
     """
     uses = {use for turn in turns for use in _uses(turn, turn is turns[0])}
+    if "pooled" in uses:
+        return "pooled element" if is_element or "stored" in uses else "pooled"
     if "stored" in uses:
         return "stored"
-    if "pooled" in uses:
-        return "pooled element" if is_element else "pooled"
     if is_element:
-        is_pooled = any(_later(turn, turn.container) == "pooled" for turn in turns)
+        is_pooled = any(_later(turn, turn.container) == "pooled" or _is_read_without_key(turn) for turn in turns)
         return "pooled element" if is_pooled else "element"
     return ""
 
@@ -609,6 +610,8 @@ def _text(node: ast.AST | None) -> str:
 def _uses_around_call(turn: Turn, is_outermost: bool) -> Iterator[Use]:
     """Yield what the expression around the call makes of its result, out to the loop or the statement."""
     inner: ast.AST = turn.call
+    if is_outermost and called_name(turn.call) in _TOTALS:
+        yield "pooled"  # math.fsum(map(reduced, tensors.values()))
     for outer in turn.file.around(turn.call):
         if isinstance(outer, (ast.stmt, *Function)):
             return
@@ -620,6 +623,38 @@ def _uses_around_call(turn: Turn, is_outermost: bool) -> Iterator[Use]:
         elif is_outermost and name in _TOTALS and inner is not getattr(outer, "func", None):
             yield "pooled"
         inner = outer
+
+
+def _is_read_without_key(turn: Turn) -> bool:
+    """Say whether the loop reads the element after the call for something that has no part of the key.
+
+    Such a read may pool the elements of all turns, in whatever way: ``worst = max(worst, d[k])``.
+    """
+    arguments = turn.call.args if isinstance(turn.call, ast.Call) else []
+    texts = {ast.unparse(argument) for argument in arguments} - turn.names
+    for node in ast.walk(turn.within):
+        is_load = isinstance(getattr(node, "ctx", None), ast.Load) and _is_after(node, turn.call)
+        if is_load and ast.unparse(node) in texts and not _stays_with_key(node, turn):
+            return True
+    return False
+
+
+def _stays_with_key(node: ast.AST, turn: Turn) -> bool:
+    """Say whether a read of the element overwrites it, returns it, keeps it in a list, or has the key beside it."""
+    inner = node
+    for outer in turn.file.around(node):
+        if outer is turn.within:
+            return False
+        name = called_name(outer)
+        if inner is getattr(outer, "func", None) and name.endswith("_"):
+            return True  # in place: v.div_(2)
+        is_kept = name in _KEEPERS and name != "add"  # torch.add(total, v, out=total)
+        if is_kept or any(turn.has_key(part) for part in ast.iter_child_nodes(outer) if part is not inner):
+            return True
+        if isinstance(outer, ast.stmt):
+            return isinstance(outer, ast.Return)
+        inner = outer
+    return False
 
 
 def _is_after(node: ast.AST, other: ast.AST) -> bool:
