@@ -153,10 +153,9 @@ def _doubt(group: str, words: str, by_rank: ByRank, judged: Mapping[int, Judgeme
     lines = [f"ranks of {words} combine values under different names (collective number {seq} of this group):"]
     lines += _table(_parties(events), events)
     lines.append(
-        "It went on: nothing shows that these are not each rank's own data. If they are losses or metrics, the result "
-        "mixes them. Say which it is: `with ddpstats.label(NAME):` around the call, with the name of what is reduced "
-        "(ranks that differ in it get an error), or with one name on all ranks where the difference is meant. This "
-        "place is not compared again."
+        "The program goes on, because these may be each rank's own data. If they are losses or metrics, the result "
+        "mixes them: make all ranks go through the same keys in the same order. If the difference is meant, put the "
+        "call into `with ddpstats.label(NAME):` with one name on all ranks. This line is not compared again."
     )
     return GuardFinding(DOUBT, "\n".join(lines), group, seq, by_rank=events, doubts=tuple(judged))
 

@@ -19,6 +19,7 @@ from ddpstats._base.files import LATEST_TIME_SEC
 from ddpstats._base.text import printable
 
 MASK = (1 << 64) - 1
+_PARTS_OF_0_1 = 10  # of the evidence for a label, as release 0.1.0 wrote it
 _MAX_LEVELS = 64
 
 
@@ -125,8 +126,13 @@ class Evidence:
 
     @classmethod
     def from_list(cls, given: Any, before: Evidence | None = None, depth: int = 0) -> Evidence:
-        """Raises ValueError or TypeError for what `as_list` did not give."""
-        key, names, source, use, aliases, set_by, outer = given
+        """Raises ValueError or TypeError for what `as_list`, of this version or of 0.1.0, did not give."""
+        if len(given) == _PARTS_OF_0_1:
+            key, names, source, fate, _, aliases, _, _, chosen_by, outer = given
+            use = {"keyed": "stored", "in place": "element", "pooled": "pooled"}.get(text_of(fate), "")
+            set_by = {"sorted": "loop", "caller": "text"}.get(text_of(chosen_by), chosen_by)
+        else:
+            key, names, source, use, aliases, set_by, outer = given
         if depth > _MAX_LEVELS:
             raise ValueError("nested too deep")
         return cls(

@@ -95,6 +95,16 @@ def test_records_of_format_1_are_read() -> None:
     assert "tests/formats/make.py:" in finding.message
 
 
+def test_evidence_for_a_label_as_release_0_1_0_wrote_it_is_read(tmp_path: Path) -> None:
+    for rank, key in enumerate(("ctc", "att")):
+        lines = (V1 / "records" / f"rank{rank}.jsonl").read_text().splitlines()
+        evidence = [key, ["ctc", "att"], "dict", "keyed", "whole", [], False, False, "loop", None]
+        lines[2] = json.dumps({**json.loads(lines[2]), "label": key, "evidence": evidence})
+        (tmp_path / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
+    (finding,) = record_report.diagnose(read_records(tmp_path))
+    assert "What differs: the label" in finding.message
+
+
 def test_configuration_is_read() -> None:
     config = read_config(V1 / "config.json")
     assert (config.ranks, config.steps, config.level) == (frozenset({0, 2, 3}), frozenset({1}), "L1")

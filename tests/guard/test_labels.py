@@ -216,7 +216,7 @@ USE = """
         ("results[key] = fresh; reduce(fresh)", "", "stored"),
         ("reduce(fresh); results[key] = fresh / 2", "", "stored"),
         ("reduce(fresh); results[key] = fresh", "sum(results.values())", "pooled"),
-        ("reduce(fresh); results[key] = fresh; total += fresh", "", "stored"),
+        ("reduce(fresh); results[key] = fresh; total += fresh", "", "pooled element"),
         ("reduce(fresh); print(f'{key}: {fresh.item()}')", "", ""),
         ("reduce(fresh); total += fresh", "", "pooled"),
         ("reduce(fresh); print(key, fresh); total += fresh.item()", "", "pooled"),

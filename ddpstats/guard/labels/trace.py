@@ -610,7 +610,8 @@ def _text(node: ast.AST | None) -> str:
 def _uses_around_call(turn: Turn, is_outermost: bool) -> Iterator[Use]:
     """Yield what the expression around the call makes of its result, out to the loop or the statement."""
     inner: ast.AST = turn.call
-    if is_outermost and called_name(turn.call) in _TOTALS:
+    maps = any(called_name(argument) == "map" for argument in getattr(turn.call, "args", ()))
+    if is_outermost and maps and called_name(turn.call) in _TOTALS:
         yield "pooled"  # math.fsum(map(reduced, tensors.values()))
     for outer in turn.file.around(turn.call):
         if isinstance(outer, (ast.stmt, *Function)):
