@@ -11,14 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from ddpstats._observe.operators import Collective
 from ddpstats._ranks.gather import gather_trees
 from ddpstats._ranks.store import STORE_ERRORS, StoreSilent
 from ddpstats.errors import CollectiveMismatch, DdpstatsError
 from ddpstats.guard.encoding import encode
 from ddpstats.guard.event import MASK, Event, roll, same_labels
 from ddpstats.guard.failure_agreement import Alarm
-from ddpstats.guard.group import Group, Session, Settings, Standing
+from ddpstats.guard.group import FindLimit, Group, Session, Settings, Standing
 from ddpstats.guard.messages import Messages
 from ddpstats.guard.notes import Note, Overrun
 from ddpstats.guard.notes_shm import agree, share
@@ -93,13 +92,13 @@ class Comparing:
             ending = self.verdicts.ends_by is not None
             self.verdicts.conclude_alone(alarm_of(group, seq, overdue=True, ending=ending), error)
 
-    def settle(self, group: Group, until: int, call: Collective | None = None) -> bool:
-        """See that all ranks posted the same, up to that note. Waits for them, for no longer than ``call`` would.
+    def settle(self, group: Group, until: int, find_limit: FindLimit | None = None) -> bool:
+        """See that all ranks posted the same, up to that note. Waits for them, for no longer than the call would.
 
         True where the program's own timeout has ended that wait.
         """
         with group.lock:
-            while group.settled < until and not self._standing.silent and self._settle_one(group, call):
+            while group.settled < until and not self._standing.silent and self._settle_one(group, find_limit):
                 pass
         return group.is_given_up
 
@@ -131,7 +130,7 @@ class Comparing:
         except STORE_ERRORS as error:
             self.verdicts.conclude_alone(alarm_of(group, group.seq, overdue=True), error)
 
-    def _settle_one(self, group: Group, call: Collective | None = None) -> bool:
+    def _settle_one(self, group: Group, find_limit: FindLimit | None = None) -> bool:
         """Compare the next note with those of all ranks. False where nothing more is compared."""
         assert group.exchange is not None
         number = group.settled + 1
@@ -142,7 +141,7 @@ class Comparing:
         try:
             notes = group.exchange.look(number)
             if notes is None:
-                limit = group.limit(call)
+                limit = (find_limit or group.limit)()
                 watch = self.verdicts.watch(group, seq, time.monotonic() + limit.seconds, is_own=limit.is_own)
                 with self._standing.waiting(group, seq):
                     notes = group.exchange.wait(number, watch)

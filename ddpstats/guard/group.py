@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import secrets
 import threading
+import time
 import weakref
 import zlib
 from collections import Counter, deque
@@ -23,7 +24,6 @@ import torch.distributed as dist
 
 from ddpstats._base import config
 from ddpstats._observe.groups import GroupView, default_store, longest_timeout_sec
-from ddpstats._observe.operators import Collective
 from ddpstats._ranks.comm import attempt_prefix, bounded_part, refuse_fake
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import GLANCE_SEC, LIMIT_SEC, STORE_ERRORS, BoundedStore
@@ -122,6 +122,10 @@ class Limit(NamedTuple):
     is_own: bool
 
 
+FindLimit = Callable[[], Limit]
+"""Asked where a rank has to wait, and not before."""
+
+
 def identity() -> Identity | None:
     """Return whose record this process writes; None while there is no process group. Raises what the store raises."""
     if not dist.is_initialized():
@@ -151,15 +155,20 @@ class Group:
         self.is_given_up = False  # torch's own timeout has ended a collective of some rank: no more is compared
         self.messages = MessageNumbers()
 
-    def limit(self, call: Collective | None = None) -> Limit:
-        """Return the shortest timeout of the guard, the group and the call, if it has one of its own."""
-        own_sec = None if call is None else call.own_timeout_sec
+    def limit(self, call_sec: float | None = None, issued: float | None = None) -> Limit:
+        """Return the shortest timeout of the guard, the group and the call.
+
+        ``call_sec``: the call's own, if it has one. ``issued``: when it was issued, if that is not now; torch's own
+        timeout counts from then.
+        """
+        own_sec = call_sec
         if own_sec is None:
             own_sec = longest_timeout_sec(self.view.group()) or None  # the program may have changed it
         named_sec = self._settings.timeout_sec
         if own_sec is None or (self._settings.has_timeout and named_sec < own_sec):
             return Limit(named_sec, False)
-        return Limit(own_sec, True)
+        passed_sec = 0.0 if issued is None else max(0.0, time.time() - issued)
+        return Limit(own_sec - passed_sec, True)
 
 
 class Session:

@@ -16,7 +16,7 @@ from ddpstats._observe.groups import GroupView
 from ddpstats._observe.operators import Collective
 from ddpstats.guard.compare import Comparing
 from ddpstats.guard.event import BY_TORCH, MESSAGES, Entry, Event, Ring, event_of, label_word
-from ddpstats.guard.group import Group, Session, Settings, Standing, identity
+from ddpstats.guard.group import Group, Limit, Session, Settings, Standing, identity
 from ddpstats.guard.labels import current_label
 from ddpstats.guard.labels.read import Chain, Inferred, infer
 from ddpstats.guard.recording import Identity, Recording
@@ -50,6 +50,12 @@ class _Work(NamedTuple):
 
     work: Any
     seen: _Seen
+    call_sec: float | None  # its own timeout, if the call has one
+
+    def limit(self) -> Limit:
+        """Return how long the program's wait for it may last from now on."""
+        group, (_, _, issued) = self.seen
+        return group.limit(self.call_sec, issued)
 
     def is_done(self) -> bool:
         """Return whether it is over; of a message that is never known: gloo says it only to who waits."""
@@ -140,7 +146,7 @@ class Watching:
             comparing.foretell(group, event, seq)
         if self._mode == "strict":
             comparing.post(group, event, seq)
-            if call.blocking and comparing.settle(group, seq, call):
+            if call.blocking and comparing.settle(group, seq, lambda: group.limit(call.own_timeout_sec)):
                 call.timeout_ms = _EXPIRED_MS
         else:
             comparing.take_in(group, event, self._settings.check_every)
@@ -153,7 +159,7 @@ class Watching:
             return
         seen: _Seen = call.subscriber_state
         if call.blocking:
-            self.comparing.verdicts.wait_for(work, seen[0], seen[1], call)
+            self.comparing.verdicts.wait_for(work, seen[0], seen[1], lambda: seen[0].limit(call.own_timeout_sec))
             return
         with self._lock:
             # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
@@ -162,7 +168,7 @@ class Watching:
                 del self._works[key]
             while len(self._works) >= _KEPT_WORKS:
                 del self._works[next(iter(self._works))]
-            self._works[id(work)] = _Work(work, seen)
+            self._works[id(work)] = _Work(work, seen, call.own_timeout_sec)
 
     def waiting(self, work: Any, limited: bool) -> bool:
         """The program waits for an asynchronous collective, or a message: now it must be settled.
@@ -184,10 +190,10 @@ class Watching:
         if entry[0].is_message:
             comparing.messages.wait_for(work, group, event_of(entry))
             return True
-        if group.is_given_up or (self._mode == "strict" and comparing.settle(group, entry[1])):
+        if group.is_given_up or (self._mode == "strict" and comparing.settle(group, entry[1], found.limit)):
             return False
         if not self.standing.silent:
-            comparing.verdicts.wait_for(work, group, entry)
+            comparing.verdicts.wait_for(work, group, entry, found.limit)
         return False
 
     def has_waited(self, work: Any, error: RuntimeError | None) -> None:
@@ -198,7 +204,7 @@ class Watching:
 
     def give_up_unfinished(self) -> None:
         """At the end of the program: what it has waited for in vain is compared with no other rank."""
-        for work, (group, _) in self._unfinished:
+        for work, (group, _), _ in self._unfinished:
             if self.comparing is not None and not work.is_completed():
                 self.comparing.verdicts.give_up(group)
 

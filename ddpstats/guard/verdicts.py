@@ -24,7 +24,7 @@ from ddpstats._ranks.store import STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.event import MESSAGES, Entry, Event, event_of
 from ddpstats.guard.failure_agreement import Alarm, FailureAgreement
-from ddpstats.guard.group import Group, Limit, Session, Settings, Standing
+from ddpstats.guard.group import FindLimit, Group, Limit, Session, Settings, Standing
 from ddpstats.guard.status import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding
 from ddpstats.guard.telling import gave_up, printed_once, signal_deferred
 
@@ -162,12 +162,13 @@ class Verdicts:
 
     # -- waiting, with a deadline and in slices -----------------------------------------------------------------------
 
-    def wait_for(self, work: Any, group: Group, entry: Entry, call: Collective | None = None) -> None:
-        """Wait for a collective that was issued, looking up between slices; for no longer than ``call`` would."""
+    def wait_for(self, work: Any, group: Group, entry: Entry, find_limit: FindLimit | None = None) -> None:
+        """Wait for a collective that was issued, looking up between slices; for no longer than the call would."""
+        find_limit = find_limit or group.limit
         try:
             if collectives.wait_within(work, _SLICE) or group.is_given_up:
                 return
-            event, limit = event_of(entry), group.limit(call)
+            event, limit = event_of(entry), find_limit()
             deadline = time.monotonic() + limit.seconds - _SLICE_SEC
             watch = self.watch(group, event.seq, math.inf if limit.is_own else deadline, waited_for=event)
             with self._standing.waiting(group, event.seq):
@@ -181,7 +182,7 @@ class Verdicts:
         except RuntimeError as error:
             if not is_broken(error):
                 raise
-            if self.is_own_timeout(error, group, group.limit(call)):
+            if self.is_own_timeout(error, group, find_limit()):
                 self._name_absent(error, group, event_of(entry))
                 self.give_up(group)
                 raise

@@ -14,8 +14,9 @@ from tests.guard.tiers import tiers
 LATE_SEC = 1.5  # on a machine with other work; the promise is one second
 
 CASES = tiers(
-    [("strict", "all_reduce"), ("step", "barrier")],
+    [("strict", "all_reduce"), ("strict", "options with timeout"), ("step", "barrier")],
     [
+        ("step", "options with timeout"),
         *((mode, call) for mode in ("strict", "step") for call in ("all_gather", "async", "wait(timeout)")),
         *(("strict", "monitored_barrier(timeout)"), ("step", "monitored_barrier(timeout)")),
         *(("strict", "barrier"), ("step", "all_reduce")),

@@ -32,12 +32,19 @@ def _wait(group: Any) -> None:
     work.wait()
 
 
+def _wait_for_limited_call(group: Any) -> None:
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=LIMIT_SEC)
+    group.allreduce([torch.ones(1)], options).wait()
+
+
 CALLS: dict[str, Callable[[Any], object]] = {
     "all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
     "barrier": lambda group: dist.barrier(group),
     "async": _wait,
     "all_gather": lambda group: dist.all_gather([torch.ones(1)] * group.size(), torch.ones(1), group=group),
     "wait(timeout)": _wait_with_limit,
+    "options with timeout": _wait_for_limited_call,
     "monitored_barrier(timeout)": lambda group: dist.monitored_barrier(group, timedelta(seconds=LIMIT_SEC)),
 }
 
