@@ -301,10 +301,8 @@ OF_THE_ENVIRONMENT = """
             pytest.skip("no step was taken")
 
     @pytest.mark.ranks(2)
-    def test_is_expected():
+    def test_ranks_agree():
         reduce(False)
-        with pytest.raises(ddpstats.CollectiveMismatch), ddpstats.collective_guard("strict"):
-            reduce(True)
 """
 
 
