@@ -19,7 +19,9 @@ ranks are about to find out what has happened, and to say so; each of these wait
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -58,7 +60,15 @@ _given_up: list[tuple[Any, Any]] = []  # (what runs on, and writes to the progra
 
 def gave_up(work: Any, group: Any) -> None:
     """A verdict ends the wait for ``work``, which may go on."""
+    if not _given_up:
+        atexit.register(_keep_what_runs)
     _given_up.append((work, group))
+
+
+def _keep_what_runs() -> None:
+    """Keep what was given up and still runs beyond the interpreter's own end, which would wait for it."""
+    for kept in [kept for kept in _given_up if not kept[0].is_completed()]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def printed_once(error: DdpstatsError, agreement: FailureAgreement, ranks: Sequence[int]) -> None:
@@ -80,8 +90,6 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     show = _hooked or sys.__excepthook__
     if not tell(error, lambda: show(kind, error, strip(error))):
         show(kind, error, trace)
-    elif not all(work.is_completed() for work, _ in _given_up):
-        end_with(1)
 
 
 def tell(error: BaseException, show: Show) -> bool:
@@ -158,10 +166,10 @@ def end_with(status: int) -> None:
 
 
 class _LastOfAll:
-    """The interpreter empties `sys` after all other modules but `builtins`. Until then what was given up is kept."""
+    """The interpreter empties `sys` after all other modules but `builtins`."""
 
     def __init__(self, status: int) -> None:
-        self._status, self._exit, self._kept = status, os._exit, list(_given_up)
+        self._status, self._exit = status, os._exit
 
     def __del__(self) -> None:
         self._exit(self._status)

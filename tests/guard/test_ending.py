@@ -140,6 +140,32 @@ def test_rank_that_gave_up_does_not_wait_for_the_collective(script: Any) -> None
     assert "RankMissing" in done.first
 
 
+LATE = """
+    import time
+
+    for step in range(3):
+        time.sleep(100 * rank * (step == 2))
+        try:
+            dist.all_reduce(torch.ones(1))
+        except ddpstats.RankMissing:
+            if how == "raises":
+                raise
+            sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "status"), [("raises", 1), ("exits with 3", 3)])
+def test_rank_of_run_ends_with_its_own_status_after_it_gave_up(script: Any, how: str, status: int) -> None:
+    """Also where nothing but the guard's verdict keeps the process group, as without a record."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    guarded = ["-m", "ddpstats", "run", "--guard", "step", "--timeout-sec", "2", script(HEAD, LATE), how]
+    began = time.monotonic()
+    done = of_torchrun(programs.run([*ranks, *guarded]))
+    assert time.monotonic() < began + 60
+    assert status in done.statuses, done.stderr
+
+
 RECORDED = """
     from torch.distributed.elastic.multiprocessing.errors import record
 
