@@ -220,6 +220,7 @@ class Comparing:
 
     def post_ends(self) -> None:
         """Say that nothing more will come; never waits."""
+        self.verdicts.has_ended = True
         for group in self.session.groups():
             if self._strict:
                 self._post(group, group.seq + 1, _END._replace(rolling=group.rolling), group.seq + 1)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from ddpstats._base.text import ranks_text
 from ddpstats._observe import collectives
+from ddpstats._observe.groups import longest_timeout_sec
 from ddpstats._observe.operators import Collective
 from ddpstats._ranks.store import STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
@@ -39,6 +40,8 @@ _BROKEN = re.compile(
 )
 _TIMED_OUT = re.compile(r"timed out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
 _NOTICE_SEC = 0.5  # for a rank whose own timeout has passed to say so, once it has closed its connections
+_PASSED_SEC = 5.0  # for a collective that this rank has ended without: its caller may have given it a timeout
+_SHORT_SEC = 60.0  # a timeout of a group that may be meant to pass
 
 log = logging.getLogger("ddpstats")
 
@@ -62,6 +65,7 @@ class Verdicts:
         self._session, self._standing = session, standing
         self._warn, self._strict, self.timeout_sec = settings.warn, settings.mode == "strict", settings.timeout_sec
         self.ends_by: float | None = None  # the program has ended: until when others are waited for
+        self.has_ended = False  # this rank has posted its ends: it issues nothing more that is compared
         self.passed_on: BaseException | None = None  # torch's own error of a message, which the program gets
 
     @property
@@ -205,6 +209,7 @@ class Verdicts:
         ``is_own``: the deadline is the program's own, and torch raises the error.
         """
 
+        passed_at: float | None = None
         looks_at, look_sec, began = 0.0, shared_poll(0.0, len(group.view.ranks)), time.time()
 
         def watch() -> None:
@@ -223,6 +228,7 @@ class Verdicts:
                 self.conclude_alone(alarm_of(group, seq, overdue=True), error)
 
         def look() -> None:
+            nonlocal passed_at
             self.poll_alarm()
             ends_by = self.ends_by
             if ends_by is not None and time.monotonic() > ends_by:
@@ -237,8 +243,19 @@ class Verdicts:
             if waited_for is not None and self._waits_elsewhere(waited_for):
                 self.differ(group, seq)
                 raise Silenced
+            if self.has_ended and self._is_passed(group):
+                passed_at = passed_at or time.monotonic()
+                if time.monotonic() > passed_at + _may_fail_sec(group):
+                    self.await_verdict(alarm_of(group, group.seq + 1, overdue=True))
+                    raise Silenced
 
         return watch
+
+    def _is_passed(self, group: Group) -> bool:
+        """Return whether a rank of this host has begun a collective that comes after the last one of this rank."""
+        assert group.exchange is not None
+        told = map(group.exchange.told_by, range(len(group.view.ranks)))
+        return any(events[-1][0] > group.seq for events in told if events)
 
     def _cannot_come(self, group: Group, seq: int) -> bool:
         """Return whether a rank that this one waits for has died, or left before this collective."""
@@ -306,6 +323,12 @@ class Verdicts:
         self._standing.in_helper_thread = threading.current_thread() is not threading.main_thread()
         printed_once(error, self.agreement, alarm.ranks)
         raise error
+
+
+def _may_fail_sec(group: Group) -> float:
+    """For how long a program may wait in a collective that some rank never makes, because it means that to fail."""
+    own_sec = longest_timeout_sec(group.view.group())
+    return max(own_sec, _PASSED_SEC) if own_sec <= _SHORT_SEC else _PASSED_SEC
 
 
 def _given_up_key(group: Group) -> str:

@@ -44,3 +44,17 @@ def test_survivor_names_both_calls_where_gloo_aborts_the_other_rank(mode: GuardM
         assert "  rank 0: " in text
         assert "  rank 1: " in text
         assert "verdict_runs.py" in text or "DistributedDataParallel" in text
+
+
+def test_rank_that_ends_while_another_waits_in_a_later_collective_is_named_in_seconds() -> None:
+    """The other one waits as in DDP, and posts nothing that the last comparison could wait for."""
+    for (name, missing, text), took_sec in run_ranks(runs.one_step_less, 2, False, 0.5, timeout_sec=60).values():
+        assert (name, missing) == ("RankMissing", (1,)), text
+        assert "rank 1: left the guard" in text
+        assert took_sec < 20
+
+
+@pytest.mark.slow
+def test_rank_that_ends_while_another_waits_with_a_timeout_is_not_accused() -> None:
+    for (name, _, text), _ in run_ranks(runs.one_step_less, 2, True, 5.0, timeout_sec=60).values():
+        assert name == "nothing", text

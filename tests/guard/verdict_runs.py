@@ -6,8 +6,10 @@ import os
 import signal
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch import nn
 
 import ddpstats
 from ddpstats._base.config import GuardMode
-from ddpstats.guard import collective_guard
+from ddpstats.guard import collective_guard, verdicts
 
 Raised = tuple[str, tuple[int, ...], str]
 """The name of an error, the ranks that it calls missing, and its text."""
@@ -123,3 +125,29 @@ def _train(stray: bool) -> None:
         model(torch.ones(2, 64)).sum().backward()
         if stray:
             dist.all_reduce(torch.ones(3))
+
+
+def one_step_less(is_meant: bool, patience_sec: float) -> tuple[Raised, float]:
+    """Rank 1 leaves without the last collective of rank 0, and how long that takes.
+
+    Rank 0 then waits where the guard sees nothing, as in DDP, until rank 1 has left; or, where that ``is_meant``, for
+    the collective, with a timeout that it catches.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    started = time.monotonic()
+    raised: Raised = "nothing", (), ""
+    try:
+        with mock.patch.object(verdicts, "_PASSED_SEC", patience_sec), collective_guard("step"):
+            dist.all_reduce(torch.ones(1))
+            if dist.get_rank() == 0:
+                work: Any = dist.all_reduce(torch.ones(1), async_op=True)
+                if is_meant:
+                    with suppress(RuntimeError):
+                        work.wait(timedelta(seconds=1))
+                else:
+                    store.wait(["has left"], timedelta(seconds=30))
+    except ddpstats.DdpstatsError as error:
+        raised = type(error).__name__, getattr(error, "missing_ranks", ()), str(error)
+    took_sec = time.monotonic() - started
+    store.set("has left", "")
+    return raised, took_sec
