@@ -32,6 +32,7 @@ _APIS = (
 _CHECKPOINT = "torch.utils.checkpoint"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
+_LAUNCHERS = _PACKAGE, "<frozen runpy", _STDLIB + "runpy.py"
 _OF_A_GRAPH = "<eval_with_key>"  # the file of code that torch.fx makes
 
 
@@ -111,11 +112,11 @@ def step_frames() -> Iterator[FrameType]:
 
 
 def main_stack(limit: int) -> str:
-    """Return the main thread's innermost frames without this package's, one or two lines each."""
+    """Return the main thread's innermost frames, one or two lines each, without this package's and `runpy`'s."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return ""
-    entries = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_PACKAGE)]
+    entries = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_LAUNCHERS)]
     return "\n".join(line for entry in entries[-limit:] for line in _lines_of(entry))
 
 

@@ -35,6 +35,7 @@ _WATCH_SEC = 1.0
 _LEAVE_SEC = 5.0  # for all threads, when the process ends
 _LINGER_SEC = 0.05  # of a thread without a request: to start a thread costs more than to ask the store
 
+_LOST = "DistNetworkError"  # torch's; this module does not import it
 _NO_COUNT = "none"
 _REQUESTS_PER_SEC = 5000  # of all ranks together: one thread of one process answers them all
 
@@ -179,6 +180,15 @@ class Connection:
                 raise
         return self._store
 
+    def _answer(self, question: Callable[[Any], T]) -> T:
+        store = self._connected()
+        try:
+            return question(store)
+        except RuntimeError as error:
+            if type(error).__name__ == _LOST:  # for good, and each further request would log frames of C++
+                self._refusal = type(error)(*error.args)
+            raise
+
     def ask(
         self,
         question: Callable[[Any], T],
@@ -192,7 +202,7 @@ class Connection:
         """
         if os.getpid() != self._process:  # two processes would take each other's answers
             raise OSError("this process was forked from the one whose connection to the store it is")
-        future = self._worker.submit(lambda: question(self._connected()))
+        future = self._worker.submit(lambda: self._answer(question))
         try:
             while True:
                 left_sec = max(_LEAST_SEC, deadline - time.monotonic())

@@ -10,6 +10,7 @@ For live verdicts and for records. Pure: the same statuses give the same text on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ def find(
 
     ``overdue``: a number that every rank should have reached, and in which some rank has waited too long, or cannot be
     joined by all any more. ``were_absent``: the ranks that had not come then. ``tentative``: only digests or labels
-    differ so far; without ``overdue`` no rank has waited in vain, and none is missing.
+    differ so far; without ``overdue`` no rank has waited in vain, and none is missing; with it torch ended the wait.
     """
     by_rank = {status.rank: status for status in statuses}
     if group.endswith(MESSAGES):
@@ -49,7 +50,7 @@ def find(
     if overdue is not None or not tentative:
         missing = _missing_ranks(by_rank, overdue, were_absent)
         if missing is not None:
-            return _missing(group, words, by_rank, *missing, bucket_words)
+            return _missing(group, words, by_rank, *missing, bucket_words, tentative)
     return _doubt(group, words, by_rank, judged) if judged else None
 
 
@@ -152,12 +153,25 @@ def _doubt(group: str, words: str, by_rank: ByRank, judged: Mapping[int, Judgeme
     events = _events_at(by_rank, seq)
     lines = [f"ranks of {words} combine values under different names (collective number {seq} of this group):"]
     lines += _table(_parties(events), events)
+    remedy = _DOUBT_IN_A_LIBRARY if any(map(_is_of_a_library, events.values())) else _DOUBT_IN_THE_PROGRAM
     lines.append(
         "The program goes on, because these may be each rank's own data. If they are losses or metrics, the result "
-        "mixes them: make all ranks go through the same keys in the same order. If the difference is meant, put the "
-        "call into `with ddpstats.label(NAME):` with one name on all ranks. This line is not compared again."
+        f"mixes them: make all ranks {remedy} This line is not compared again."
     )
     return GuardFinding(DOUBT, "\n".join(lines), group, seq, by_rank=events, doubts=tuple(judged))
+
+
+_DOUBT_IN_THE_PROGRAM = (
+    "go through the same keys in the same order. If the difference is meant, put the call into "
+    "`with ddpstats.label(NAME):` with one name on all ranks."
+)
+_DOUBT_IN_A_LIBRARY = "log the same metrics in the same order. (A library makes this call.)"
+_OF_A_LIBRARY = re.compile(r"[/\\](site|dist)-packages[/\\]|^\(called by no line")
+
+
+def _is_of_a_library(event: Event) -> bool:
+    """Return whether no line of the program makes the call, so that nobody can put it into ``label``."""
+    return _OF_A_LIBRARY.search(str(event.site)) is not None
 
 
 # -- a mismatch -------------------------------------------------------------------------------------------------------
@@ -171,6 +185,7 @@ class _Part(NamedTuple):
     remedy: str
 
 
+_SHAPE = "the shape"
 _ORDER = "Make all ranks issue the same collectives in the same order."
 _PARTS = (
     _Part("the operation", lambda signature: signature.op, _ORDER),
@@ -183,7 +198,7 @@ _PARTS = (
     ),
     _Part("the dtype", lambda signature: signature.dtypes, "Convert to one dtype on all ranks before the call."),
     _Part(
-        "the shape",
+        _SHAPE,
         lambda signature: signature.sizes,
         "Pass tensors of one shape on all ranks: pad them to the largest.",
     ),
@@ -204,6 +219,11 @@ _OTHER_REMEDIES = {
     ),
     _PIECES: "Make what each rank sends to another what that one expects: split sizes, shapes and dtypes.",
 }
+_ONE_MODEL = (
+    "These are of a model: check first that all ranks build the same one, from the same configuration. Then gradients "
+    "and parameters have the same shapes."
+)
+_OF_A_MODEL = re.compile(r"\.grad\b|param")
 _LABEL_BY_HAND = (
     "ddpstats.label() gave these names: give the same one on all ranks where they reduce the same thing. Where they do "
     "not, make all ranks go through the same keys in the same order, or use ddpstats.reduce_stats, which aligns them."
@@ -229,7 +249,8 @@ def _mismatch(group: str, words: str, by_rank: ByRank, seq: int, bucket_words: D
     if culprits:
         who = f"Most ranks agree with each other, so look at {ranks_text(culprits)} first."
     by_hand = any(event.word and event.evidence is None and event.label != BY_TORCH for event in events.values())
-    lines.append(f"{who} {remedy(differences, bool(in_other_order), by_hand)}")
+    advice = remedy(differences, bool(in_other_order), by_hand, all(map(_is_of_a_model, calls)))
+    lines.append(f"{who} {advice}")
     return GuardFinding(MISMATCH, "\n".join(lines), group, seq, tuple(absent), culprits, events)
 
 
@@ -246,13 +267,20 @@ def what_differs(events: Sequence[Event]) -> list[str]:
     return differences or [_PIECES]
 
 
-def remedy(differences: Sequence[str], in_other_order: bool, by_hand: bool = False) -> str:
+def _is_of_a_model(event: Event) -> bool:
+    """Return whether it is likely that the tensor is a gradient or a parameter."""
+    return event.label == BY_TORCH or _OF_A_MODEL.search(event.source) is not None
+
+
+def remedy(differences: Sequence[str], in_other_order: bool, by_hand: bool = False, is_of_a_model: bool = False) -> str:
     """Say what to do about `what_differs`. ``by_hand``: the program itself gave the labels."""
     first = differences[0]
     if first == _LABEL:
         return _LABEL_BY_HAND if by_hand else _OTHER_REMEDIES[_LABEL]
     if in_other_order:
         return _ORDER
+    if first == _SHAPE and is_of_a_model:
+        return _ONE_MODEL
     return next((part.remedy for part in _PARTS if part.words == first), _OTHER_REMEDIES.get(first, _ORDER))
 
 
@@ -267,10 +295,14 @@ def _other_order(parties: Sequence[Sequence[int]], by_rank: ByRank, seq: int) ->
     if here[1:] == there[1:]:
         return []  # they differ here alone
     if here[1:] == there[:1]:
-        return [f"{b} skipped a call, or {a} made one more: number {seq} of {b} is what {a} runs next."]
+        return [f"{b} skipped a call, or {a} made one more: number {seq} of {b} is what {a} {_run(parties[0])} next."]
     if there[1:] == here[:1]:
-        return [f"{a} skipped a call, or {b} made one more: number {seq} of {a} is what {b} runs next."]
+        return [f"{a} skipped a call, or {b} made one more: number {seq} of {a} is what {b} {_run(parties[1])} next."]
     return []
+
+
+def _run(ranks: Sequence[int]) -> str:
+    return "runs" if len(ranks) == 1 else "run"
 
 
 def _two_calls(status: RankStatus, seq: int) -> list[tuple[int, int]]:
@@ -358,7 +390,13 @@ def _last_agreed(by_rank: ByRank, seq: int) -> str:
 
 
 def _missing(
-    group: str, words: str, by_rank: ByRank, seq: int, missing: Sequence[int], bucket_words: DescribeBucket
+    group: str,
+    words: str,
+    by_rank: ByRank,
+    seq: int,
+    missing: Sequence[int],
+    bucket_words: DescribeBucket,
+    was_ended_by_torch: bool,
 ) -> GuardFinding:
     missing = tuple(sorted(missing))
     for rank in missing:
@@ -391,11 +429,16 @@ def _missing(
         )
     else:
         is_slow = any(by_rank[rank].left is None and not by_rank[rank].dead for rank in missing)
-        lines.append(f"Look at the output of {ranks_text(missing)} first.{f' {_LARGER_TIMEOUT}' if is_slow else ''}")
+        larger = _LONGER_GROUP_TIMEOUT if was_ended_by_torch else _LARGER_TIMEOUT
+        lines.append(f"Look at the output of {ranks_text(missing)} first.{f' {larger}' if is_slow else ''}")
     return GuardFinding(MISSING, "\n".join(lines), group, seq, missing, (), events)
 
 
 _LARGER_TIMEOUT = "A rank that is only slow needs a larger timeout_sec (or DDPSTATS_TIMEOUT_SEC)."
+_LONGER_GROUP_TIMEOUT = (
+    "A rank that is only slow needs a longer timeout of the process group: init_process_group(timeout=...), or "
+    "new_group(timeout=...). Where timeout_sec or DDPSTATS_TIMEOUT_SEC is set, make that larger, too."
+)
 
 
 def _waits_in_another_group(status: RankStatus, group: str) -> bool:
@@ -462,8 +505,8 @@ def message_mismatch(messages: Mapping[int, Sequence[Event]]) -> GuardFinding | 
         what = "the dtype" if expected.dtypes != given.dtypes else "the shape"
         lines = [
             "a message is not what its receiver expects:",
-            *_call_lines(sender, sent),
-            *_call_lines(receiver, received),
+            *call_lines(sender, sent),
+            *call_lines(receiver, received),
             f"What differs: {what}.",
             "Make both ranks pass tensors of one shape and dtype, in the same order per tag.",
         ]
@@ -478,16 +521,14 @@ def _message_finding(group: str, words: str, by_rank: ByRank, is_overdue: bool) 
     if finding is not None or not is_overdue:
         return finding
     for rank, status in by_rank.items():
-        for event in status.messages:
-            if status.waits_in == (group, message_place(event)):
-                peer = by_rank.get(event.peer) if event.peer is not None else None
-                return unmatched(event, rank, words, peer)
+        event = status.message_waited_for()
+        if event is not None and event.group == group:
+            peer = by_rank.get(event.peer) if event.peer is not None else None
+            other = None if peer is None else _crossing(status, event, peer)
+            if other is not None and peer is not None:
+                return _both_wait(event, rank, words, other, peer.rank)
+            return unmatched(event, rank, words, peer)
     return None
-
-
-def message_place(event: Event) -> int:
-    """Return what stands for a message in `RankStatus.waits_in`: when it began, in microseconds."""
-    return int(event.started * 1e6)
 
 
 def unmatched(event: Event, rank: int, words: str, peer: RankStatus | None) -> GuardFinding:
@@ -501,7 +542,7 @@ def unmatched(event: Event, rank: int, words: str, peer: RankStatus | None) -> G
         head = f"{here} sends a message to {there}, which has not received it ({words}):"
     else:
         head = f"{here} waits for a message from {there}, which has not come ({words}):"
-    lines = [head, *_call_lines(rank, event)]
+    lines = [head, *call_lines(rank, event)]
     sent = [message for message in peer.messages if message.peer == rank] if peer is not None and not is_sent else []
     last = next((message for message in reversed(sent) if message.signature.op == "send"), None)
     if last is not None:
@@ -517,7 +558,34 @@ def unmatched(event: Event, rank: int, words: str, peer: RankStatus | None) -> G
     return GuardFinding(MISSING, "\n".join(lines), event.group, event.seq, missing, (), {rank: event})
 
 
-def _call_lines(rank: int, event: Event) -> list[str]:
+def _crossing(status: RankStatus, event: Event, peer: RankStatus) -> Event | None:
+    """Return the other rank's message where that waits as this one does: both to receive, or both to send.
+
+    None where one of them has sent, or is about to receive, something that does not fit: then that is the fault.
+    """
+    other = peer.message_waited_for()
+    if other is None or other.peer != status.rank or other.signature.op != event.signature.op or peer.dead:
+        return None
+    messages = {
+        known.rank: [message for message in known.messages if message.peer in (status.rank, peer.rank)]
+        for known in (status, peer)
+    }
+    alone = pair_messages(messages)[1]
+    return other if all(messages[rank][at].signature.op == event.signature.op for rank, at in alone) else None
+
+
+def _both_wait(event: Event, rank: int, words: str, other: Event, peer: int) -> GuardFinding:
+    op, answer = event.signature.op, "receive" if event.signature.op == "send" else "send"
+    did = "send a message to each other" if op == "send" else "wait to receive a message from each other"
+    calls = sorted([(rank, event), (peer, other)], key=lambda call: call[0])
+    lines = [f"ranks {calls[0][0]} and {calls[1][0]} both {did} ({words}):"]
+    lines += [line for call in calls for line in call_lines(*call)]
+    lines.append(f"Let one of them {answer} first, or use dist.batch_isend_irecv on both.")
+    return GuardFinding(MISSING, "\n".join(lines), event.group, event.seq, (peer,), (), dict(calls))
+
+
+def call_lines(rank: int, event: Event) -> list[str]:
+    """Return lines for a message: what a rank called, and where."""
     return [f"  {ranks_text([rank])}: {event}", *event.site_lines()]
 
 
@@ -539,7 +607,7 @@ def _message_advice(event: Event, rank: int, peer: RankStatus | None) -> str:
     advice = (
         f"Make {there} call dist.{call} with a tensor of this shape and dtype, or leave out the call of rank {rank}."
     )
-    last = "" if peer is None else peer.last or ""
-    if last.startswith(f"{op}(") and f" with rank {rank}, " in last:
+    last, towards = "" if peer is None else peer.last or "", "to" if op == "send" else "from"
+    if last.startswith(f"{op}(") and f" {towards} rank {rank}, " in last:
         advice += f" Where both ranks {op} first, let one of them {answer} first."
     return f"{advice} {_LARGER_TIMEOUT}"

@@ -250,7 +250,8 @@ class Event:
 
     def __str__(self) -> str:
         named = f" {self.label!r}" if self.label else ""
-        peer = f" with rank {self.peer}, tag {self.tag}" if self.peer is not None else ""
+        towards = "to" if self.signature.op == "send" else "from"
+        peer = f" {towards} rank {self.peer}, tag {self.tag}" if self.peer is not None else ""
         signature = self.signature
         if self.pieces:  # which have the shapes and dtypes
             signature = dataclasses.replace(signature, shapes=(), dtypes=())

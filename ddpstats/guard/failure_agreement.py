@@ -24,9 +24,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ddpstats._base.files import parse_json
+from ddpstats._base.text import ranks_text
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreLog, StoreSilent, growing_polls, shared_poll
-from ddpstats.guard.diagnosis import find, unexplained
+from ddpstats.guard.diagnosis import call_lines, find, unexplained
 from ddpstats.guard.event import MESSAGES, Event
 from ddpstats.guard.signature import bucket_words
 from ddpstats.guard.status import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding, RankStatus
@@ -180,10 +181,7 @@ class FailureAgreement:
             return self.without_store(alarm, error)
 
     def without_store(self, alarm: Alarm, error: BaseException) -> GuardFinding:
-        """The verdict that the watchdog has read; otherwise what this rank can conclude alone.
-
-        Ranks that know the same come to the same words.
-        """
+        """The verdict that the watchdog has read; otherwise what this rank can conclude alone."""
         self.is_lost = True
         known = self._read_verdict(self.verdicts)
         if known is not None:
@@ -193,9 +191,18 @@ class FailureAgreement:
             return mismatch
         lost = self.roster.diagnose_without_store(error, alarm.ranks)
         what = "a message" if alarm.is_message else f"collective number {alarm.seq}"
-        lines = [f"{what} of {alarm.words} was not completed:", *lost.lines]
+        own = self._own_call(alarm)
+        lines = [f"{what} of {alarm.words} was not completed:", *own, *lost.lines]
+        first = ranks_text(lost.missing) if lost.missing else "all ranks"
+        lines.append(f"Look at the output of {first} first.")
         lines.append(f"The store, which could tell who is missing, does not answer: {lost.why}")
         return GuardFinding(MISSING, "\n".join(lines), alarm.group, alarm.seq, lost.missing)
+
+    def _own_call(self, alarm: Alarm) -> list[str]:
+        """Return lines that say what this rank itself called, and where."""
+        status = self._report_status(alarm.group)
+        event = status.message_waited_for() if alarm.is_message else status.at(alarm.seq)
+        return [] if event is None else call_lines(self.rank, event)
 
     def _compare_memory(self, alarm: Alarm) -> GuardFinding | None:
         """A mismatch that shows in the memory of this host: gloo ends a process that gets more than it expects."""
@@ -365,6 +372,7 @@ class FailureAgreement:
         events = [] if said.events or left is not None else self._told_by(group, rank)
         if events:
             said = _status_from_memory(rank, events, dead)
+            last = said.last if _is_older(last, group, events[-1].seq) else last
         last = str(last) if last else said.last
         return replace(said, waits_in=None, last=last, left=how, dead=dead, stack=None, slept_sec=0.0)
 
@@ -400,7 +408,13 @@ class FailureAgreement:
 
 
 def _status_from_memory(rank: int, events: list[Event], is_dead: bool) -> RankStatus:
-    return RankStatus(rank, events, events[-1].seq, last=str(events[-1]), dead=is_dead)
+    return RankStatus(rank, events, events[-1].seq, last=events[-1].in_full(), dead=is_dead)
+
+
+def _is_older(position: str | None, group: str, seq: int) -> bool:
+    """Return whether what a watchdog kept of a rank is a number of the group before ``seq``: it looks now and then."""
+    number, _, _ = (position or "").removeprefix("number ").partition(f" of group {group!r}, ")
+    return number.isdecimal() and int(number) < seq
 
 
 def _labelled_by_some(statuses: list[RankStatus]) -> tuple[int, ...]:

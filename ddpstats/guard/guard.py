@@ -44,6 +44,7 @@ from ddpstats.guard.group import Settings, before_destroying, next_turn
 from ddpstats.guard.pipeline import Watching, how_left
 from ddpstats.guard.status import LEFT
 from ddpstats.guard.summary import NO_GROUP, RECORDED, TO_RUN, GuardCounters, last_line
+from ddpstats.guard.telling import calls_in_short
 from ddpstats.guard.verdicts import Unfinished, is_broken
 
 MismatchPolicy = Literal["raise", "warn"]
@@ -355,7 +356,9 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if standing.silent:
             return "a mismatch that was warned of"
         where = ", raised in a helper thread" if standing.in_helper_thread else ""
-        return "" if standing.verdict is None else type(standing.verdict).__name__ + where
+        if standing.verdict is None:
+            return ""
+        return calls_in_short(standing.verdict, where)
 
     def _nothing(self) -> str:
         """Why there was nothing to compare, where that is known."""

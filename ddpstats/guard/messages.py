@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 from ddpstats._observe import collectives
-from ddpstats.guard.diagnosis import message_place
 from ddpstats.guard.event import MESSAGES, Event, stable_hash
 from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.group import Group, Standing
+from ddpstats.guard.status import message_place
 from ddpstats.guard.verdicts import Verdicts, add_note, is_broken
 
 

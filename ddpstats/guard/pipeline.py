@@ -84,6 +84,7 @@ class Watching:
         self._works: dict[int, _Work] = {}
         self._unfinished: list[_Work] = []
         self._silenced: set[Chain | tuple[str, CallSite]] = set()  # labels that are each rank's own, where they are
+        self._silenced_lines: set[tuple[str | None, str]] = set()  # (label, line), of all ranks that a warning named
         self._known: dict[tuple[Any, ...], Event] = {}  # one for all calls that are alike
 
     def begin(self) -> Session:
@@ -243,14 +244,16 @@ class Watching:
     ) -> Event:
         """Its site keeps the code object, and so the id that the event is known by, alive."""
         signature, digest = signature_of(parts)
-        name = found.path if isinstance(found, Inferred) else found
+        name, site = found.path if isinstance(found, Inferred) else found, site_of(frame)
+        if self._silenced_lines and (name, str(site)) in self._silenced_lines:
+            is_compared = False
         return Event(
             f"{group.name}{MESSAGES}" if call.operator.is_message else group.name,
             0,
             signature,
             name,
             label_word(name) if is_compared else 0,
-            site_of(frame),
+            site,
             digest,
             *pieces,
             None if call.peer is None else call.view.ranks[call.peer],
@@ -338,7 +341,7 @@ class Watching:
         return slept_sec if slept_sec > self._settings.timeout_sec / 2 else 0.0
 
     def _heard(self, finding: GuardFinding) -> None:
-        """A verdict has come. Labels that may differ are not compared at their places any more, on any rank."""
+        """A verdict has come. Labels that may differ are not compared on their lines any more, on any rank."""
         if finding.kind == DOUBT and self.session is not None:
             group = self.session.named.get(finding.group)
             if group is not None and group.view.rank == min(group.view.ranks):
@@ -351,6 +354,8 @@ class Watching:
         for (*_, name, call_site), event in list(self._known.items()):
             if isinstance(name, str) and (event.label, id(event.site)) in by_hand:
                 self._silenced.add((name, call_site))
+        if finding.kind == DOUBT:  # of two lines in swapped order one warning is enough
+            self._silenced_lines.update((event.label, str(event.site)) for event in finding.by_rank.values())
         if finding.doubts:
             self._known.clear()  # these events have their labels
 

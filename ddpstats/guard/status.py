@@ -7,11 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpstats._base.files import parse_json
-from ddpstats.guard.event import Event, events_as_dicts, events_from_dicts, newest_in_a_row, text_or_none
+from ddpstats.guard.event import MESSAGES, Event, events_as_dicts, events_from_dicts, newest_in_a_row, text_or_none
 
 MISMATCH, MISSING, DOUBT, NOTHING = "mismatch", "missing", "doubt", "nothing"
 LEFT = "left the guard"
 _MAX_BYTES = 4 << 20
+
+
+def message_place(event: Event) -> int:
+    """Return what stands for a message in `RankStatus.waits_in`: when it began, in microseconds."""
+    return int(event.started * 1e6)
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,12 @@ class RankStatus:
             return None
         index = seq - self.events[0].seq
         return self.events[index] if 0 <= index < len(self.events) else None
+
+    def message_waited_for(self) -> Event | None:
+        """Return the message that the rank waits for now."""
+        place = None if self.waits_in is None else self.waits_in[1]
+        waits = self.waits_in is not None and self.waits_in[0].endswith(MESSAGES)
+        return next((event for event in self.messages if waits and message_place(event) == place), None)
 
     def pack(self) -> str:
         messages = [event.as_dict() for event in self.messages]

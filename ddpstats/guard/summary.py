@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 RECORDED = "mode 'record' compares nothing while it runs"
 WITHOUT_OTHERS = "of groups of one rank"
 UNSETTLED = "since the last comparison"
-GIVEN_UP = "of groups in which torch's own timeout ended a collective"
+GIVEN_UP = "torch's own timeout ended a collective of that group"
 TO_RUN = "Start it on ranks: `ddpstats run --nproc 2 SCRIPT`, or `torchrun --nproc-per-node 2 SCRIPT`"
 NO_GROUP = (
-    f"no process group was made in this process. {TO_RUN}; ranks that the program starts itself (mp.spawn) are guarded "
-    "by DDPSTATS_GUARD=strict, where they import ddpstats"
+    "no process group was made in this process. If the program starts its ranks itself (mp.spawn), guard them with "
+    f"DDPSTATS_GUARD=strict, where they import ddpstats. Otherwise s{TO_RUN[1:]}"
 )
-MESSAGES_SEEN = "messages between two ranks, compared where one of them fails"
+MESSAGES_SEEN = "messages between ranks, which are compared only when one of them fails"
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,21 @@ def last_line(
 ) -> tuple[bool, str]:
     """Return whether something is wrong, and the line.
 
-    ``nothing``: why there was nothing to compare, where that is known. ``verdict``: the name of what was raised.
+    ``nothing``: why there was nothing to compare, where that is known. ``verdict``: what was raised, in short.
     """
     seen = f"collective guard, mode {counters.mode}: {_collectives(counters.collectives)} seen"
     then = f" Next: ddpstats report {record_dir}" if record_dir is not None and counters.mode == "record" else ""
+    if counters.reasons.keys() == {MESSAGES_SEEN} and not verdict and not nothing:
+        return False, (
+            f"collective guard, mode {counters.mode}: {counters.collectives:,} messages between ranks seen; messages "
+            "are compared only when one of them fails."
+        )
     if counters.compared == 0 and not verdict:
         why = nothing or _reasons(counters.reasons) or "the program itself issued none while the guard was on"
         return True, f"{seen}, nothing was compared: {why}.{then}"
     left = f"{counters.not_compared:,} not"
     left += f" ({_reasons(counters.reasons)})" if counters.reasons else ""
-    end = f"{counters.ranks_agreeing} ranks agree" if not verdict else f"it ended in {verdict}"
+    end = f"{counters.ranks_agreeing} ranks agree" if not verdict else f"it ended in {verdict.rstrip('.')}"
     return False, f"{seen}, {counters.compared:,} compared, {left}; {end}.{then}"
 
 

@@ -42,7 +42,13 @@ from ddpstats.guard.failure_agreement import FailureAgreement, wait_until
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = tuple(
     os.path.join(_PACKAGE, part)
-    for part in ("guard" + os.sep, os.path.join("_observe", "collectives.py"), "cli.py", "__main__.py")
+    for part in (
+        "guard" + os.sep,
+        os.path.join("_observe", "collectives.py"),
+        os.path.join("_ranks", "gloo.py"),
+        "cli.py",
+        "__main__.py",
+    )
 )
 
 _verdicts: dict[int, tuple[DdpstatsError, FailureAgreement, Sequence[int]]] = {}  # by id
@@ -211,12 +217,17 @@ def was_told(error_file: str) -> bool:
 
 
 def in_short(error: BaseException, first: int) -> str:
-    """One line of the message: what each rank did and where, and what differs. ``first``: the rank that prints it."""
+    """Return one line, and where the rest is. ``first``: the rank that prints it."""
+    return f"{calls_in_short(error)} The output of rank {first} has it in full."
+
+
+def calls_in_short(error: BaseException, where: str = "") -> str:
+    """Return one line of the message: what each rank did and where, and what differs. ``where`` it was raised."""
     lines = str(error).splitlines()
     did = [line for line in lines if line.startswith(("  rank", "      at "))] or lines[:1]
     calls = "".join(f"{'; ' if line.startswith('  rank') else ' '}{line.strip()}" for line in did).lstrip("; ")
     differs = "".join(f" {line}" for line in lines if line.startswith("What differs"))
-    return f"{type(error).__name__}: {calls}.{differs} The output of rank {first} has it in full."
+    return f"{type(error).__name__}{where}: {calls.rstrip('.')}.{differs}"
 
 
 def spelled(error: BaseException) -> str:

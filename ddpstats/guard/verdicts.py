@@ -110,7 +110,11 @@ class Verdicts:
 
     def conclude_alone(self, alarm: Alarm, error: BaseException) -> NoReturn:
         """The store does not answer."""
-        self._raise_or_warn(self.agreement.without_store(alarm, error), alarm)
+        try:
+            self._raise_or_warn(self.agreement.without_store(alarm, error), alarm)
+        except DdpstatsError as found:
+            found.__context__ = error.__context__  # which may be the program's: how the store was asked helps nobody
+            raise
         raise AssertionError("a missing rank is always raised")
 
     # -- a timeout of the program's own -------------------------------------------------------------------------------

@@ -184,3 +184,25 @@ def _issued_by_torch() -> None:
     if dist.get_rank() == 1:
         dist.broadcast(torch.ones(3, dtype=torch.int64), src=0)
     replica(torch.ones(4, 2))
+
+
+def swapped_lines(mode: Any) -> int:
+    """Return how many warnings this rank logs of two lines that ranks run in another order."""
+    with mock.patch("ddpstats.guard.pipeline.log.warning") as warning, collective_guard(mode, timeout_sec=20):
+        for _ in range(3):
+            metrics = {"loss": torch.ones(1), "accuracy": torch.ones(1)}
+            if dist.get_rank() == 0:
+                _reduce_loss(metrics)
+                _reduce_accuracy(metrics)
+            else:
+                _reduce_accuracy(metrics)
+                _reduce_loss(metrics)
+    return warning.call_count
+
+
+def _reduce_loss(metrics: dict[str, torch.Tensor]) -> None:
+    dist.all_reduce(metrics["loss"])
+
+
+def _reduce_accuracy(metrics: dict[str, torch.Tensor]) -> None:
+    dist.all_reduce(metrics["accuracy"])

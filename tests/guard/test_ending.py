@@ -18,7 +18,7 @@ from ddpstats.guard.encoding import decode, encode
 from ddpstats.guard.event import Event, Signature, digest_of, label_word
 from ddpstats.guard.notes_shm import EVENT_BYTES, Exchange, Words
 from ddpstats.guard.record import read_records
-from ddpstats.guard.summary import Tally, last_line
+from ddpstats.guard.summary import MESSAGES_SEEN, Tally, last_line
 from ddpstats.guard.telling import was_told
 from tests import programs
 from tests.guard.tiers import tiers
@@ -435,7 +435,7 @@ def test_program_that_starts_its_own_ranks_is_told_how_to_guard_them(script: Any
     done = ddpstats("run", script(SPAWNS))
     assert done.returncode == 0, done.stderr
     assert "0 collectives seen, nothing was compared: no process group was made in this process" in done.stderr
-    assert "ranks that the program starts itself (mp.spawn) are guarded by DDPSTATS_GUARD=strict" in done.stderr
+    assert "If the program starts its ranks itself (mp.spawn), guard them with DDPSTATS_GUARD=strict" in done.stderr
 
 
 # -- the pure parts ---------------------------------------------------------------------------------------------------
@@ -482,6 +482,10 @@ def test_last_line_counts_compared_collectives_ranks_that_agree_and_reasons() ->
         False,
         "collective guard, mode step: 11 collectives seen, 7 compared, 4 not (3: a; 1: b); 3 ranks agree.",
     )
+    messages = GuardCounters(26, 0, 26, 0, "step", {MESSAGES_SEEN: 26}, 0)
+    (is_amiss, line) = last_line(messages, "")
+    assert not is_amiss
+    assert line.endswith(": 26 messages between ranks seen; messages are compared only when one of them fails.")
     assert last_line(GuardCounters(0, 0, 0, 0, "step"), "")[0]
     assert "it ended in CollectiveMismatch" in last_line(GuardCounters(1, 0, 1, 0, "step"), "", "CollectiveMismatch")[1]
 

@@ -96,8 +96,8 @@ def test_script_sees_no_difference_under_run(script: Any, how: str) -> None:
     last_lines = [line for line in under.stderr.splitlines() if line.startswith("ddpstats run: ")]
     assert _unmarked(under.stderr) == _unmarked(plain.stderr)
     assert len(last_lines) == (how not in ("raise", "hook"))
-    hint = "nothing was compared: no process group was made in this process. Start it on ranks: `ddpstats run"
-    assert all(hint in line for line in last_lines)
+    hint = "nothing was compared: no process group was made in this process. If the program starts its ranks itself"
+    assert all(hint in line and "Otherwise start it on ranks: `ddpstats run --nproc" in line for line in last_lines)
 
 
 def _unmarked(text: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ddpstats._base.config import GuardMode
@@ -26,6 +28,18 @@ def test_rank_that_comes_when_the_store_is_gone_raises_the_verdict_of_the_others
     _, late, _ = run_ranks(runs.killed_before_rank_0_ends, 3, mode, timeout_sec=60)
     assert late.value is not None, late
     assert late.value[:2] == ("RankMissing", (2,)), late.value
+
+
+@pytest.mark.parametrize("mode", tiers(["strict"], ["step"]))
+def test_rank_that_loses_the_store_with_rank_0_says_what_it_called_itself(mode: GuardMode) -> None:
+    _, *survivors = run_ranks(runs.host_is_killed, 3, mode, timeout_sec=60)
+    for rank, survivor in enumerate(survivors, 1):
+        assert survivor.value is not None, survivor
+        text, shown = survivor.value
+        assert f"  rank {rank}: all_reduce(float32[2], sum)\n      at " in text
+        assert re.search(r"\nLook at the output of (rank 0|all ranks) first\.\n", text)  # of a store of the program's
+        assert "in find" not in shown
+        assert "During handling" not in shown
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -98,6 +99,20 @@ def killed_before_rank_0_ends(mode: GuardMode) -> Raised:
             os._exit(3)
         return type(error).__name__, error.missing_ranks, str(error)
     return "nothing", (), ""
+
+
+def host_is_killed(mode: GuardMode) -> tuple[str, str]:
+    """Rank 0 is killed, and its store with it. Return the error's text, and all that Python prints of it."""
+    _serve_by_rank_0()
+    try:
+        with collective_guard(mode, timeout_sec=30):
+            dist.all_reduce(torch.ones(1))
+            if dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(2))
+    except ddpstats.RankMissing as error:
+        return str(error), "".join(traceback.format_exception(error))
+    return "nothing", ""
 
 
 def aborted(mode: GuardMode, what: str, odd: int) -> Raised:

@@ -181,3 +181,18 @@ def test_threads_may_end_while_others_begin() -> None:
         for other in others:
             other.join(10.0)
     assert not any(other.is_alive() for other in others)
+
+
+def test_store_that_is_gone_is_asked_once() -> None:
+    """Each further request would log frames of C++."""
+    asked = list[int]()
+
+    def ask(raw: Any, prefix: str) -> None:
+        asked.append(1)
+        raise dist.DistNetworkError("Broken pipe")
+
+    store = BoundedStore(HashStore)
+    for _ in range(3):
+        with pytest.raises(dist.DistNetworkError, match="Broken pipe"):
+            store.use(ask)
+    assert asked == [1]

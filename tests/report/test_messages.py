@@ -24,7 +24,7 @@ def test_message_without_sender_is_a_finding(how: str, rank: str, tag: int, tmp_
     run_ranks(runs.messages, 2, str(tmp_path), how, timeout_sec=LIMIT_SEC).values()
     text = report(tmp_path, status=1)
     head = rf"rank ({rank}) waits for a message from rank [01], which has not come \(the default group of 2 ranks\):"
-    assert re.search(rf"{head}\n  rank \1: recv\(float32\[3\]\) with rank [01], tag {tag}\n", text)
+    assert re.search(rf"{head}\n  rank \1: recv\(float32\[3\]\) from rank [01], tag {tag}\n", text)
     assert ("What differs: the tag." in text) == (how == "other tag")
     assert "by RuntimeError" in text
     assert ALL_ALIKE not in text
@@ -42,7 +42,7 @@ def test_message_without_receiver_is_a_note(tmp_path: Path, report: Report) -> N
     assert run_ranks(runs.messages, 2, str(tmp_path), "not received", timeout_sec=LIMIT_SEC).values() == ["ended"] * 2
     text = report(tmp_path, status=0)
     assert "rank 0: 3 collectives, among them 1 message\n  rank 1: 2 collectives\n" in text
-    assert "in the same order, as far as can be told.\nrank 0: send(float32[3]) with rank 1, tag 0, at " in text
+    assert "in the same order, as far as can be told.\nrank 0: send(float32[3]) to rank 1, tag 0, at " in text
     assert "rank 1 recorded nothing that goes with it\n" in text
     assert len(json.loads(report(tmp_path, "--json", status=0))["assumed"]) == 1
 
@@ -55,7 +55,7 @@ def test_unmatched_message_of_rank_that_went_on_is_a_note(op: str, tmp_path: Pat
         records.write_rank(tmp_path, rank, 2, [message(1, 0, op), *events] if rank == 0 else events, end=None)
     text = report(tmp_path, status=0)
     assert "has not" not in text
-    assert f"rank 0: {op}(float32[1]) with rank 1, tag 0, at " in text
+    assert f"rank 0: {op}(float32[1]) {'to' if op == 'send' else 'from'} rank 1, tag 0, at " in text
 
 
 def message(number: int, rank: int, op: str) -> Event:
