@@ -186,7 +186,7 @@ class FailureAgreement:
         known = self._read_verdict(self.verdicts)
         if known is not None:
             return self._verdict(known.alarm, known.number)
-        mismatch = self._compare_memory(alarm)
+        mismatch = self.compare_memory(alarm)
         if mismatch is not None:
             return mismatch
         lost = self.roster.diagnose_without_store(error, alarm.ranks)
@@ -204,8 +204,8 @@ class FailureAgreement:
         event = status.message_waited_for() if alarm.is_message else status.at(alarm.seq)
         return [] if event is None else call_lines(self.rank, event)
 
-    def _compare_memory(self, alarm: Alarm) -> GuardFinding | None:
-        """A mismatch that shows in the memory of this host: gloo ends a process that gets more than it expects."""
+    def compare_memory(self, alarm: Alarm) -> GuardFinding | None:
+        """Return a mismatch that shows in this host's memory: gloo ends a process that gets more than it expects."""
         dead = self.roster.dead(alarm.ranks)
         statuses = []
         for rank in alarm.ranks:

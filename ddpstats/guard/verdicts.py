@@ -24,7 +24,7 @@ from ddpstats._observe.operators import Collective
 from ddpstats._ranks.store import STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.event import MESSAGES, Entry, Event, event_of
-from ddpstats.guard.failure_agreement import Alarm, FailureAgreement
+from ddpstats.guard.failure_agreement import Alarm, FailureAgreement, wait_until
 from ddpstats.guard.group import FindLimit, Group, Limit, Session, Settings, Standing
 from ddpstats.guard.status import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding
 from ddpstats.guard.telling import gave_up, printed_once, signal_deferred
@@ -38,6 +38,7 @@ _BROKEN = re.compile(
     r"|Watchdog caught collective operation timeout|ncclRemoteError|ncclSystemError|NCCL operations have failed",
     re.IGNORECASE,
 )
+_REFUSED = re.compile(r"\[enforce fail at ")
 _TIMED_OUT = re.compile(r"timed out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
 _NOTICE_SEC = 0.5  # for a rank whose own timeout has passed to say so, once it has closed its connections
 _PASSED_SEC = 5.0  # for a collective that this rank has ended without: its caller may have given it a timeout
@@ -153,6 +154,18 @@ class Verdicts:
             time.sleep(_POLL_SEC)
         return False
 
+    def _is_refused_mismatch(self, error: RuntimeError, group: Group, event: Event) -> bool:
+        """Return whether gloo has refused this rank's arguments, and the calls of this host's ranks are seen to differ.
+
+        It refuses them before the others have to come, so these get a moment to do so.
+        """
+        if not _REFUSED.search(str(error)):
+            return False
+        with suppress(*STORE_ERRORS):
+            wait_until(lambda: not self._behind(group, event.seq), _NOTICE_SEC)
+            return self.agreement.compare_memory(alarm_of(group, event.seq)) is not None
+        return False
+
     def _name_absent(self, error: RuntimeError, group: Group, event: Event) -> None:
         """Add to torch's error which ranks have not come."""
         late = self._behind(group, event.seq)
@@ -188,7 +201,7 @@ class Verdicts:
             gave_up(work, group.view.group())
             raise
         except RuntimeError as error:
-            if not is_broken(error):
+            if not is_broken(error) and not self._is_refused_mismatch(error, group, event_of(entry)):
                 raise
             if self.is_own_timeout(error, group, find_limit()):
                 self._name_absent(error, group, event_of(entry))

@@ -60,6 +60,13 @@ def test_survivor_names_both_calls_where_gloo_aborts_the_other_rank(mode: GuardM
         assert "verdict_runs.py" in text or "DistributedDataParallel" in text
 
 
+def test_rank_whose_arguments_gloo_refuses_names_both_calls_too() -> None:
+    """Gloo refuses them before it asks the other rank, which then waits."""
+    for name, _, text in run_ranks(runs.aborted, 2, "step", "refused", 1, timeout_sec=60).values():
+        assert name == "CollectiveMismatch", text
+        assert "expects [1 x float32, 3 x float32]" in text
+
+
 def test_rank_that_ends_while_another_waits_in_a_later_collective_is_named_in_seconds() -> None:
     """The other one waits as in DDP, and posts nothing that the last comparison could wait for."""
     for (name, missing, text), took_sec in run_ranks(runs.one_step_less, 2, False, 0.5, timeout_sec=60).values():

@@ -125,6 +125,8 @@ def aborted(mode: GuardMode, what: str, odd: int) -> Raised:
             if what == "splits":
                 sizes = [3 if rank == odd != other else 2 for other in range(2)]
                 dist.all_to_all_single(torch.empty(4), torch.ones(sum(sizes)), [2, 2], sizes)
+            elif what == "refused":
+                dist.all_to_all_single(torch.empty(4), torch.ones(4), [1, 3] if rank == odd else [2, 2], [2, 2])
             else:
                 _train(stray=rank == odd)
     except ddpstats.DdpstatsError as error:
