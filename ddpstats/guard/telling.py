@@ -74,7 +74,7 @@ def gave_up(work: Any, group: Any) -> None:
 def _keep_what_runs() -> None:
     """Keep what was given up and still runs beyond the interpreter's own end, which would wait for it."""
     for kept in [kept for kept in _given_up if not kept[0].is_completed()]:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        ctypes.pythonapi.Py_IncRef(ctypes.c_void_p(id(kept)))
 
 
 def printed_once(error: DdpstatsError, agreement: FailureAgreement, ranks: Sequence[int]) -> None:
