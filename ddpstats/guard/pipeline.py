@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from itertools import product
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -355,7 +356,8 @@ class Watching:
             if isinstance(name, str) and (event.label, id(event.site)) in by_hand:
                 self._silenced.add((name, call_site))
         if finding.kind == DOUBT:  # of two lines in swapped order one warning is enough
-            self._silenced_lines.update((event.label, str(event.site)) for event in finding.by_rank.values())
+            named = list(finding.by_rank.values())
+            self._silenced_lines.update(product({e.label for e in named}, {str(e.site) for e in named}))
         if finding.doubts:
             self._known.clear()  # these events have their labels
 

@@ -187,16 +187,20 @@ def _issued_by_torch() -> None:
 
 
 def swapped_lines(mode: Any) -> int:
-    """Return how many warnings this rank logs of two lines that ranks run in another order."""
+    """Return how many warnings this rank logs of two pairs of lines that ranks run in another order."""
     with mock.patch("ddpstats.guard.pipeline.log.warning") as warning, collective_guard(mode, timeout_sec=20):
         for _ in range(3):
-            metrics = {"loss": torch.ones(1), "accuracy": torch.ones(1)}
+            metrics = {name: torch.ones(1) for name in ("loss", "accuracy", "first", "second")}
             if dist.get_rank() == 0:
                 _reduce_loss(metrics)
                 _reduce_accuracy(metrics)
             else:
                 _reduce_accuracy(metrics)
                 _reduce_loss(metrics)
+            if dist.get_rank() == 0:
+                dist.all_reduce(metrics["first"]), dist.all_reduce(metrics["second"])
+            else:
+                dist.all_reduce(metrics["second"]), dist.all_reduce(metrics["first"])
     return warning.call_count
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import time
 from collections.abc import Callable
@@ -13,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from ddpstats.errors import CollectiveMismatch
 from ddpstats.guard import GuardCounters
 from ddpstats.guard.encoding import decode, encode
 from ddpstats.guard.event import Event, Signature, digest_of, label_word
 from ddpstats.guard.notes_shm import EVENT_BYTES, Exchange, Words
 from ddpstats.guard.record import read_records
 from ddpstats.guard.summary import MESSAGES_SEEN, Tally, last_line
-from ddpstats.guard.telling import was_told
+from ddpstats.guard.telling import calls_in_short, in_short, was_told
 from tests import programs
 from tests.guard.tiers import tiers
 from tests.programs import Ended, alone, by_torchrun, of_torchrun, on_ranks, without_gloo
@@ -488,6 +490,28 @@ def test_last_line_counts_compared_collectives_ranks_that_agree_and_reasons() ->
     assert line.endswith(": 26 messages between ranks seen; messages are compared only when one of them fails.")
     assert last_line(GuardCounters(0, 0, 0, 0, "step"), "")[0]
     assert "it ended in CollectiveMismatch" in last_line(GuardCounters(1, 0, 1, 0, "step"), "", "CollectiveMismatch")[1]
+
+
+def test_verdict_in_short_has_the_calls_and_what_differs() -> None:
+    calls = "  rank 0: all_reduce() 'a'\n      at train.py:3 in f\n  rank 1: all_reduce() 'b'\n      at train.py:4 in f"
+    error = CollectiveMismatch(f"ranks differ:\n{calls}\nWhat differs: the label.\nMake all ranks.", group="0", seq=1)
+    short = calls_in_short(error, ", raised in a helper thread")
+    assert short == (
+        "CollectiveMismatch, raised in a helper thread: rank 0: all_reduce() 'a' at train.py:3 in f; "
+        "rank 1: all_reduce() 'b' at train.py:4 in f. What differs: the label."
+    )
+    assert in_short(error, 0) == short.replace(", raised in a helper thread", "") + (
+        " The output of rank 0 has it in full."
+    )
+
+
+def test_stack_of_a_rank_begins_with_the_program(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("from ddpstats._observe.frames import main_stack\nstack = main_stack(100)\n")
+    stack = runpy.run_path(str(program))["stack"]
+    assert f"{program}:2 in <module>" in stack
+    assert "<frozen runpy>" not in stack
+    assert "/runpy.py:" not in stack
 
 
 def test_record_says_how_the_program_ended(script: Any, tmp_path: Path) -> None:
