@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -55,11 +54,12 @@ def done_within(work: Any, limit: timedelta, wait: Callable[..., Any] | None = N
     ``wait``: in place of ``work.wait``. Not for a message: one that was waited for in vain is never complete again.
     """
     wait = wait or dist.Work.wait
-    with suppress(RuntimeError):
+    try:
         wait(work, limit)
         return True
-    if not work.is_completed():
-        return False
+    except RuntimeError:
+        if not work.is_completed():
+            return False
     wait(work, limit)  # raises why it failed; where it did not, it ended between that wait and this look
     return True
 

@@ -35,7 +35,6 @@ _WATCH_SEC = 1.0
 _LEAVE_SEC = 5.0  # for all threads, when the process ends
 _LINGER_SEC = 0.05  # of a thread without a request: to start a thread costs more than to ask the store
 
-_LOST = "DistNetworkError"  # torch's; this module does not import it
 _NO_COUNT = "none"
 _REQUESTS_PER_SEC = 5000  # of all ranks together: one thread of one process answers them all
 
@@ -168,25 +167,18 @@ class Connection:
         self._refusal: BaseException | None = None
         self._worker, self._process = Worker("ddpstats-store"), os.getpid()
 
-    def _connected(self) -> Any:
+    def _answer(self, question: Callable[[Any], T]) -> T:
+        """Ask the store, which is connected first. Where there is no connection any more, it is not asked again."""
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
-        if self._connect is not None:
-            connect, self._connect = self._connect, None  # and with it the store that it came from
-            try:
-                self._store = connect()
-            except BaseException as error:
-                self._refusal = error
-                raise
-        return self._store
-
-    def _answer(self, question: Callable[[Any], T]) -> T:
-        store = self._connected()
         try:
-            return question(store)
-        except RuntimeError as error:
-            if type(error).__name__ == _LOST:  # for good, and each further request would log frames of C++
-                self._refusal = type(error)(*error.args)
+            if self._connect is not None:
+                connect, self._connect = self._connect, None  # and with it the store that it came from
+                self._store = connect()
+            return question(self._store)
+        except BaseException as error:
+            if self._store is None or type(error).__name__ == "DistNetworkError":  # each further one logs frames of C++
+                self._refusal = error
             raise
 
     def ask(
