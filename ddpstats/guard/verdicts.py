@@ -40,6 +40,7 @@ _BROKEN = re.compile(
 )
 _REFUSED = re.compile(r"\[enforce fail at ")
 _TIMED_OUT = re.compile(r"timed out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
+_REFUSED_SEC = 2.0  # for the other ranks to begin a collective whose arguments gloo has refused here
 _NOTICE_SEC = 0.5  # for a rank whose own timeout has passed to say so, once it has closed its connections
 _PASSED_SEC = 5.0  # for a collective that this rank has ended without: its caller may have given it a timeout
 _SHORT_SEC = 60.0  # a timeout of a group that may be meant to pass
@@ -162,7 +163,7 @@ class Verdicts:
         if not _REFUSED.search(str(error)):
             return False
         with suppress(*STORE_ERRORS):
-            wait_until(lambda: not self._behind(group, event.seq), _NOTICE_SEC)
+            wait_until(lambda: self._have_begun(group, event.seq), _REFUSED_SEC)
             return self.agreement.compare_memory(alarm_of(group, event.seq)) is not None
         return False
 
@@ -180,6 +181,12 @@ class Verdicts:
         here, announced = self.agreement.roster.peers, group.exchange.told_by
         last = {rank: announced(index)[-1:] for index, rank in enumerate(group.view.ranks) if rank in here}
         return tuple(rank for rank, events in last.items() if not events or events[0][0] < seq)
+
+    def _have_begun(self, group: Group, seq: int) -> bool:
+        """Return whether the memory of this host shows that all ranks have begun that collective."""
+        assert group.exchange is not None
+        events_of_ranks = map(group.exchange.told_by, range(len(group.view.ranks)))
+        return all(events and events[-1][0] >= seq for events in events_of_ranks)
 
     # -- waiting, with a deadline and in slices -----------------------------------------------------------------------
 
