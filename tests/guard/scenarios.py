@@ -41,7 +41,6 @@ class Row:
     ranks: int = 2
     in_step: str = ""  # the text in mode step, where it is another
     rank_1: str = ""  # the error of rank 1, where it is another, or "dies"
-    rank_1_in_step: str = ""
 
 
 def rank() -> int:
@@ -573,7 +572,7 @@ SCENARIOS: dict[str, Row] = {
         Row(shape, MISMATCH, "the shape", "CorrBench ArgMismatch-Count"),
         Row(memory_format, MISMATCH, "the memory format", "-"),
         Row(root, MISMATCH, "the root", "MBI CollRootMatching"),
-        Row(pieces, MISMATCH, "the pieces", "Horovod alltoall_splits_error", rank_1_in_step="RuntimeError"),
+        Row(pieces, MISMATCH, "the pieces", "Horovod alltoall_splits_error"),
         Row(coalesced, MISMATCH, "the shape", "-"),
         Row(extra_call, MISMATCH, "What differs", "MBI CollCallOrder"),
         Row(after_many_good_ones, MISMATCH, "number 501", "-"),
