@@ -354,6 +354,6 @@ def _chunks(number: int) -> tuple[int, ...]:
 
 
 def _joined(sums: Sequence[float]) -> int:
-    """The sum of what `_chunks` took apart, modulo 2**64."""
+    """Return the sum of what `_chunks` took apart, modulo 2**64."""
     total = sum(int(chunk) << _BITS * place for place, chunk in enumerate(sums))
     return total % (1 << _BITS * len(sums))

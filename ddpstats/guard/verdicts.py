@@ -174,7 +174,7 @@ class Verdicts:
         add_note(error, f"{who} collective number {event.seq} of {group.words}, {event}{event.at}, in time.")
 
     def _behind(self, group: Group, seq: int) -> tuple[int, ...]:
-        """The ranks that are known not to have come to that collective: in mode "step" those of this host."""
+        """Return the ranks known not to have come to that collective: in mode "step" those of this host."""
         assert group.exchange is not None
         if self._strict:
             return self._absent(group)
