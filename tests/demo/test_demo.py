@@ -255,7 +255,7 @@ LIMITED = """import time
 from ddpstats.demo import demo
 began = time.monotonic()
 try:
-    demo.measure(2, limit_sec=6)
+    demo.measure(2, limit_sec=20)
 finally:
     print(time.monotonic() - began)
 """
@@ -282,8 +282,8 @@ def test_ranks_that_hang_are_ended_at_the_limit(start: Start, tmp_path: Path) ->
     """Rank 1 does not even begin to watch whether its parent lives."""
     status, out, err = ended(start("-c", LIMITED, PYTHONPATH=on_rank_1(tmp_path, HANGS)))
     assert status == 1
-    assert "DdpstatsError: the ranks took longer than 6 s, and were ended" in err
-    assert 6 <= float(out) < 2 * 6 + 5
+    assert "DdpstatsError: the ranks took longer than 20 s, and were ended" in err
+    assert 20 <= float(out) < 2 * 20 + 5
     assert "the end of rank 0's stderr:" in err
     assert " in _end_with_parent" in err  # its stacks, which it writes when the pipe on its stdin closes
 
