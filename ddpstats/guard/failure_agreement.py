@@ -277,7 +277,9 @@ class FailureAgreement:
             if may_judge and (now > patience_over or self._have_reported(alarm, number)):
                 statuses = self._statuses(alarm, number)
                 if len(statuses) == len(alarm.ranks) or now > patience_over:
-                    return self.store.post(f"verdict/{number}", self._judge(alarm, statuses).pack())
+                    finding = self._judge(alarm, statuses)
+                    finding = replace(finding, printer=self._printer(alarm, finding, statuses))
+                    return self.store.post(f"verdict/{number}", finding.pack())
             time.sleep(poll_sec)
         raise AssertionError("polls do not end")
 
@@ -310,6 +312,11 @@ class FailureAgreement:
         if found is None and alarm.tentative:  # labels may differ for good reasons
             return GuardFinding(NOTHING, "", alarm.group, alarm.seq, doubts=_labelled_by_some(everyone))
         return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
+
+    def _printer(self, alarm: Alarm, finding: GuardFinding, statuses: Mapping[int, RankStatus]) -> int:
+        """Return the lowest rank that has reported, is alive and not missing: it prints the verdict whole."""
+        gone = {*finding.missing, *self.dead(alarm.ranks), *self.left()}
+        return min((rank for rank in statuses if rank not in gone), default=self.rank)
 
     def _statuses(self, alarm: Alarm, number: int) -> dict[int, RankStatus]:
         """Return the statuses that were reported; of ranks that can report none any more, the last that was known."""

@@ -93,6 +93,7 @@ class RankStatus:
 class GuardFinding:
     """A verdict. ``kind`` is `MISMATCH` or `MISSING`; `NOTHING`: the alarm was a false one, and all ranks go on;
     `DOUBT`: they go on, with a warning. ``doubts``: numbers of collectives whose labels differ and may do so.
+    ``printer``: the rank that prints the error whole; None where each rank has concluded alone, and prints it itself.
     """
 
     kind: str
@@ -103,6 +104,7 @@ class GuardFinding:
     culprits: tuple[int, ...] = ()
     by_rank: Mapping[int, Event] = field(default_factory=dict)
     doubts: tuple[int, ...] = ()
+    printer: int | None = None
 
     def pack(self) -> str:
         return json.dumps({**vars(self), "by_rank": {rank: event.as_dict() for rank, event in self.by_rank.items()}})
@@ -121,6 +123,7 @@ class GuardFinding:
                 tuple(map(int, given["culprits"])),
                 {int(rank): Event.from_dict(event) for rank, event in given["by_rank"].items()},
                 tuple(map(int, given["doubts"])),
+                int(given["printer"]),
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a verdict: {error!r}") from None

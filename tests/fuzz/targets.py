@@ -100,7 +100,8 @@ def _wire_seeds() -> list[bytes]:
     tree = bytes(encode({"a": torch.arange(5), "b": [1.5, "x", (None, torch.ones(2, 2))]}))
     event = {"group": "0", "seq": 3, "op": "all_reduce", "shapes": [[2]], "dtypes": ["float32"], "label": "loss"}
     event["evidence"] = ["k", ["k", "l"], "dict", "unused", "", [], False, False, "loop", None]
-    finding = {"kind": "mismatch", "message": "m", "group": "0", "seq": 1, "missing": [1], "culprits": [], "doubts": []}
+    finding = {"kind": "mismatch", "message": "m", "group": "0", "seq": 1, "missing": [1]}
+    finding |= {"culprits": [], "doubts": [], "printer": 0}
     notes = {"events": [event], "count": 3, "waits_in": ["0", 3], "last": "x", "left": None}
     texts = [
         {"missing": [1, 2], "message": "text"},

@@ -115,7 +115,8 @@ def test_a_record_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.Captu
     assert "\x1b" not in printed
 
 
-FINDING = {"kind": "mismatch", "message": "", "group": "", "seq": 1, "missing": [], "culprits": [], "doubts": []}
+FINDING: dict[str, Any] = {"kind": "mismatch", "message": "", "group": "", "seq": 1, "missing": [], "culprits": []}
+FINDING |= {"doubts": [], "printer": 0}
 STATUS: dict[str, Any] = {"events": [], "count": 1, "waits_in": None, "last": None, "left": None}
 STATUS |= {"stack": None, "slept_sec": 0.0, "missed": [], "messages": []}
 DEEP = b"[" * 100_000
