@@ -153,36 +153,34 @@ class Plan:
 
     def __init__(self, flat: Flat) -> None:
         structure, ops = flat.structure, flat.structure.ops
-        self._structure = structure
-        self._is_plain = structure.reading != "general"
-        self._is_usable = self._is_plain or (NONE not in ops and all(op.prepare is identity for op in ops))
+        self._reading, self._is_stacked = structure.reading, structure.one_dtype
+        self._is_usable = self._reading != "general" or (NONE not in ops and all(op.prepare is identity for op in ops))
         self._markers = [index for index, leaf in enumerate(flat.leaves) if isinstance(leaf, Marker)]
         self._means = [index for index, leaf in enumerate(flat.leaves) if isinstance(leaf, Mean)]
         self._flags = [index for index, op in enumerate(ops) if op.is_flag]
         self._is_weighted = [op.is_weighted for op in ops]
-        self._last = math.nan, array("d")
+        self._last_weights = math.nan, array("d")
+        self._last_types: tuple[list[type], list[int]] = [], []
 
     def read(self, leaves: list[Any], total: float) -> tuple[array[float], float | array[float]] | None:
         """Return values and weights as of `Row`; None where the leaves must be read one by one.
 
         ``total``: the weight of the call, not 0.
         """
-        if not self._is_usable:
+        weights = total if self._reading != "general" else self._weights(leaves, total)
+        if weights is None or not self._is_usable:
             return None
-        weights: float | array[float] = total
-        if not self._is_plain:
+        if self._markers:
             leaves = leaves.copy()
-            own_weights = self._weights(leaves, total)
             for index in self._markers:
                 leaves[index] = leaves[index].value
-            if own_weights is None or not INTERCHANGEABLE.issuperset(map(type, leaves)):
-                return None
-            weights = own_weights
+        values = array("d")
         try:
-            values = self._values(leaves)
+            leaves = self._numbers(leaves)
+            values.fromlist(leaves)  # twice as fast as to make an array of them
+            size = math.hypot(*leaves) if len(leaves) < MANY else as_tensor(values).abs().max().item()
         except (RuntimeError, TypeError, ValueError, OverflowError):
             return None
-        size = math.hypot(*values) if len(values) < MANY else as_tensor(values).abs().max().item()
         if not size <= LARGEST and any(LARGEST < abs(value) < math.inf for value in values):
             return None
         if self._flags and any(values[index] not in (0.0, 1.0) for index in self._flags):
@@ -191,38 +189,42 @@ class Plan:
 
     def _weights(self, leaves: list[Any], total: float) -> array[float] | None:
         """Return the weight of each leaf: the same array as long as no marker has its own."""
-        last, weights = self._last
+        last, shared = self._last_weights
         if last != total:
-            weights = array("d", [total if is_weighted else 1.0 for is_weighted in self._is_weighted])
-            self._last = total, weights
-        own_weights = [leaves[index].weight for index in self._means]
-        if not _NO_WEIGHT.issuperset(map(type, own_weights)):
-            weights = array("d", weights)
-            for index, weight in zip(self._means, own_weights, strict=True):
-                if weight is not None:
-                    if type(weight) not in (float, int) or not LIGHTEST <= weight <= HEAVIEST:
-                        return None
-                    weights[index] = weight
+            shared = array("d", [total if is_weighted else 1.0 for is_weighted in self._is_weighted])
+            self._last_weights = total, shared
+        weights = shared
+        for index in self._means:
+            weight = leaves[index].weight
+            if weight is not None:
+                if type(weight) not in (float, int) or not LIGHTEST <= weight <= HEAVIEST:
+                    return None
+                weights = array("d", shared) if weights is shared else weights
+                weights[index] = weight
         return weights
 
-    def _values(self, leaves: list[Any]) -> array[float]:
-        """Return float64 values of numbers and tensors of one element. Raises what torch raises for any other."""
-        structure = self._structure
-        if structure.one_dtype and len(leaves) >= MANY and leaves[0].numel() == 1:
-            stacked = array("d", bytes(8 * len(leaves)))
-            as_tensor(stacked).copy_(torch.stack(leaves).detach().view(-1))  # refuses tensors that differ in shape
-            return stacked
-        if structure.reading == "tensors":
-            leaves = [*map(_ITEM, leaves)]
-        elif structure.reading != "numbers":
-            leaves = [leaf.item() if type(leaf) is _TENSOR else leaf for leaf in leaves]
-        values = array("d")
-        values.fromlist(leaves)  # twice as fast as to make an array of them
-        return values
+    def _numbers(self, leaves: list[Any]) -> list[Any]:
+        """Return the numbers in numbers and tensors of one element. Raises what torch raises for any other."""
+        if self._is_stacked and len(leaves) >= MANY and leaves[0].numel() == 1:
+            leaves = torch.stack(leaves).detach().view(-1).tolist()  # refuses tensors that differ in shape
+        elif self._reading == "tensors":
+            leaves = [*map(torch.Tensor.item, leaves)]
+        elif self._reading != "numbers":
+            leaves = leaves.copy()
+            for index in self._tensors_among(leaves):
+                leaves[index] = leaves[index].item()
+        return leaves
+
+    def _tensors_among(self, leaves: list[Any]) -> list[int]:
+        """Return which leaves are tensors; the others are numbers. Raises TypeError for any other type."""
+        types, last = [*map(type, leaves)], self._last_types
+        if types != last[0]:
+            if not INTERCHANGEABLE.issuperset(types):
+                raise TypeError("a leaf that is read by itself")
+            last = self._last_types = types, [index for index, kind in enumerate(types) if kind is torch.Tensor]
+        return last[1]
 
 
-_TENSOR, _ITEM = torch.Tensor, torch.Tensor.item
-_NO_WEIGHT = frozenset({type(None)})
 _plans: BoundedCache[Structure, Plan] = BoundedCache(max_entries=64, max_cost=65_536)
 
 

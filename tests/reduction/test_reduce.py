@@ -232,7 +232,7 @@ HELD = [
 @pytest.mark.parametrize(("held", "want"), HELD, ids=[type(held).__name__ for held, _ in HELD])
 def test_results_hold_dicts_lists_and_tuples(two_ranks: RankPool, held: Any, want: Any) -> None:
     for stats in ([held, held], [held, type(want)()]):
-        got = agreed(two_ranks, stats)
+        got = agreed(two_ranks, stats, name=f"held {want!r}")
         assert repr(got) == repr(want)
 
 
