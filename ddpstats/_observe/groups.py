@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ddpstats._observe.torch_compat import find, lacking as lacking, note_lack, refuse
 from ddpstats._ranks.gloo import OWN_GROUP, gloo_backend, group_around, store_of
@@ -41,23 +41,6 @@ def bucket_count(replica: nn.parallel.DistributedDataParallel) -> float:
 def live_replicas() -> Iterator[nn.parallel.DistributedDataParallel]:
     """Yield every DDP of this process. Looks at all of its objects, which takes a second where these are many."""
     return (thing for thing in gc.get_objects() if issubclass(type(thing), nn.parallel.DistributedDataParallel))
-
-
-# Without them no message names the parameters in a bucket of gradients.
-_bucket_assignment = find("distributed._compute_bucket_assignment_by_size")
-_first_bucket_bytes = find("distributed._DEFAULT_FIRST_BUCKET_BYTES")
-
-
-def bucket_assignments(parameters: Sequence[Tensor], cap_bytes: int) -> Iterator[Sequence[Sequence[int]]]:
-    """Yield the ways in which DDP may have divided ``parameters``: per bucket, their indices.
-
-    None where torch does not say. The first is with DDP's own size of the first bucket, the second where the user
-    chose it.
-    """
-    if _bucket_assignment is None or _first_bucket_bytes is None:
-        return
-    for limits in ([_first_bucket_bytes, cap_bytes], [cap_bytes]):
-        yield _bucket_assignment(parameters, limits)[0]
 
 
 # -- process groups ---------------------------------------------------------------------------------------------------

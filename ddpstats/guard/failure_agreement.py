@@ -29,7 +29,6 @@ from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreLog, StoreSilent, growing_polls, shared_poll
 from ddpstats.guard.diagnosis import call_lines, find, unexplained
 from ddpstats.guard.event import MESSAGES, Event
-from ddpstats.guard.signature import bucket_words
 from ddpstats.guard.status import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding, RankStatus
 
 WATCHDOG_SEC = 0.25
@@ -53,7 +52,6 @@ class Alarm:
 
     ``overdue``: whether all ranks should have reached ``seq`` by now. ``tentative``: it may turn out to be nothing.
     ``ending``: raised by a rank that has come to the end of its program, and waits in no collective.
-    ``absent``: who had not come when it was raised; some may come before the verdict.
     """
 
     group: str
@@ -63,7 +61,6 @@ class Alarm:
     overdue: bool
     tentative: bool = False
     ending: bool = False
-    absent: tuple[int, ...] = ()
 
     @property
     def is_message(self) -> bool:
@@ -71,16 +68,15 @@ class Alarm:
 
     def pack(self) -> str:
         flags = self.overdue, self.tentative, self.ending
-        return json.dumps([self.group, self.words, self.ranks, self.seq, self.absent, *flags])
+        return json.dumps([self.group, self.words, self.ranks, self.seq, *flags])
 
     @classmethod
     def unpack(cls, payload: bytes) -> Alarm:
         """Raises ValueError for what `pack` did not write."""
         try:
-            group, words, ranks, seq, absent, *flags = parse_json(payload)
+            group, words, ranks, seq, *flags = parse_json(payload)
             overdue, tentative, ending = map(bool, flags)
-            everyone, late = (tuple(int(rank) for rank in named) for named in (ranks, absent))
-            return cls(str(group), str(words), everyone, int(seq), overdue, tentative, ending, late)
+            return cls(str(group), str(words), tuple(map(int, ranks)), int(seq), overdue, tentative, ending)
         except (TypeError, OverflowError) as error:
             raise ValueError(f"not an alarm: {error}") from None
 
@@ -202,7 +198,7 @@ class FailureAgreement:
         """Return lines that say what this rank itself called, and where."""
         status = self._report_status(alarm.group)
         event = status.message_waited_for() if alarm.is_message else status.at(alarm.seq)
-        return [] if event is None else call_lines(self.rank, event)
+        return [] if event is None else call_lines([self.rank], event)
 
     def compare_memory(self, alarm: Alarm) -> GuardFinding | None:
         """Return a mismatch that shows in this host's memory: gloo ends a process that gets more than it expects."""
@@ -216,7 +212,7 @@ class FailureAgreement:
                 statuses.append(_status_from_memory(rank, events, rank in dead))
             else:
                 return None
-        finding = find(alarm.group, alarm.words, statuses, bucket_words=bucket_words)
+        finding = find(alarm.group, alarm.words, statuses)
         return finding if finding is not None and finding.kind == MISMATCH else None
 
     def another_waits_elsewhere(self, event: Event) -> bool:
@@ -308,7 +304,7 @@ class FailureAgreement:
             statuses.get(rank) or self._last_known_status(rank, alarm.group, rank in dead) for rank in alarm.ranks
         ]
         overdue = alarm.seq if alarm.overdue else None
-        found = find(alarm.group, alarm.words, everyone, overdue, alarm.absent, alarm.tentative, bucket_words)
+        found = find(alarm.group, alarm.words, everyone, overdue, alarm.tentative)
         if found is None and alarm.tentative:  # labels may differ for good reasons
             return GuardFinding(NOTHING, "", alarm.group, alarm.seq, doubts=_labelled_by_some(everyone))
         return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)

@@ -80,7 +80,6 @@ class Watching:
         self.session: Session | None = None
         self.comparing: Comparing | None = None
         self.how_left: str | None = None
-        self._missed: tuple[int, ...] = ()  # when this rank left
         self._is_inherited = False  # by a process that was forked from the guarded one
         self._works: dict[int, _Work] = {}
         self._unfinished: list[_Work] = []
@@ -274,7 +273,6 @@ class Watching:
     def leave(self, error: BaseException | None) -> None:
         """Tell the others that this rank leaves, and how; never waits."""
         self.recording.begin_early()
-        self._missed = tuple(getattr(error, "missing_ranks", ()))
         if self.session is not None:
             self.session.leave(how_left(error), self.ring.last(), self._report_status)
         if self.recording.writer is not None:
@@ -331,7 +329,6 @@ class Watching:
             False,
             main_stack(_STACK_FRAMES),
             self._slept_sec(),
-            self._missed,
             self.ring.of(name + MESSAGES)[-_REPORTED_MESSAGES:],
         )
 

@@ -10,20 +10,18 @@ fixed size per rank is enough to tell.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from ddpstats._base.text import dtype_name, shorten
-from ddpstats._observe.groups import bucket_assignments, live_replicas
+from ddpstats._base.text import dtype_name
 from ddpstats._observe.operators import Collective
-from ddpstats.guard.event import MASK, Event, Signature, digest_of, stable_hash
+from ddpstats.guard.event import MASK, Signature, digest_of, stable_hash
 
 _STRIDED = torch.strided
 NO_PIECES = "", 0
-_SHOWN_NAMES = 6
 
 Parts = tuple[str, str | None, int | None, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 """Operation, reduce op, root, shapes, dtypes, strides: what must be equal on all ranks, as torch has it."""
@@ -114,43 +112,3 @@ def _in_words(pieces: Sequence[_Piece], by_sender: bool) -> str:
             else f"{words[0]} from group rank {pieces[0].sender}"
         )
     return "[" + ", ".join(words) + (", ...]" if len(pieces) > 8 else "]")
-
-
-# -- what a bucket of gradients holds ---------------------------------------------------------------------------------
-
-
-def bucket_words(event: Event) -> str:
-    """Return which parameters' gradients DDP reduces in ``event``; empty where that is not certain.
-
-    For a message, when something has gone wrong: this looks at all objects of the process. DDP's C++ reducer sums flat
-    buffers, and cannot be asked: while a backward pass hangs it holds its lock. So the buckets of the models that use
-    the group are worked out with the function that DDP divides parameters with: all in one bucket at first, then by
-    size from the last to the first. Checked on torch 2.13.
-    """
-    shapes = event.signature.shapes
-    if event.signature.op != "all_reduce" or len(shapes) != 1 or len(shapes[0]) != 1:
-        return ""
-    try:
-        buckets = [bucket for model in _models_on(event.group) for bucket in _buckets(model)]
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # a DDP of another torch
-        return ""
-    fitting = {words for words, elements in buckets if elements == shapes[0][0]}
-    return fitting.pop() if len(fitting) == 1 else ""
-
-
-def _models_on(group: str) -> Iterator[Any]:
-    for replica in live_replicas():
-        name = getattr(replica.process_group, "group_name", None)
-        if group == name or group.startswith(f"{name} of "):  # a session or a life of it
-            yield replica
-
-
-def _buckets(model: Any) -> Iterator[tuple[str, int]]:
-    """Yield (words, number of elements) of each bucket that the model may reduce."""
-    named = [(name, parameter) for name, parameter in model.module.named_parameters() if parameter.requires_grad]
-    yield "all parameters", sum(parameter.numel() for _, parameter in named)
-    named.reverse()
-    for groups in bucket_assignments([parameter for _, parameter in named], int(model.bucket_bytes_cap)):
-        for number, indices in enumerate(groups if len(groups) > 1 else ()):
-            names = shorten([named[index][0] for index in indices], _SHOWN_NAMES)
-            yield f"bucket {number} of {len(groups)}: {names}", sum(named[index][1].numel() for index in indices)

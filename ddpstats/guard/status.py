@@ -26,8 +26,7 @@ class RankStatus:
     ``events``: of the group in question, oldest first, without gaps. ``messages``: its newest, by their numbers.
     ``count``: how many collectives of the group the rank began. ``waits_in``: what it waits in now: (group, seq) or
     None. ``left``: how it left the guard, if it did. ``dead``: its process is gone. ``stack``: of its main thread.
-    ``slept_sec``: how long its process ran no Python lately, where that was for most of the timeout. ``missed``: the
-    ranks for whose absence it left.
+    ``slept_sec``: how long its process ran no Python lately, where that was for most of the timeout.
     """
 
     rank: int
@@ -39,13 +38,23 @@ class RankStatus:
     dead: bool = False
     stack: str | None = None
     slept_sec: float = 0.0
-    missed: tuple[int, ...] = ()
     messages: Sequence[Event] = ()
 
     @property
     def is_silent(self) -> bool:
         """True where the rank itself has reported nothing of this group: its ``count`` is 0 for that reason alone."""
         return not self.events and not self.count and self.stack is None and self.left is None
+
+    @property
+    def is_follower(self) -> bool:
+        """True where the rank left because it missed another one: it is not at fault itself."""
+        return self.left is not None and self.left.startswith(f"{LEFT} by RankMissing")
+
+    def waits_for(self, group: str, before: int | None = None) -> bool:
+        """Return whether the rank waits in that group, in a number ``before`` that one if it is given."""
+        if self.dead or self.waits_in is None or self.waits_in[0] != group:
+            return False
+        return before is None or self.waits_in[1] < before
 
     def at(self, seq: int) -> Event | None:
         """The rank's event of that number; None if it has none, or not any more."""
@@ -82,7 +91,6 @@ class RankStatus:
                 False,
                 text_or_none(given["stack"]),
                 float(given["slept_sec"]),
-                tuple(map(int, given["missed"])),
                 tuple(map(Event.from_dict, given["messages"])),
             )
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError):

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -261,8 +260,7 @@ class Verdicts:
             if self.has_given_up(group) or (is_late and is_own):
                 raise GivenUp
             if is_late or self._cannot_come(group, seq):
-                alarm = alarm_of(group, seq, overdue=True, ending=ends_by is not None)
-                self.await_verdict(replace(alarm, absent=self._absent(group)))
+                self.await_verdict(alarm_of(group, seq, overdue=True, ending=ends_by is not None))
                 raise Silenced
             if waited_for is not None and self._waits_elsewhere(waited_for):
                 self.differ(group, seq)

@@ -105,7 +105,7 @@ def _wire_seeds() -> list[bytes]:
     notes = {"events": [event], "count": 3, "waits_in": ["0", 3], "last": "x", "left": None}
     texts = [
         {"missing": [1, 2], "message": "text"},
-        {**notes, "stack": None, "slept_sec": 7.5, "missed": [1], "messages": []},
+        {**notes, "stack": None, "slept_sec": 7.5, "messages": []},
         {**finding, "by_rank": {"0": event}},
         ["0", "words", [0, 1], 3, True, False, False],
         event,

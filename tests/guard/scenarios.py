@@ -589,7 +589,7 @@ SCENARIOS: dict[str, Row] = {
         Row(ddp_extra_collective, MISMATCH, "What differs", "-"),
         Row(ddp_of_uneven_inputs, MISMATCH, "the reduce op", "-"),
         Row(coalesced_count, MISMATCH, "the number of tensors", "-"),
-        Row(ddp_other_parameters, MISMATCH, "all parameters", "-"),
+        Row(ddp_other_parameters, MISMATCH, "the operation", "-"),
         Row(fsdp2, MISMATCH, "the reduce op", "-"),
         Row(wrong_group, MISMATCH, "between groups", "MBI CollComMatching"),
         Row(groups_in_different_order, MISMATCH, "between groups", "MBI CollComMatching"),

@@ -28,8 +28,8 @@ def status(rank: int, count: int, waits: int | None = None, **given: object) -> 
     [
         ([status(1, 4), status(2, 4), status(3, 4, left=FAILED)], (3,)),
         ([status(1, 5, 5), status(2, 4), status(3, 5, dead=True)], (3,)),
-        ([status(1, 4, left=GONE, missed=(3,)), status(2, 4), status(3, 4, left=FAILED)], (3,)),
-        ([status(1, 4, left=GONE, missed=(3,)), status(2, 4), status(3, 4)], (3,)),
+        ([status(1, 4, left=GONE), status(2, 4), status(3, 4, left=FAILED)], (3,)),
+        ([status(1, 4, left=GONE), status(2, 5, 5), status(3, 4)], (3,)),
         ([status(1, 4), status(2, 5, 5), status(3, 3, left=LEFT)], (1, 3)),
         ([status(1, 5, 5), status(2, 4), status(3, 5, left=FAILED)], (2,)),
         ([status(1, 5, 5), status(2, 6, 6), status(3, 6, 6, slept_sec=7.2)], (3,)),

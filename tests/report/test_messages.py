@@ -66,7 +66,7 @@ def message(number: int, rank: int, op: str) -> Event:
     ("sent", "received", "finding", "last"),
     [
         (3, 3, "", ()),
-        (3, 2, "rank 0 sends", ("its last known call was ",)),
+        (3, 2, "rank 0 sends", ("its last known collective was ",)),
         (2, 3, "rank 1 waits", ("its last message",)),
     ],
 )
@@ -79,4 +79,4 @@ def test_unmatched_last_message_of_killed_run_is_a_finding(
     text = report(tmp_path, status=int(bool(finding)))
     assert text.count("has not") == bool(finding)
     assert f"\n{finding} " in text
-    assert tuple(words for words in ("its last known call was ", "its last message") if words in text) == last
+    assert tuple(words for words in ("its last known collective was ", "its last message") if words in text) == last
