@@ -29,7 +29,7 @@ from ddpstats._ranks.store import BoundedStore
 from ddpstats._reduction.reducer import StatsReducer
 from ddpstats.guard import notes_shm
 from ddpstats.guard.failure_agreement import Alarm, FailureAgreement
-from ddpstats.guard.notes import Note
+from ddpstats.guard.notes import Note, agree
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.status import RankStatus
 from ddpstats.testing._thread_comm import ThreadComm, ThreadWorld, in_process
@@ -368,7 +368,7 @@ def compared(world_size: int, hosts: bool) -> list[Phase]:
                     exchange.post(seq, Note(seq))
                 for rank, exchange in enumerate(exchanges):
                     tally.plays(rank)
-                    if not notes_shm.agree(exchange.look(seq) or [Note(0), Note(1)]):
+                    if not agree(exchange.look(seq) or [Note(0), Note(1)]):
                         raise RuntimeError("equal notes do not agree")
             phases.append(Phase(f"guard, {name}: compares", world_size, tally.taken(), _COLLECTIVES - 1))
         finally:

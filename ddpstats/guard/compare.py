@@ -5,37 +5,28 @@
 
 from __future__ import annotations
 
-import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import chain
+from typing import Any
 
 from ddpstats._ranks.gather import gather_trees
-from ddpstats._ranks.store import STORE_ERRORS, StoreSilent
+from ddpstats._ranks.store import STORE_ERRORS
 from ddpstats.errors import CollectiveMismatch, DdpstatsError
-from ddpstats.guard.encoding import encode
-from ddpstats.guard.event import MASK, Event, roll, same_labels
+from ddpstats.guard.event import MASK, Event, encode, roll, same_labels
 from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.group import FindLimit, Group, Session, Settings, Standing
 from ddpstats.guard.messages import Messages
-from ddpstats.guard.notes import Note, Overrun
-from ddpstats.guard.notes_shm import agree, share
+from ddpstats.guard.notes import Note, Overrun, agree, share
 from ddpstats.guard.verdicts import GivenUp, Silenced, Verdicts, alarm_of
 
 _MAX_PENDING = 64
-_END = Note(0x454E44, 0)  # posted in place of a collective by a rank that leaves
+_END = 0x454E44  # rolled in place of a collective by a rank that leaves
+_SHARES = 1 << 36  # shares of a step's question are added up modulo this: float64 sums of 2**17 ranks are exact
 
-
-Told = dict[str, list[Any]]
-"""A group -> its name, words and ranks, the number of the last collective, and the note about all until then."""
-
-
-class _Digests(NamedTuple):
-    """The digest of all that a rank has done in a group up to the collective of number ``seq``."""
-
-    seq: int
-    note: Note
+Digests = list[Any]
+"""Of all that a rank has done in a group: the group's name, words and ranks, the last number, and the note."""
 
 
 class Comparing:
@@ -46,15 +37,15 @@ class Comparing:
         self.verdicts = Verdicts(session, standing, settings)
         self.agreement = self.verdicts.agreement
         self.messages = Messages(standing, self.verdicts)
-        self._asked: list[tuple[Group, _Digests]] = []
+        self._asked: list[tuple[Group, int, Note]] = []
 
-    def foretell(self, group: Group, event: Event, seq: int) -> None:
+    def announce(self, group: Group, event: Event, seq: int) -> None:
         """Say what is about to be issued, where the other ranks of this host see it even if gloo aborts this process.
 
-        Raises where a neighbour in the group has said something else; never waits.
+        Raises where a neighbour in the group has announced something else; never waits.
         """
         assert group.exchange is not None
-        if group.exchange.tell(seq, event.digest, encode(event)):
+        if group.exchange.announce(seq, event.digest, encode(event)):
             with suppress(GivenUp):
                 self.verdicts.differ(group, seq, tentative=True)
 
@@ -63,91 +54,76 @@ class Comparing:
     def post(self, group: Group, event: Event, seq: int) -> None:
         """strict: say what is about to be issued."""
         group.rolling = roll(group.rolling, event.digest)
-        note = Note(event.digest, event.balance, event.word, group.rolling)
-        self._post(group, seq, note, seq)
+        self._post(group, seq, Note(group.rolling, event.balance, event.word))
 
     def take_in(self, group: Group, event: Event, check_every: int) -> None:
         """step: note what is about to be issued, and compare the digests now and then."""
         assert group.exchange is not None
         group.pending.append(event)
         if group.settled < group.posted and (group.exchange.is_quick or group.seq % 8 == 0):
-            self._settle_ready(group)
+            self.settle(group, group.posted)
         if group.seq % check_every == 0:
             self._post_digests(group)  # settled when all have posted it, and at `step` at the latest
         elif len(group.pending) >= _MAX_PENDING:
             _roll_pending(group)
 
     def _post_digests(self, group: Group) -> None:
-        seq, note = _digests_of(group)
-        group.checked_at[group.posted + 1] = seq
-        self._post(group, group.posted + 1, note, seq)
+        note, group.noted = _digests_of(group), group.seq
+        self._post(group, group.posted + 1, note)
 
-    def _post(self, group: Group, number: int, note: Note, seq: int) -> None:
-        """Post this rank's note of that number, about its collectives up to ``seq``; never waits."""
+    def _post(self, group: Group, number: int, note: Note) -> None:
+        """Post this rank's note of that number; never waits."""
         assert group.exchange is not None
         group.posted = number
         try:
             group.exchange.post(number, note)
         except STORE_ERRORS as error:
-            ending = self.verdicts.ends_by is not None
-            self.verdicts.conclude_alone(alarm_of(group, seq, overdue=True, ending=ending), error)
+            is_ending = self.verdicts.ends_by is not None
+            self.verdicts.conclude_alone(
+                alarm_of(group, self._seq_of(group, number), overdue=True, ending=is_ending), error
+            )
+
+    def _seq_of(self, group: Group, number: int) -> int:
+        """Return the number of the last collective that the note of that number is about."""
+        return number if self._strict else group.seq
 
     def settle(self, group: Group, until: int, find_limit: FindLimit | None = None) -> bool:
-        """See that all ranks posted the same, up to that note. Waits for them, for no longer than the call would.
+        """Compare what all ranks have posted, up to that note.
 
-        True where the program's own timeout has ended that wait.
+        Waits for them, for no longer than the limit; without one it never waits. True where the program's own timeout
+        has ended that wait.
         """
-        with group.lock:
-            while group.settled < until and not self._standing.silent and self._settle_one(group, find_limit):
-                pass
-        return group.is_given_up
-
-    def settle_what_is_ready(self) -> None:
-        """Compare what all ranks have posted by now; never waits."""
-        for group in list(self.session.named.values()):
-            if group.settled < group.posted and group.exchange is not None and group.exchange.is_quick:
-                self._settle_ready(group)
-
-    def _settle_ready(self, group: Group) -> None:
-        if group.lock.acquire(blocking=False):
+        if group.lock.acquire(blocking=find_limit is not None):
             try:
-                while group.settled < group.posted and self._is_there(group, group.settled + 1):
-                    if not self._settle_one(group):
-                        break
+                while group.settled < until and not self._standing.silent and self._settle_one(group, find_limit):
+                    pass
             finally:
                 group.lock.release()
+        return group.is_given_up
 
-    def _is_there(self, group: Group, number: int) -> bool:
-        """Return whether all ranks have posted that note by now."""
-        assert group.exchange is not None
-        try:
-            with self.verdicts.agreement.glancing():
-                return group.exchange.look(number) is not None
-        except Overrun:
-            return True
-        except StoreSilent:
-            return False
-        except STORE_ERRORS as error:
-            self.verdicts.conclude_alone(alarm_of(group, group.seq, overdue=True), error)
+    def settle_all(self, waits: bool) -> None:
+        """Compare all that this rank has posted; unless it ``waits``, as far as all ranks have posted it by now."""
+        for group in self.session.groups():
+            self.settle(group, group.posted, group.limit if waits else None)
 
-    def _settle_one(self, group: Group, find_limit: FindLimit | None = None) -> bool:
-        """Compare the next note with those of all ranks. False where nothing more is compared."""
+    def _settle_one(self, group: Group, find_limit: FindLimit | None) -> bool:
+        """Compare the next note with those of all ranks. False where it is not there, or nothing more is compared."""
         assert group.exchange is not None
         number = group.settled + 1
-        if self._strict and group.exchange.all_alike(number):
-            group.settled = group.agreed = number
-            return True
-        seq = number if self._strict else group.seq
+        seq = self._seq_of(group, number)
         try:
             notes = group.exchange.look(number)
             if notes is None:
-                limit = (find_limit or group.limit)()
+                if find_limit is None:
+                    return False
+                limit = find_limit()
                 watch = self.verdicts.watch(group, seq, time.monotonic() + limit.seconds, is_own=limit.is_own)
                 with self._standing.waiting(group, seq):
                     notes = group.exchange.wait(number, watch)
+            group.settled = number
+            self._judge(group, seq, notes)
         except Overrun:  # a later note proves this one
             group.settled = number
-            return True
         except GivenUp:
             self.verdicts.give_up(group)
             return False
@@ -157,93 +133,62 @@ class Comparing:
             raise
         except STORE_ERRORS as error:
             self.verdicts.conclude_alone(alarm_of(group, seq, overdue=True), error)
-        group.settled = number
-        try:
-            if self._strict:
-                self._judge_one(group, seq, notes)
-            else:
-                self._judge_digests(group, number, notes)
-        except GivenUp:
-            return False
         return True
 
-    def _judge_one(self, group: Group, seq: int, notes: Sequence[Note]) -> None:
-        same = agree(notes)
-        if same and same_labels(note.label for note in notes):
+    def _judge(self, group: Group, seq: int, notes: Sequence[Note]) -> None:
+        if notes.count(notes[0]) < len(notes) or notes[0].balance:
+            is_same, labels = agree(notes), {note.label for note in notes}
+            if not is_same or not (same_labels(labels) if self._strict else len(labels) == 1):
+                self.verdicts.differ(group, seq, tentative=is_same)  # labels may differ for good reasons
+        if self._standing.silent:
+            return
+        if self._strict:
             group.agreed = seq
-        else:
-            self.verdicts.differ(group, seq, tentative=same)  # labels may differ for good reasons
-
-    def _judge_digests(self, group: Group, number: int, notes: Sequence[Note]) -> None:
-        if not agree(notes):
-            self.verdicts.differ(group, group.seq)
-        elif any(note.label != notes[0].label for note in notes):
-            self.verdicts.differ(group, group.seq, tentative=True)  # legal, where one rank has no names
-        group.agreed = max(group.agreed, group.checked_at.get(number, 0))
-        for old in [old for old in group.checked_at if old <= number]:
-            del group.checked_at[old]
+        elif group.settled == group.posted:
+            group.agreed = max(group.agreed, group.noted)
 
     # -- at a step and at the end -------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Compare all groups as far as they are."""
-        groups = self.session.groups()
-        for group in groups if not self._strict else ():
+        for group in self.session.groups() if not self._strict else ():
             self._post_digests(group)
-        for group in groups:
-            self.settle(group, group.posted)
+        self.settle_all(waits=True)
 
     def ask(self) -> int:
         """`step` by a sum over all ranks: what this one adds to it. It is 0 modulo 2**64 if all agree. Never waits.
 
         Raises where what was posted before is seen to differ.
         """
-        groups = self.session.groups()
-        for group in groups:
-            self._settle_ready(group)
-        self._asked = [(group, _digests_of(group, strict=self._strict)) for group in groups]
-        return sum(_share(group, digests) for group, digests in self._asked if digests.seq > group.proved) & MASK
+        self._asked, total = [], 0
+        for group in self.session.groups():
+            self.settle(group, group.posted)
+            note, ranks = _digests_of(group, strict=self._strict), group.view.ranks
+            self._asked.append((group, group.seq, note))
+            if group.seq > group.proved:
+                total += share(group.name, ranks.index(group.view.rank), len(ranks), note)
+        return total & MASK
 
-    def told(self) -> Told:
+    def asked(self) -> list[Digests]:
         """Return what was asked, in full."""
-        return {
-            f"{group.name} of {group.view.ranks}": [group.name, group.words, list(group.view.ranks), seq, *note]
-            for group, (seq, note) in self._asked
-        }
+        return [[group.name, group.words, list(group.view.ranks), seq, *note] for group, seq, note in self._asked]
 
     def take_agreed(self) -> None:
         """All ranks had asked the same, so what was posted before is there, too."""
         asked, self._asked = self._asked, []
-        for group, digests in asked:
-            self.settle(group, group.posted)
-            group.agreed, group.proved = max(group.agreed, digests.seq), digests.seq
+        for group, seq, _ in asked:
+            self.settle(group, group.posted, group.limit)
+            group.agreed, group.proved = max(group.agreed, seq), seq
 
     def post_ends(self) -> None:
         """Say that nothing more will come; never waits."""
         self.verdicts.has_ended = True
         for group in self.session.groups():
             if self._strict:
-                self._post(group, group.seq + 1, _END._replace(rolling=group.rolling), group.seq + 1)
+                self._post(group, group.seq + 1, Note(roll(group.rolling, _END)))
                 group.has_ended = True
             else:
                 self._post_digests(group)
-
-    def finish(self) -> None:
-        """The last comparison, after `post_ends`. A rank that left earlier, or runs one collective more, shows here."""
-        for group in self.session.groups():
-            self.settle(group, group.posted)
-
-    @contextmanager
-    def ending_within(self, seconds: float) -> Iterator[None]:
-        """Around `post_ends` and `finish`: the program has come to its end, and ranks may do so at different times.
-
-        Raises `Unfinished` where some rank does not come in time, has died, or has left before.
-        """
-        self.verdicts.ends_by = time.monotonic() + seconds
-        try:
-            yield
-        finally:
-            self.verdicts.ends_by = None
 
 
 def _roll_pending(group: Group) -> None:
@@ -255,54 +200,42 @@ def _roll_pending(group: Group) -> None:
             group.balance += event.balance
 
 
-def _digests_of(group: Group, strict: bool = False) -> _Digests:
+def _digests_of(group: Group, strict: bool = False) -> Note:
     _roll_pending(group)
     rolling = roll(group.rolling, group.seq)
     if strict:  # where labels and balances are compared one by one
-        return _Digests(group.seq, Note(rolling))
-    note = Note(rolling, group.balance & MASK, group.labels)
-    group.labels = 0  # each comparison has the labels since the one before: those that may differ do so once
-    return _Digests(group.seq, note)
+        return Note(rolling)
+    labels, group.labels = group.labels, 0  # each comparison has the labels since the one before
+    return Note(rolling, group.balance & MASK, labels)
 
 
-def _share(group: Group, digests: _Digests) -> int:
-    ranks = group.view.ranks
-    return share(group.name, ranks.index(group.view.rank), len(ranks), digests.note)
-
-
-def alarms_of(told: Iterable[Told]) -> list[Alarm]:
-    """Return what ranks that tell this are to come to a verdict on. Pure: the same, and in one order, on every rank."""
-    entries: dict[str, list[list[Any]]] = {}
-    for one in told:
-        for group, entry in one.items():
-            entries.setdefault(group, []).append(entry)
+def alarms_of(reports: Iterable[Iterable[Digests]]) -> list[Alarm]:
+    """Return what ranks that report this are to come to a verdict on. Pure: the same, in one order, on every rank."""
+    by_group: dict[tuple[str, tuple[int, ...]], list[Digests]] = {}
+    for digests in chain.from_iterable(reports):
+        name, _, ranks, *_ = digests
+        by_group.setdefault((name, tuple(ranks)), []).append(digests)
     alarms = []
-    for _, held in sorted(entries.items()):
-        name, words, ranks = held[0][:3]
-        notes = [Note(*entry[4:]) for entry in held]
-        same = len(held) == len(ranks) and agree(notes)
-        if not same or len({note.label for note in notes}) > 1:
-            alarms.append(
-                Alarm(name, words, tuple(ranks), max(entry[3] for entry in held), overdue=False, tentative=same)
-            )
+    for (name, ranks), held in sorted(by_group.items()):
+        notes = [Note(*note) for _, _, _, _, *note in held]
+        is_same = len(held) == len(ranks) and agree(notes)
+        if not is_same or len({note.label for note in notes}) > 1:
+            seq = max(digests[3] for digests in held)
+            alarms.append(Alarm(name, held[0][1], ranks, seq, overdue=False, tentative=is_same))
     return alarms
 
 
 # -- a step as a question that all ranks ask in one collective ---------------------------------------------------------
 #
-# 1. Each rank sends its share of a sum over all ranks, modulo 2**64, which is 0 if in every group all have done the
-#    same (`notes_shm.share`); and whether it knows of a mismatch already. A sum of float64 is exact for whole numbers,
-#    so the share travels as four of 16 bits.
+# 1. Each rank sends its share of a sum over all ranks which is 0 if in every group all have done the same
+#    (`notes.share`); and whether it knows of a mismatch already.
 # 2. 0, and no rank knows of anything: compared.
 # 3. Otherwise every rank sends what it has done in each group, as digests. All see in which groups ranks differ, and
 #    come to the verdict on these, also where they are no members.
 
-_CHUNKS = struct.Struct("<4H")
-_BITS = 16
-
 
 class StepQuestion:
-    """The question of one step. ``comparing`` is None where there is nothing to compare, or nobody to compare with."""
+    """The question of one step. ``comparing`` is None where there is nothing to compare, or no rank to compare with."""
 
     def __init__(self, comparing: Comparing | None, standing: Standing) -> None:
         self._comparing, self._standing = comparing, standing
@@ -318,11 +251,11 @@ class StepQuestion:
                 share = self._comparing.ask()
         except CollectiveMismatch as error:  # the others are to hear of it
             self._known = error
-        return float(self._known is not None), *map(float, _chunks(share))
+        return float(self._known is not None), float(share % _SHARES)
 
     def _answer(self, sums: Sequence[float], group: Any) -> None:
-        known, *chunks = sums
-        if known or _joined(chunks):
+        known, shares = sums
+        if known or shares % _SHARES:
             self._settle(group)
         if self._comparing is not None and not self._standing.silent:
             self._comparing.take_agreed()
@@ -333,27 +266,18 @@ class StepQuestion:
     def _settle(self, group: Any) -> None:
         """Some rank differs, or knows of a mismatch. Collective."""
         comparing = self._comparing
-        mine: Told = {} if comparing is None else comparing.told()
-        tree = {"error": str(self._known or ""), "silent": self._standing.silent, "groups": mine}
-        told = gather_trees(tree, name="collective_guard.step: what each rank did", group=group)
+        asked = [] if comparing is None else comparing.asked()
+        tree = {"error": str(self._known or ""), "silent": self._standing.silent, "groups": asked}
+        reports = gather_trees(tree, name="collective_guard.step: what each rank did", group=group)
         if self._known is not None:
             raise self._known
-        errors = [one["error"] for one in told if one["error"]]
-        if comparing is not None and (errors or any(one["silent"] for one in told)):
+        errors = [report["error"] for report in reports if report["error"]]
+        is_silent = any(report["silent"] for report in reports)
+        if comparing is not None and (errors or is_silent):
             comparing.verdicts.catch_up()
         if errors:
             raise CollectiveMismatch(errors[0])
-        self._standing.silent |= any(one["silent"] for one in told)
-        for alarm in alarms_of(one["groups"] for one in told):
+        self._standing.silent |= is_silent
+        for alarm in alarms_of(report["groups"] for report in reports):
             if comparing is not None and not self._standing.silent:
                 comparing.verdicts.await_verdict(alarm)
-
-
-def _chunks(number: int) -> tuple[int, ...]:
-    return _CHUNKS.unpack(number.to_bytes(_CHUNKS.size, "little"))
-
-
-def _joined(sums: Sequence[float]) -> int:
-    """Return the sum of what `_chunks` took apart, modulo 2**64."""
-    total = sum(int(chunk) << _BITS * place for place, chunk in enumerate(sums))
-    return total % (1 << _BITS * len(sums))

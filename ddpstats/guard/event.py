@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
-from ddpstats._base.files import LATEST_TIME_SEC
+from ddpstats._base.files import LATEST_TIME_SEC, parse_json
 from ddpstats._base.text import printable
 
 MASK = (1 << 64) - 1
+EVENT_BYTES = 992  # of one event in shared memory
+_MAX_CHARS = 100  # of each text of an event that is too long for that
 _PARTS_OF_0_1 = 10  # of the evidence for a label, as release 0.1.0 wrote it
-_MAX_LEVELS = 64
 
 
 @dataclass(frozen=True)
@@ -118,39 +121,24 @@ class Evidence:
     set_by: str = "loop"
     outer: Evidence | None = None
 
-    def as_list(self, before: Evidence | None = None) -> list[Any]:
-        """For `from_list`, with the same ``before``: the evidence of the event before, whose names are not repeated."""
-        names = None if before is not None and before.names == self.names else list(self.names)
-        outer = None if self.outer is None else self.outer.as_list(None if before is None else before.outer)
-        return [self.key, names, self.source, self.use, list(self.aliases), self.set_by, outer]
-
     @classmethod
-    def from_list(cls, given: Any, before: Evidence | None = None, depth: int = 0) -> Evidence:
-        """Raises ValueError or TypeError for what `as_list`, of this version or of 0.1.0, did not give."""
+    def from_list(cls, given: Any) -> Evidence:
+        """Return the evidence that `dataclasses.astuple` made a list of. Raises ValueError or TypeError for others.
+
+        What release 0.1.0 took for evidence proves nothing: its labels are of each rank's own data.
+        """
         if len(given) == _PARTS_OF_0_1:
-            key, names, source, fate, _, aliases, _, _, chosen_by, outer = given
-            use = {"keyed": "stored", "in place": "element", "pooled": "pooled"}.get(text_of(fate), "")
-            set_by = {"sorted": "loop", "caller": "text"}.get(text_of(chosen_by), chosen_by)
-        else:
-            key, names, source, use, aliases, set_by, outer = given
-        if depth > _MAX_LEVELS:
-            raise ValueError("nested too deep")
+            return cls(text_of(given[0]), use="pooled")
+        key, names, source, use, aliases, set_by, outer = given
         return cls(
             text_of(key),
-            tuple(map(text_of, names)) if names is not None else () if before is None else before.names,
+            tuple(map(text_of, names)),
             text_of(source),
             text_of(use),
             tuple(map(text_of, aliases)),
             text_of(set_by),
-            None if outer is None else cls.from_list(outer, None if before is None else before.outer, depth + 1),
+            None if outer is None else cls.from_list(outer),
         )
-
-
-class HasEvidence(Protocol):
-    """What works out the `Evidence` for a label when asked for it."""
-
-    @property
-    def evidence(self) -> Evidence: ...
 
 
 @dataclass(slots=True)
@@ -174,21 +162,22 @@ class Event:
     tag: int | None = None
     started: float = 0.0
     read_source: str = ""
-    evidence_source: Evidence | HasEvidence | None = None
+    evidence_source: Any = None
+    encoded: bytes = field(default=b"", compare=False, repr=False)  # see `encode`
 
     @property
     def evidence(self) -> Evidence | None:
         """None for a label that the program itself gave."""
-        known = self.evidence_source
-        return known if known is None or isinstance(known, Evidence) else known.evidence
+        evidence: Evidence | None = getattr(self.evidence_source, "evidence", self.evidence_source)
+        return evidence
 
     @property
     def source(self) -> str:
         """The line of the call site; empty where it is not known."""
         return self.read_source if isinstance(self.site, str) else str(self.site.source())
 
-    def as_dict(self, before: Evidence | None = None) -> dict[str, Any]:
-        """``before``: the evidence of the event before, where both go the same way."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields that are not empty, for JSON."""
         evidence = self.evidence if self.word else None
         fields = {
             "group": self.group,
@@ -202,22 +191,22 @@ class Event:
             "peer": self.peer,
             "tag": self.tag,
             "time": self.started,
-            "evidence": evidence.as_list(before) if evidence is not None else None,
+            "evidence": dataclasses.astuple(evidence) if evidence is not None else None,
             "is_silenced": (not self.word and self.label is not None) or None,
         }
         return {key: value for key, value in fields.items() if value not in (None, "", ())}
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any], before: Evidence | None = None) -> Event:
+    def from_dict(cls, given: Mapping[str, Any]) -> Event:
         """Raises ValueError for what `as_dict` did not write."""
         try:
             signature = Signature(
                 line_of(given["op"]),
                 None if given.get("reduce_op") is None else line_of(given["reduce_op"]),
                 _int_or_none(given.get("root")),
-                tuple(tuple(int(size) for size in shape) for shape in given.get("shapes", [])),
-                tuple(line_of(dtype) for dtype in given.get("dtypes", [])),
-                tuple(tuple(int(size) for size in strides) for strides in given.get("strides", [])),
+                tuple(tuple(map(int, shape)) for shape in given.get("shapes", [])),
+                tuple(map(line_of, given.get("dtypes", []))),
+                tuple(tuple(map(int, strides)) for strides in given.get("strides", [])),
             )
             if len(signature.shapes) != len(signature.dtypes):
                 raise ValueError("as many shapes as dtypes are needed")
@@ -239,9 +228,9 @@ class Event:
                 tag=_int_or_none(given.get("tag")),
                 started=started,
                 read_source=line_of(given.get("source", "")),
-                evidence_source=Evidence.from_list(given["evidence"], before) if "evidence" in given else None,
+                evidence_source=Evidence.from_list(given["evidence"]) if "evidence" in given else None,
             )
-        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"not a record of a collective: {error!r}") from None
 
     @property
@@ -293,21 +282,34 @@ def _int_or_none(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def events_as_dicts(events: Iterable[Event]) -> list[dict[str, Any]]:
-    found, before = [], None
-    for event in events:
-        found.append(event.as_dict(before))
-        before = event.evidence if event.word else before
-    return found
+def encode(event: Event) -> bytes:
+    """Return the event without its number, for shared memory. Its label is shown, and not compared.
+
+    That costs as much as some small collectives, and a program issues the same few again and again: the event keeps it.
+    """
+    if not event.encoded:
+        plain = dataclasses.replace(event, seq=0, started=0.0, word=0, evidence_source=None)
+        event.encoded = _as_bytes(plain)
+        if len(event.encoded) > EVENT_BYTES:
+            signature = dataclasses.replace(event.signature, shapes=(), dtypes=(), strides=())
+            label, site = (event.label or "")[:_MAX_CHARS] or None, str(event.site)[-_MAX_CHARS:]
+            pieces = f"{len(event.signature.shapes)} tensors in all"
+            event.encoded = _as_bytes(Event(event.group, 0, signature, label, 0, site, 0, pieces))
+    return event.encoded
 
 
-def events_from_dicts(given: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
-    """Raises ValueError for what `events_as_dicts` did not give."""
-    before = None
-    for entry in given:
-        event = Event.from_dict(entry, before)
-        before = event.evidence or before
-        yield event
+def _as_bytes(event: Event) -> bytes:
+    return json.dumps(event.as_dict(), separators=(",", ":")).encode("utf-8", "surrogateescape")
+
+
+def decode(entries: Iterable[tuple[int, int, bytes]]) -> tuple[Event, ...]:
+    """Return the newest events that follow each other, of (number, digest, bytes); what cannot be read is left out."""
+    events = []
+    for seq, digest, encoded in entries:
+        with suppress(ValueError, TypeError):
+            event = Event.from_dict({**parse_json(encoded), "seq": seq})
+            events.append(dataclasses.replace(event, digest=digest))
+    return newest_in_a_row(events)
 
 
 def newest_in_a_row(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -354,36 +356,33 @@ def event_of(entry: Entry) -> Event:
 
 
 class Ring:
-    """The newest events, oldest first; spelled out only when somebody asks."""
+    """The newest calls, oldest first."""
 
     def __init__(self, capacity: int) -> None:
         self._entries: deque[Entry] = deque(maxlen=capacity)
-        self._silenced: set[tuple[str, int]] = set()
         self.append = self._entries.append
 
-    def of(self, group: str) -> list[Event]:
+    def _of(self, group: str) -> list[Entry]:
         while True:
             try:
-                entries = [entry for entry in list(self._entries) if entry[0].group == group]
+                return [entry for entry in list(self._entries) if entry[0].group == group]
             except RuntimeError:  # another thread has added one meanwhile
                 continue
-            return [self._spelled(entry) for entry in entries]
+
+    def of(self, group: str) -> list[Event]:
+        """Return the group's events, with number and time."""
+        return list(map(event_of, self._of(group)))
 
     def silence(self, group: str, numbers: Collection[int]) -> list[Event]:
-        """Compare the labels of these events no more; those of them that are here."""
-        if len(self._silenced) > (self._entries.maxlen or 0):
-            self._silenced.clear()  # of events long gone
-        self._silenced.update((group, seq) for seq in numbers)
-        return [event for event in self.of(group) if event.seq in numbers]
+        """Compare the labels of these calls, and of all that are equal, no more. Return their events."""
+        events = [event for event, seq, _ in self._of(group) if seq in numbers]
+        for event in events:
+            event.word = 0
+        return events
 
     def last(self) -> Event | None:
-        return self._spelled(self._entries[-1]) if self._entries else None
-
-    def _spelled(self, entry: Entry) -> Event:
-        event = event_of(entry)
-        if (event.group, event.seq) in self._silenced:
-            event.word = 0
-        return event
+        """Return the newest event."""
+        return event_of(self._entries[-1]) if self._entries else None
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -28,8 +28,7 @@ from ddpstats._ranks.comm import attempt_prefix, bounded_part, refuse_fake
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import GLANCE_SEC, LIMIT_SEC, STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
-from ddpstats.guard.encoding import decode
-from ddpstats.guard.event import Event, MessageNumbers
+from ddpstats.guard.event import Event, MessageNumbers, decode
 from ddpstats.guard.failure_agreement import FailureAgreement, ReportStatus
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.recording import Identity, Recording
@@ -150,7 +149,7 @@ class Group:
         self.balance = 0
         self.agreed = 0  # the last number up to which all ranks are known to have done the same
         self.proved = 0  # the same, by a question to all ranks: so they all have the same number here
-        self.checked_at: dict[int, int] = {}  # step: note -> the number up to which it goes
+        self.noted = 0  # step: the number up to which the last note goes
         self.has_ended = False  # strict: its end was posted, as if it were a collective
         self.is_given_up = False  # torch's own timeout has ended a collective of some rank: no more is compared
         self.messages = MessageNumbers()
@@ -282,7 +281,7 @@ class Session:
         group = self.named.get(name)
         if group is None or group.exchange is None or rank not in group.view.ranks:
             return []
-        return decode(group.exchange.told_by(group.view.ranks.index(rank)))
+        return list(decode(group.exchange.announced(group.view.ranks.index(rank))))
 
     # -- counting -----------------------------------------------------------------------------------------------------
 

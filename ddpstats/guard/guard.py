@@ -24,6 +24,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ContextDecorator
 from pathlib import Path
@@ -213,7 +214,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._watching.give_up_unfinished()
         comparing.post_ends()  # first: who sees that this rank has left looks for them
         self._watching.leave(error)
-        comparing.finish()
+        comparing.settle_all(waits=True)
         comparing.session.linger()
 
     def conclude(self, error: BaseException | None = None, timeout_sec: float | None = None) -> None:
@@ -229,8 +230,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         session.is_concluded = True
         self._watching.how_left = how_left(error)
         try:
-            with comparing.ending_within(self._timeout_sec if timeout_sec is None else timeout_sec):
-                self._compare_last(comparing, error)
+            comparing.verdicts.ends_by = time.monotonic() + (self._timeout_sec if timeout_sec is None else timeout_sec)
+            self._compare_last(comparing, error)
         except Unfinished as reason:
             session.unfinished = str(reason)
         except DdpstatsError as found:

@@ -34,7 +34,7 @@ class Messages:
         sender, receiver = (rank, peer) if event.signature.op == "send" else (peer, rank)
         key = stable_hash(f"{sender} {receiver} {event.tag} {number}") or 1
         content = stable_hash(f"{event.signature.sizes} {event.signature.dtypes}")
-        if exchange.post_message(group.view.ranks.index(peer), key, content):
+        if exchange.announce_message(group.view.ranks.index(peer), key, content):
             self._verdicts.await_verdict(_alarm_of(group, event, is_overdue=False))
 
     def wait_for(self, work: Any, group: Group, event: Event) -> None:

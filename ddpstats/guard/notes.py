@@ -1,8 +1,10 @@
-"""Notes of ranks of several hosts, through the store. One thread answers all ranks there, so none reads all notes.
+"""Notes: what a rank is about to do, in three numbers. How ranks of several hosts exchange them through the store.
 
-1. Who posts what nobody has posted before writes it down; all others see that it is there. So there are as many notes
-   in the store as there are different ones: one, where ranks do the same.
-2. All count up. The last rank to come sums up: the different notes, and the sum of all balances.
+One thread answers all ranks there, so none reads all notes.
+
+1. A rank posts its note where no rank has posted that one before; otherwise it sees that it is there. So there are as
+   many notes in the store as there are different ones: one, where ranks do the same.
+2. All count up. The last rank to come writes down the different notes, and the sum of all balances.
 3. The others look for that, and agree if it is one note.
 
 Each rank says besides how far it has come, for the case that some rank is late.
@@ -10,35 +12,54 @@ Each rank says besides how far it has come, for the case that some rank is late.
 
 from __future__ import annotations
 
-import struct
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ddpstats._base.files import parse_json
 from ddpstats._ranks.store import BoundedStore
-from ddpstats.guard.event import MASK
+from ddpstats.guard.event import MASK, stable_hash
 
-NOTES_KEPT = 512  # per rank; who is further behind than that is compared by a later one
+NOTES_KEPT = 512  # per rank; a rank that is further behind than that is compared by a later one
 _MAX_KINDS = 8  # of notes of one number; more different ones say no more
-_HALF = 1 << 32  # of a balance: sums of halves do not overflow the store's counters
-_NOTE = struct.Struct("<4Q")
+_BALANCES = 1 << 48  # balances are added up modulo this: the store's counters do not overflow
 
 
 class Note(NamedTuple):
     """A rank posts this for a collective.
 
-    ``digest`` must be equal on all ranks, and so must ``rolling``, which stands for all that it did before: a later
-    note proves the earlier ones that nobody read in time. Balances must add up to 0. ``label``: see
-    `event.label_word`.
+    ``digest`` must be equal on all ranks. It stands for all that the rank did so far: a later note proves the earlier
+    ones that were not read in time. Balances must add up to 0. ``label``: see `event.label_word`.
     """
 
     digest: int
     balance: int = 0
     label: int = 0
-    rolling: int = 0
 
 
 class Overrun(Exception):
     """The note was overwritten before it was read."""
+
+
+def agree(notes: Sequence[Note]) -> bool:
+    """Return whether ranks that posted these are about to do the same, whatever their labels are."""
+    first = notes[0].digest
+    return all(note.digest == first for note in notes) and sum(note.balance for note in notes) & MASK == 0
+
+
+def share(name: str, index: int, size: int, note: Note) -> int:
+    """Return what a rank adds to a sum over ranks that proves that all notes of a group are the same, labels included.
+
+    Each two neighbours in the ring of ranks cancel out what stands for their notes, if these are equal: the sum is 0
+    modulo 2**64. A difference goes unseen once in 2**64. Shares of several groups may be added up in one sum.
+
+    Args:
+        name: of the group; the same on all of its ranks, and another one for each group.
+        index, size: of this rank in the group, and of the group.
+    """
+    held = f"{name}\0{note.digest}\0{note.label}\0"
+    own, neighbour = stable_hash(f"{held}{index}"), stable_hash(f"{held}{(index - 1) % size}")
+    return (own - neighbour + note.balance * (stable_hash(name) | 1)) & MASK
 
 
 class StoreNotes:
@@ -46,69 +67,53 @@ class StoreNotes:
 
     def __init__(self, store: BoundedStore, index: int, size: int) -> None:
         self._store, self._index, self._size = store, index, size
-        self._own: tuple[int, list[Note]] = -1, []  # what this rank was the last to sum up
 
     def post(self, seq: int, note: Note) -> None:
         """Post this rank's note; never waits."""
-        store, told = self._store, _spelled([note._replace(balance=int(note.balance != 0))])
+        store, mine = self._store, json.dumps([note.digest, note.label])
         for kind in range(_MAX_KINDS):
-            if store.post(f"note/{seq}/{kind}", told) == told.encode():
+            if store.post(f"note/{seq}/{kind}", mine) == mine.encode():
                 break
         if note.balance:
-            store.add(f"balance/{seq}/low", note.balance % _HALF)
-            store.add(f"balance/{seq}/high", note.balance // _HALF)
+            store.add(f"balance/{seq}", note.balance % _BALANCES)
         store.set(f"at/{self._index}", str(seq))
         if store.add(f"posted/{seq}", 1) == self._size:
-            self._own = seq, self._summed_up(seq, kind, told.encode())
-            store.set(f"all/{seq}", _spelled(self._own[1]))
-            self._forget(seq - NOTES_KEPT)
+            self._sum_up(seq)
 
-    def _summed_up(self, seq: int, own_kind: int, own: bytes) -> list[Note]:
-        notes, balance = list[Note](), 0
-        for kind in range(_MAX_KINDS):
-            told = own if kind == own_kind else self._store.find(f"note/{seq}/{kind}")
-            if told is None:
-                break
-            notes += _notes_of(told) or ()
-        if any(note.balance for note in notes):
-            low, high = (self._store.counted(f"balance/{seq}/{half}") for half in ("low", "high"))
-            balance = (low + high * _HALF) & MASK
-        return [note._replace(balance=0 if kind else balance) for kind, note in enumerate(notes)]
+    def _sum_up(self, seq: int) -> None:
+        """Write down the different notes and the sum of all balances, and delete old keys.
 
-    def _forget(self, seq: int) -> None:
-        """Of a number on which ranks differed the other notes stay: there is no next one."""
-        if seq > 0:
-            for key in ("note/{}/0", "all/{}", "posted/{}", "balance/{}/low", "balance/{}/high"):
-                self._store.delete_key(key.format(seq))
+        Of a number on which ranks differed some notes stay: there is no next one.
+        """
+        store, notes = self._store, list[str]()
+        while len(notes) < _MAX_KINDS and (note := store.find(f"note/{seq}/{len(notes)}")) is not None:
+            notes.append(note.decode())
+        balance = store.counted(f"balance/{seq}") % _BALANCES
+        store.set(f"all/{seq}", f"[{balance}, {', '.join(notes)}]")
+        old = seq - NOTES_KEPT
+        for key in (f"note/{old}/0", f"all/{old}", f"posted/{old}", f"balance/{old}") if old > 0 else ():
+            store.delete_key(key)
 
     def look(self, seq: int) -> list[Note] | None:
-        """The different notes if all ranks have posted, the first with the sum of all balances; else None."""
-        if seq == self._own[0]:
-            return self._own[1]
-        told = self._store.find(f"all/{seq}")
-        return None if told is None else _notes_of(told)
+        """Return the different notes if all ranks have posted, the first with the sum of all balances; else None.
 
-    def check_overrun(self, seq: int) -> None:
-        """Raise `Overrun` if the notes were deleted already: all ranks have posted much later ones since."""
-        if self._store.check([f"all/{seq + NOTES_KEPT}"]) and not self._store.check([f"all/{seq}"]):
-            raise Overrun
+        Raises `Overrun` where they were deleted already: all ranks have posted much later ones since.
+        """
+        summary = self._store.find(f"all/{seq}")
+        if summary is None:
+            if self._store.check([f"all/{seq + NOTES_KEPT}"]):
+                raise Overrun
+            return None
+        try:
+            balance, *notes = parse_json(summary)
+            return [
+                Note(int(digest), 0 if kind else int(balance), int(label)) for kind, (digest, label) in enumerate(notes)
+            ] or None
+        except (ValueError, TypeError):  # no rank of ours wrote it
+            return None
 
     def absent(self, seq: int) -> list[int]:
-        """The places in the group of those that have not come so far."""
+        """Return the indices of the ranks that have not come so far."""
         keys = {f"at/{index}": index for index in range(self._size)}
-        absent = {keys.pop(key) for key in self._store.absent(list(keys))}
-        told = self._store.multi_get(list(keys)) if keys else []
-        absent.update(index for index, at in zip(keys.values(), told, strict=True) if int(at) < seq)
-        return sorted(absent)
-
-
-def _spelled(notes: Sequence[Note]) -> str:
-    return b"".join(_NOTE.pack(*note) for note in notes).hex()
-
-
-def _notes_of(told: bytes) -> list[Note] | None:
-    """None for what is not one of ours."""
-    try:
-        return [Note(*note) for note in _NOTE.iter_unpack(bytes.fromhex(told.decode()))] or None
-    except (ValueError, struct.error):
-        return None
+        present = {keys[key]: int(at) for key, at in self._store.read_present(list(keys)).items()}
+        return [index for index in range(self._size) if present.get(index, -1) < seq]

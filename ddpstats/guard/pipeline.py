@@ -144,7 +144,7 @@ class Watching:
             return
         call.on_failure = comparing.verdicts.note_failure
         if self._mode == "step" or not call.blocking:
-            comparing.foretell(group, event, seq)
+            comparing.announce(group, event, seq)
         if self._mode == "strict":
             comparing.post(group, event, seq)
             if call.blocking and comparing.settle(group, seq, lambda: group.limit(call.own_timeout_sec)):
@@ -185,7 +185,7 @@ class Watching:
                 found = self._works.pop(id(work), None)
         if found is None or found.work is not work:
             if self._mode == "strict" and self.standing.verdict is None:
-                comparing.settle_what_is_ready()
+                comparing.settle_all(waits=False)
             return False
         group, entry = found.seen
         if entry[0].is_message:

@@ -20,7 +20,7 @@ from ddpstats._base.files import (
     parse_json,
 )
 from ddpstats._base.marks import Mark
-from ddpstats.guard.event import Event, Evidence, MessageNumbers, event_of, line_of, text_of
+from ddpstats.guard.event import Event, MessageNumbers, event_of, line_of, text_of
 
 FORMAT = 1
 MAX_LINE_BYTES = 1 << 20
@@ -124,27 +124,24 @@ def _read_rank(path: Path) -> RankRecord:
     groups: dict[str, Mapping[str, Any]] = {}
     events: list[Event] = []
     marks: list[Mark] = []
-    before: Evidence | None = None
-    known: dict[tuple[object, ...], Event] = {}
+    known: dict[tuple[bytes, ...], Event] = {}
     sources = [source for source in (old, path) if os.path.lexists(source)]
     for source in sources:
         for number, line in raw_lines(source):
-            numbers, rest = _split_numbers(line, before)
+            numbers, rest = _split_numbers(line)
             if (event := known.get(rest)) is not None:
                 events.append(event_of((event, int(numbers[0]), float(numbers[1]))))
-                before = event.evidence or before
                 continue
             try:
                 entry = parsed(line)
                 if "op" in entry:
-                    events.append(Event.from_dict(entry, before))
-                    before = events[-1].evidence or before
+                    events.append(Event.from_dict(entry))
                     if numbers:
                         known[rest] = events[-1]
                 elif "mark" in entry:
                     marks.append(mark_from_dict(entry))
                 elif "ddpstats" in entry:
-                    head, end, before = checked_head(entry), None, None
+                    head, end = checked_head(entry), None
                 elif "new_group" in entry:
                     groups[text_of(entry["new_group"])] = checked_group(entry)
                 elif "end" in entry:
@@ -211,16 +208,10 @@ def parsed(line: bytes) -> dict[str, Any]:
     return entry
 
 
-def _split_numbers(line: bytes, before: Evidence | None) -> tuple[tuple[bytes, ...], tuple[object, ...]]:
+def _split_numbers(line: bytes) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
     """Return number and time of an event, and the rest, which most lines share; both empty for other lines."""
     match = _NUMBERED.fullmatch(line)
-    if match is None:
-        return (), ()
-    names = []
-    while before is not None and match[5].startswith(b',"evidence"'):
-        names.append(id(before.names))  # which an event shares with the next
-        before = before.outer
-    return (match[2], match[4]), (match[1], match[3], match[5], *names)
+    return ((), ()) if match is None else ((match[2], match[4]), (match[1], match[3], match[5]))
 
 
 # -- marks ------------------------------------------------------------------------------------------------------------

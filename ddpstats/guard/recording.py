@@ -27,7 +27,7 @@ from ddpstats._base.text import shorten
 from ddpstats._ranks.failure import ProcessId
 from ddpstats._ranks.store import STORE_ERRORS
 from ddpstats.errors import ConfigError, DdpstatsError
-from ddpstats.guard.event import Event, Evidence
+from ddpstats.guard.event import Event
 from ddpstats.guard.record import FORMAT, MAX_BYTES, MAX_LINE_BYTES, mark_as_dict, parsed, raw_lines
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ class RecordWriter:
         self._path = Path(directory) / f"rank{rank}.jsonl"
         self._limit = max_bytes // 2
         self._turn = threading.RLock()  # a mark may come from another thread than the collectives do
-        self._before: Evidence | None = None  # of the last event
         self._groups: dict[str, bytes] = {}  # the lines that describe them
         self._now: dict[str, Any] = {}
         process = ProcessId.mine().pack().hex()
@@ -85,9 +84,7 @@ class RecordWriter:
 
     def write_event(self, event: Event) -> None:
         """Append one event."""
-        with self._turn:
-            self.write(event.as_dict(self._before))
-            self._before = event.evidence if event.word else self._before
+        self.write(event.as_dict())
 
     def write_mark(self, mark: Mark) -> None:
         """Append what another part of ddpstats found, if that is one line that can be read again."""
@@ -145,7 +142,6 @@ class RecordWriter:
         head = (json.dumps({**self._head, "time": time.time()}) + "\n").encode()
         now = _line_of({"now": self._now}) if self._now else b""
         os.write(file, head + b"".join(self._groups.values()) + now)
-        self._before = None  # every file can be read by itself
         self._size = os.fstat(file).st_size
         return file
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpstats._base.files import parse_json
-from ddpstats.guard.event import MESSAGES, Event, events_as_dicts, events_from_dicts, newest_in_a_row, text_or_none
+from ddpstats.guard.event import MESSAGES, Event, newest_in_a_row, text_or_none
 
 MISMATCH, MISSING, DOUBT, NOTHING = "mismatch", "missing", "doubt", "nothing"
 LEFT = "left the guard"
@@ -70,8 +70,8 @@ class RankStatus:
         return next((event for event in self.messages if waits and message_place(event) == place), None)
 
     def pack(self) -> str:
-        messages = [event.as_dict() for event in self.messages]
-        return json.dumps({**vars(self), "events": events_as_dicts(self.events), "messages": messages})
+        events, messages = ([event.as_dict() for event in given] for given in (self.events, self.messages))
+        return json.dumps({**vars(self), "events": events, "messages": messages})
 
     @classmethod
     def unpack(cls, payload: bytes, rank: int) -> RankStatus:
@@ -83,7 +83,7 @@ class RankStatus:
             waits_in = given["waits_in"]
             return cls(
                 rank,
-                newest_in_a_row(events_from_dicts(given["events"])),
+                newest_in_a_row(map(Event.from_dict, given["events"])),
                 int(given["count"]),
                 None if waits_in is None else (str(waits_in[0]), int(waits_in[1])),
                 text_or_none(given["last"]),

@@ -177,14 +177,14 @@ class Verdicts:
         assert group.exchange is not None
         if self._strict:
             return self._absent(group)
-        here, announced = self.agreement.roster.peers, group.exchange.told_by
+        here, announced = self.agreement.roster.peers, group.exchange.announced
         last = {rank: announced(index)[-1:] for index, rank in enumerate(group.view.ranks) if rank in here}
         return tuple(rank for rank, events in last.items() if not events or events[0][0] < seq)
 
     def _have_begun(self, group: Group, seq: int) -> bool:
         """Return whether the memory of this host shows that all ranks have begun that collective."""
         assert group.exchange is not None
-        events_of_ranks = map(group.exchange.told_by, range(len(group.view.ranks)))
+        events_of_ranks = map(group.exchange.announced, range(len(group.view.ranks)))
         return all(events and events[-1][0] >= seq for events in events_of_ranks)
 
     # -- waiting, with a deadline and in slices -----------------------------------------------------------------------
@@ -276,7 +276,7 @@ class Verdicts:
     def _is_passed(self, group: Group) -> bool:
         """Return whether a rank of this host has begun a collective that comes after the last one of this rank."""
         assert group.exchange is not None
-        told = map(group.exchange.told_by, range(len(group.view.ranks)))
+        told = map(group.exchange.announced, range(len(group.view.ranks)))
         return any(events[-1][0] > group.seq for events in told if events)
 
     def _cannot_come(self, group: Group, seq: int) -> bool:

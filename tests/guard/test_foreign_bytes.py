@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats.errors import ConfigError, DdpstatsError
-from ddpstats.guard import encoding
+from ddpstats.guard.event import decode
 from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.recording import RecordWriter
@@ -161,19 +161,9 @@ def test_numbers_between_distant_events_are_not_counted_through() -> None:
     assert [event.seq for event in status.events] == [10**18]
 
 
-def encoded_at(site: str) -> bytes:
-    return json.dumps({**EVENT, "site": site}).encode()
-
-
 @pytest.mark.parametrize("payload", [b"[" * 990, b"{}", b"3"], ids=["deep", "empty", "a number"])
 def test_malformed_call_of_a_neighbour_is_ignored(payload: bytes) -> None:
-    assert encoding.decode([(1, 0, payload)]) == []
-
-
-@pytest.mark.parametrize("site", ["/dev/zero:1 in f", "x:² in f"], ids=["a device", "no line"])
-def test_call_of_a_neighbour_at_a_malformed_site_has_no_source(site: str) -> None:
-    (event,) = encoding.decode([(1, 0, encoded_at(site))])
-    assert event.source == ""
+    assert decode([(1, 0, payload)]) == ()
 
 
 def test_shared_memory_is_readable_by_its_owner_alone() -> None:
