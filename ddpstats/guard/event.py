@@ -123,16 +123,19 @@ class Evidence:
 
     @classmethod
     def from_list(cls, given: Any) -> Evidence:
-        """Return the evidence that `dataclasses.astuple` made a list of. Raises ValueError or TypeError for others.
+        """Return the evidence that `dataclasses.astuple`, here or in release 0.1.0, made a list of.
 
-        What release 0.1.0 took for evidence proves nothing: its labels are of each rank's own data.
+        Raises ValueError or TypeError for anything else.
         """
         if len(given) == _PARTS_OF_0_1:
-            return cls(text_of(given[0]), use="pooled")
-        key, names, source, use, aliases, set_by, outer = given
+            key, names, source, fate, _, aliases, _, _, chosen_by, outer = given
+            use = {"keyed": "stored", "in place": "element", "pooled": "pooled"}.get(text_of(fate), "")
+            set_by = {"sorted": "loop", "caller": "text"}.get(text_of(chosen_by), chosen_by)
+        else:
+            key, names, source, use, aliases, set_by, outer = given
         return cls(
             text_of(key),
-            tuple(map(text_of, names)),
+            tuple(map(text_of, names or ())),
             text_of(source),
             text_of(use),
             tuple(map(text_of, aliases)),
