@@ -23,7 +23,7 @@ from ddpstats._base import config
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard.group import had_ranks
 from ddpstats.guard.guard import collective_guard
-from ddpstats.guard.telling import end_with, ignore_sigterm, spelled, tell
+from ddpstats.guard.printing import end_with, ignore_sigterm, spelled, tell
 
 
 class Ending:

@@ -43,9 +43,9 @@ from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard.compare import Comparing, StepQuestion
 from ddpstats.guard.group import Settings, before_destroying, next_turn
 from ddpstats.guard.pipeline import Watching, how_left
+from ddpstats.guard.printing import calls_in_short
 from ddpstats.guard.status import LEFT
 from ddpstats.guard.summary import NO_GROUP, RECORDED, TO_RUN, GuardCounters, last_line
-from ddpstats.guard.telling import calls_in_short
 from ddpstats.guard.verdicts import Unfinished, is_broken
 
 MismatchPolicy = Literal["raise", "warn"]

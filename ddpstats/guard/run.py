@@ -182,7 +182,7 @@ def _print_last_line(guard: collective_guard, error: BaseException | None) -> No
 
 def _print_error(error: BaseException) -> int:
     """Print what the program ended with, and return its status."""
-    from ddpstats.guard.telling import tell
+    from ddpstats.guard.printing import tell
 
     sys.stdout.flush()
     if _lacks_ranks(error):
@@ -203,7 +203,7 @@ def _print_as_python_does(error: BaseException, one_rank_prints: bool = False) -
 
     Torch's hook, which begins each line with the rank, is left out where one rank prints for all.
     """
-    from ddpstats.guard.telling import excepthook_of_program, strip
+    from ddpstats.guard.printing import excepthook_of_program, strip
 
     trace = strip(error)
     while trace is not None and _is_ours(trace):
@@ -225,7 +225,7 @@ def _is_ours(trace: TracebackType) -> bool:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from ddpstats.guard.telling import was_told  # imports torch, which `--help` need not
+    from ddpstats.guard.printing import was_told  # imports torch, which `--help` need not
 
     with tempfile.TemporaryDirectory(prefix="ddpstats-run-") as scratch:
         directory = args.record_dir or scratch

@@ -25,8 +25,8 @@ from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.event import MESSAGES, Entry, Event, event_of
 from ddpstats.guard.failure_agreement import Alarm, FailureAgreement, wait_until
 from ddpstats.guard.group import FindLimit, Group, Limit, Session, Settings, Standing
+from ddpstats.guard.printing import gave_up, printed_once, signal_deferred
 from ddpstats.guard.status import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding
-from ddpstats.guard.telling import gave_up, printed_once, signal_deferred
 
 _SLICE_SEC = 0.2
 _POLL_SEC = 0.02

@@ -18,9 +18,9 @@ from ddpstats.errors import CollectiveMismatch
 from ddpstats.guard import GuardCounters
 from ddpstats.guard.event import EVENT_BYTES, Event, Signature, decode, digest_of, encode, label_word
 from ddpstats.guard.notes_shm import Exchange
+from ddpstats.guard.printing import calls_in_short, in_short, was_told
 from ddpstats.guard.record import read_records
 from ddpstats.guard.summary import MESSAGES_SEEN, Tally, last_line
-from ddpstats.guard.telling import calls_in_short, in_short, was_told
 from tests import programs
 from tests.guard.tiers import tiers
 from tests.programs import Ended, alone, by_torchrun, of_torchrun, on_ranks, without_gloo
