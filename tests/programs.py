@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -240,7 +239,6 @@ def _become(arguments: Sequence[str], paths: Sequence[str]) -> None:
     """Run what ``python ARGUMENTS`` runs, and end as it ends."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("ddpstats", "tests")]:
         del sys.modules[name]  # the program imports what it uses
-    in_sys = {*vars(sys), "last_exc", "last_type", "last_value", "last_traceback"}
     if os.environ.get("PYTHONUNBUFFERED") or arguments[0] == "-u":
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
@@ -258,8 +256,6 @@ def _become(arguments: Sequence[str], paths: Sequence[str]) -> None:
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    if vars(sys).keys() - in_sys:  # something was put there to be the last that goes: the interpreter has to end whole
-        ctypes.pythonapi.Py_Exit(status)
     _forkserver.end(status)
 
 

@@ -12,10 +12,10 @@ from ddpstats._base.lazy import lazy_names as _lazy_names
 if TYPE_CHECKING:
     from ddpstats.guard.guard import collective_guard as collective_guard
     from ddpstats.guard.labels import label as label
-    from ddpstats.guard.summary import GuardCounters as GuardCounters
+    from ddpstats.guard.printing import GuardCounters as GuardCounters
 
 _HOME_OF = {
-    "GuardCounters": "guard.summary",
+    "GuardCounters": "guard.printing",
     "collective_guard": "guard.guard",
     "label": "guard.labels",
 }

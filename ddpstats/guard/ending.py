@@ -7,14 +7,16 @@ the process. The last comparison comes
 2. otherwise when the interpreter ends, after the program's threads, in an `atexit` handler: what it finds, or was
    raised at 1 and caught, is printed, and the process ends with status 1 where it would have ended with 0.
 
-Python reports the status of ``sys.exit`` to no one. Under ``ddpstats run`` the runner catches it; under DDPSTATS_GUARD
-a status that the program asked for becomes 1 as well.
+Exit handlers run last in, first out. This one is registered before the program has registered its own, so it runs when
+these have run, and may end the process. Python reports the status of ``sys.exit`` to no handler: under ``ddpstats run``
+the runner catches it; under DDPSTATS_GUARD a status that the program asked for becomes 1 as well.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -23,17 +25,17 @@ from ddpstats._base import config
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard.group import had_ranks
 from ddpstats.guard.guard import collective_guard
-from ddpstats.guard.printing import end_with, ignore_sigterm, spelled, tell
+from ddpstats.guard.printing import end_process, print_message
 
 
 class Ending:
-    """The end of this process under ``guard``.
+    """The end of this process under ``guard``. ``report``: print the last line.
 
-    ``error`` is what the program ended with, where `sys.excepthook` is not called. ``say`` reports the last line.
+    ``error`` is what the program ended with, where `sys.excepthook` is not called.
     """
 
-    def __init__(self, guard: collective_guard, say: Callable[[], None]) -> None:
-        self.guard, self._say, self._process = guard, say, os.getpid()
+    def __init__(self, guard: collective_guard, report: Callable[[], None]) -> None:
+        self.guard, self._report, self._process = guard, report, os.getpid()
         self.error: BaseException | None = None
 
     def begin(self) -> None:
@@ -52,13 +54,13 @@ class Ending:
         error = self.error or getattr(sys, "last_value", None)
         verdict = self.guard.verdict_at_end(error)
         if verdict is not None:
-            tell(verdict, lambda: print(spelled(verdict), file=sys.stderr))
-            ignore_sigterm()
-            if error is None:
-                end_with(1)
+            print_message(verdict)
         with contextlib.suppress(DdpstatsError):
             self.guard.abandon(error)
-        self._say()
+        self._report()
+        if verdict is not None and error is None:
+            logging.shutdown()  # an exit handler that was registered earlier still
+            end_process(1)
 
 
 # -- DDPSTATS_GUARD ---------------------------------------------------------------------------------------------------
@@ -74,18 +76,20 @@ def start() -> None:
         return
     guard = collective_guard(mode, record_dir=config.record_dir())
 
-    def say() -> None:
+    def report() -> None:
         if guard.has_begun or had_ranks():  # otherwise the process is a helper, or belongs to no distributed program
             guard.say_end()
 
-    _of_environment = Ending(guard, say)
+    _of_environment = Ending(guard, report)
     _of_environment.begin()
 
 
 def verdict() -> DdpstatsError | None:
     """Return the verdict of DDPSTATS_GUARD on a program that ends now, also one that the program has caught."""
-    guard = None if _of_environment is None else _of_environment.guard
-    return None if guard is None else guard.verdict_at_end(None) or guard.verdict
+    if _of_environment is None:
+        return None
+    guard = _of_environment.guard
+    return guard.verdict_at_end(None) or guard.verdict
 
 
 def cancel() -> None:

@@ -310,8 +310,8 @@ class FailureAgreement:
         return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
 
     def _printer(self, alarm: Alarm, finding: GuardFinding, statuses: Mapping[int, RankStatus]) -> int:
-        """Return the lowest rank that has reported, is alive and not missing: it prints the verdict whole."""
-        gone = {*finding.missing, *self.dead(alarm.ranks), *self.left()}
+        """Return the lowest rank that is alive, as far as is known, and not missing: it prints the verdict whole."""
+        gone = {*finding.missing, *self.dead(alarm.ranks)}
         return min((rank for rank in statuses if rank not in gone), default=self.rank)
 
     def _statuses(self, alarm: Alarm, number: int) -> dict[int, RankStatus]:
@@ -359,11 +359,6 @@ class FailureAgreement:
         """Return those of these ranks that are on this host and have no process any more."""
         self.roster.learn()
         return self.roster.dead(ranks)
-
-    def are_dead(self, ranks: Collection[int]) -> bool:
-        """Return whether all of them are on this host, and none has a process any more."""
-        self.roster.learn()
-        return self.roster.dead(ranks) == set(ranks)
 
     def _last_known_status(self, rank: int, group: str, dead: bool) -> RankStatus:
         group = group.removesuffix(MESSAGES)

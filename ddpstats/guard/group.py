@@ -31,9 +31,9 @@ from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
 from ddpstats.guard.event import Event, MessageNumbers, decode
 from ddpstats.guard.failure_agreement import FailureAgreement, ReportStatus
 from ddpstats.guard.notes_shm import Exchange
+from ddpstats.guard.printing import GIVEN_UP, MESSAGES_SEEN, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
 from ddpstats.guard.recording import Identity, Recording
 from ddpstats.guard.status import GuardFinding
-from ddpstats.guard.summary import GIVEN_UP, MESSAGES_SEEN, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
 
 _KEPT_DESTROYED = 64
 _turn = 0  # how often guards of this process have begun, and process groups ended under one
@@ -67,7 +67,6 @@ class Standing:
     """The state of a guard, over all its sessions."""
 
     verdict: DdpstatsError | None = None
-    in_helper_thread: bool = False  # where the verdict was raised: a program may never look at what a thread ended with
     silent: bool = False  # a mismatch was warned of: nothing is compared any more
     waits: dict[int, tuple[str, int]] = field(default_factory=dict)  # thread -> the (group, number) that it waits in
     collectives: int = 0
@@ -299,12 +298,12 @@ class Session:
     def _tally_of(self, group: Group) -> Tally:
         if group.exchange is None:
             why = WITHOUT_OTHERS if self._compares else RECORDED
-            return Tally.of({why: group.seq + group.messages.seen})
+            return Tally(0, Counter({why: group.seq + group.messages.seen}))
         agreed = min(group.agreed, group.seq)
         agreeing = group.view.ranks if agreed else ()
         why = GIVEN_UP if group.is_given_up else self.unfinished or UNSETTLED
-        left = {why: group.seq - agreed, MESSAGES_SEEN: group.messages.seen}
-        return Tally.of(left, agreed, agreeing)
+        left = Counter({why: group.seq - agreed, MESSAGES_SEEN: group.messages.seen})
+        return Tally(agreed, left, frozenset(agreeing))
 
     def leave(self, how: str, last: Event | None, report_status: ReportStatus) -> None:
         """Tell the others that this rank leaves; never waits."""

@@ -43,9 +43,8 @@ from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard.compare import Comparing, StepQuestion
 from ddpstats.guard.group import Settings, before_destroying, next_turn
 from ddpstats.guard.pipeline import Watching, how_left
-from ddpstats.guard.printing import calls_in_short
+from ddpstats.guard.printing import NO_GROUP, RECORDED, TO_RUN, GuardCounters, in_short, last_line
 from ddpstats.guard.status import LEFT
-from ddpstats.guard.summary import NO_GROUP, RECORDED, TO_RUN, GuardCounters, last_line
 from ddpstats.guard.verdicts import Unfinished, is_broken
 
 MismatchPolicy = Literal["raise", "warn"]
@@ -356,10 +355,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         standing = self._watching.standing
         if standing.silent:
             return "a mismatch that was warned of"
-        where = ", raised in a helper thread" if standing.in_helper_thread else ""
-        if standing.verdict is None:
-            return ""
-        return calls_in_short(standing.verdict, where)
+        return "" if standing.verdict is None else in_short(standing.verdict)
 
     def _nothing(self) -> str:
         """Why there was nothing to compare, where that is known."""

@@ -20,10 +20,10 @@ from ddpstats.guard.event import BY_TORCH, MESSAGES, Entry, Event, Ring, event_o
 from ddpstats.guard.group import Group, Limit, Session, Settings, Standing, identity
 from ddpstats.guard.labels import current_label
 from ddpstats.guard.labels.read import Chain, Inferred, infer
+from ddpstats.guard.printing import Tally
 from ddpstats.guard.recording import Identity, Recording
 from ddpstats.guard.signature import NO_PIECES, Parts, parts_of, pieces_of, signature_of
 from ddpstats.guard.status import DOUBT, LEFT, GuardFinding, RankStatus
-from ddpstats.guard.summary import Tally
 
 RING_EVENTS = 10_000
 _GATHERING = "all_gather"  # has a label where the program adds up what it gathers

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +24,7 @@ from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.event import MESSAGES, Entry, Event, event_of
 from ddpstats.guard.failure_agreement import Alarm, FailureAgreement, wait_until
 from ddpstats.guard.group import FindLimit, Group, Limit, Session, Settings, Standing
-from ddpstats.guard.printing import gave_up, printed_once, signal_deferred
+from ddpstats.guard.printing import leave_running, print_once, sigterm_deferred
 from ddpstats.guard.status import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding
 
 _SLICE_SEC = 0.2
@@ -99,7 +98,7 @@ class Verdicts:
     def await_verdict(self, alarm: Alarm) -> None:
         """Come to the verdict that all ranks come to; raise or log it."""
         has_time = not alarm.overdue and self.ends_by is None  # a difference was seen, and nobody has waited for it
-        with signal_deferred():
+        with sigterm_deferred():
             finding = self.agreement.raise_alarm(alarm, self.timeout_sec if has_time else 0.0)
             self._raise_or_warn(finding, alarm)
 
@@ -204,7 +203,7 @@ class Verdicts:
         except Silenced:
             return  # the caller waits on, as without a guard
         except DdpstatsError:
-            gave_up(work, group.view.group())
+            leave_running(work, group.view.group())
             raise
         except RuntimeError as error:
             if not is_broken(error) and not self._is_refused_mismatch(error, group, event_of(entry)):
@@ -342,8 +341,9 @@ class Verdicts:
                 f"{ranks_text(finding.missing)} had ended without a last comparison (killed, or in an error)"
             )
         self._standing.verdict = error
-        self._standing.in_helper_thread = threading.current_thread() is not threading.main_thread()
-        printed_once(error, self.agreement, alarm.ranks)
+        rank, roster = self.agreement.rank, self.agreement.roster
+        printer = rank if finding.printer is None else finding.printer
+        print_once(error, rank, printer, lambda: bool(roster.dead([printer])))
         raise error
 
 

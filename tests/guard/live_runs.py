@@ -40,17 +40,6 @@ def told_of(directory: str, name: str) -> list[str]:
     return lines
 
 
-def last_of_groups(directory: str) -> tuple[str, str]:
-    """Return the line of this rank's last collective: in the only group, and in a second one."""
-    with collective_guard("step", timeout_sec=LIMIT_SEC, record_dir=directory):
-        shown = []
-        for group in (None, None, dist.new_group([0, 1])):
-            dist.all_reduce(torch.ones(1), group=group)
-            shown.append(lines_of(picture_of(Records(directory).look()))[1 + dist.get_rank()])
-            ddpstats.any_rank(False)  # none goes on before all have looked
-    return shown[1], shown[2]
-
-
 def find_things(captures: str, name: str) -> None:
     """Rank 1 stops holding a key, has a gradient that is not finite, and then other parameters than rank 0."""
     rank = dist.get_rank()
