@@ -147,7 +147,7 @@ def leave_running(work: Any, group: Any) -> None:
     of torch 2.13 for as long as its timeout.
     """
     for kept in (work, group):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        ctypes.pythonapi.Py_IncRef(ctypes.c_void_p(id(kept)))
 
 
 # -- SIGTERM ----------------------------------------------------------------------------------------------------------

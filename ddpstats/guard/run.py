@@ -130,8 +130,8 @@ def _run_as_main(script: str, is_module: bool) -> None:
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-        vars(main)["__file__"] = script
-        exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), vars(main))
+        code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+        runpy._run_code(code, vars(main), None, "__main__", script_name=script)  # type: ignore[attr-defined]
 
 
 def _record_steps(guard: collective_guard) -> None:
