@@ -116,11 +116,17 @@ def _start_time(pid: int) -> int | None:
 
 
 class StoreLoss(NamedTuple):
-    """The conclusion of a rank when the store is gone. ``lines``: the same on all ranks that know the same."""
+    """The conclusion of a rank when the store is gone. ``line``: the same on all ranks that know the same."""
 
     missing: tuple[int, ...]
-    lines: list[str]
+    line: str
     why: str
+
+    def message(self, head: Iterable[str], closing: str = "") -> str:
+        """Return the error's text. ``head``: lines that say what was not completed; ``closing``: its last sentence."""
+        advice = f"Look at their output and at the network first. {closing}".rstrip()
+        cause = f"The store, which could tell who is missing, does not answer: {self.why}"
+        return "\n".join([*head, self.line, advice, cause])
 
 
 class Membership:
@@ -216,8 +222,8 @@ class Membership:
             missing = {host}
             how = "serves the store, which does not answer" if is_silent else "serves the store no more"
         else:
-            return StoreLoss((), ["  which rank is missing cannot be determined"], first_line(error))
-        return StoreLoss(tuple(sorted(missing)), [f"  {name(missing)}: {how}"], first_line(error))
+            return StoreLoss((), "  which rank is missing cannot be determined", first_line(error))
+        return StoreLoss(tuple(sorted(missing)), f"  {name(missing)}: {how}", first_line(error))
 
 
 # -- verdicts ---------------------------------------------------------------------------------------------------------
@@ -470,10 +476,7 @@ class FailureDetector:
         if isinstance(error, ConfigError):  # it never was a store in which ranks can meet
             raise error
         loss = self.members.diagnose_without_store(error, name=self.name)
-        lines = [f"{self._what} was not completed:", *loss.lines]
-        lines.append(f"Look at their output and at the network first. {self._closing}".rstrip())
-        lines.append(f"The store, which could tell who is missing, does not answer: {loss.why}")
-        verdict = Verdict(loss.missing, "\n".join(lines))
+        verdict = Verdict(loss.missing, loss.message([f"{self._what} was not completed:"], self._closing))
         if isinstance(error, StoreSilent):  # a rank that was stopped, and served it, reads this when it goes on
             self.store.post_later("verdict", verdict.pack())
             self.store.post_later("failed", _LATE)

@@ -1,6 +1,6 @@
 """Comparing what ranks post about their collectives: one by one (strict), or rolling digests now and then (step).
 
-`verdicts` waits for what others post, and says what a difference leads to; `messages` compares messages.
+`verdicts` waits for what others post, and says what a difference leads to.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from ddpstats.errors import CollectiveMismatch, DdpstatsError
 from ddpstats.guard.event import MASK, Event, encode, roll, same_labels
 from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.group import FindLimit, Group, Session, Settings, Standing
-from ddpstats.guard.messages import Messages
 from ddpstats.guard.notes import Note, Overrun, agree, share
-from ddpstats.guard.verdicts import GivenUp, Silenced, Verdicts, alarm_of
+from ddpstats.guard.verdicts import GivenUp, Silenced, Verdicts
 
 _MAX_PENDING = 64
 _END = 0x454E44  # rolled in place of a collective by a rank that leaves
@@ -36,7 +35,6 @@ class Comparing:
         self.session, self._standing, self._strict = session, standing, settings.mode == "strict"
         self.verdicts = Verdicts(session, standing, settings)
         self.agreement = self.verdicts.agreement
-        self.messages = Messages(standing, self.verdicts)
         self._asked: list[tuple[Group, int, Note]] = []
 
     def announce(self, group: Group, event: Event, seq: int) -> None:
@@ -78,10 +76,7 @@ class Comparing:
         try:
             group.exchange.post(number, note)
         except STORE_ERRORS as error:
-            is_ending = self.verdicts.ends_by is not None
-            self.verdicts.conclude_alone(
-                alarm_of(group, self._seq_of(group, number), overdue=True, ending=is_ending), error
-            )
+            self.verdicts.conclude_alone(group, self._seq_of(group, number), error)
 
     def _seq_of(self, group: Group, number: int) -> int:
         """Return the number of the last collective that the note of that number is about."""
@@ -132,7 +127,7 @@ class Comparing:
         except DdpstatsError:
             raise
         except STORE_ERRORS as error:
-            self.verdicts.conclude_alone(alarm_of(group, seq, overdue=True), error)
+            self.verdicts.conclude_alone(group, seq, error)
         return True
 
     def _judge(self, group: Group, seq: int, notes: Sequence[Note]) -> None:

@@ -14,7 +14,7 @@ import time
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,12 +184,11 @@ class Session:
         heard: Callable[[GuardFinding], None],
     ) -> None:
         global _turn, _newest
-        compares = settings.compares
-        if compares:
+        if settings.compares:
             refuse_fake(dist.group.WORLD)
         self._number = _turn = _newest = max(_turn, _newest + 1)
-        self._compares, self._settings = compares, settings
-        self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
+        self._settings = settings
+        self._world = weakref.ref(dist.group.WORLD)
         self.rank = dist.get_rank()
         self.words = f"the default group of {dist.get_world_size()} ranks"
         limit_sec, self._timeout_sec = min(LIMIT_SEC, settings.timeout_sec), settings.timeout_sec
@@ -205,7 +204,7 @@ class Session:
         self.unfinished = ""  # why the last comparison did not go to its end
         self.named: dict[str, Group] = {}
         self.agreement: FailureAgreement | None = None
-        if compares and dist.get_world_size() > 1:
+        if settings.compares and dist.get_world_size() > 1:
             with self._reaching_store():
                 self.agreement = FailureAgreement(
                     self._roster, report_status, position, self._told_by, self.is_reachable, heard
@@ -229,11 +228,9 @@ class Session:
         except ConfigError:
             raise
         except STORE_ERRORS as error:
-            lost = self._roster.diagnose_without_store(error)
-            lines = ["the collective_guard cannot compare the collectives of this group:"]
-            lines += lost.lines
-            lines.append(f"The store, which ranks compare through, does not answer: {lost.why}")
-            raise RankMissing("\n".join(lines), missing_ranks=lost.missing) from error
+            loss = self._roster.diagnose_without_store(error)
+            head = "the collective_guard cannot compare the collectives of this group:"
+            raise RankMissing(loss.message([head]), missing_ranks=loss.missing) from error
 
     def meet(self, view: GroupView) -> Group:
         """First sight of a group. Nobody is waited for: ranks may see their groups in different order."""
@@ -241,7 +238,7 @@ class Session:
         self._lives[view.name] += 1
         session, life = self._number, self._lives[view.name]
         exchange = None
-        if self._compares and len(view.ranks) > 1:
+        if self._settings.compares and len(view.ranks) > 1:
             # Ranks that make their groups in different order have different groups of one name: they must not meet.
             members = zlib.crc32(repr(view.ranks).encode())
             part = self._store.part(f"group/{view.name}/{members:08x}/{life}", self._timeout_sec)
@@ -297,7 +294,7 @@ class Session:
 
     def _tally_of(self, group: Group) -> Tally:
         if group.exchange is None:
-            why = WITHOUT_OTHERS if self._compares else RECORDED
+            why = WITHOUT_OTHERS if self._settings.compares else RECORDED
             return Tally(0, Counter({why: group.seq + group.messages.seen}))
         agreed = min(group.agreed, group.seq)
         agreeing = group.view.ranks if agreed else ()
@@ -305,17 +302,11 @@ class Session:
         left = Counter({why: group.seq - agreed, MESSAGES_SEEN: group.messages.seen})
         return Tally(agreed, left, frozenset(agreeing))
 
-    def leave(self, how: str, last: Event | None, report_status: ReportStatus) -> None:
+    def leave(self, how: str, report_status: ReportStatus) -> None:
         """Tell the others that this rank leaves; never waits."""
         if self.agreement is not None and self.is_reachable():
-            counts: Mapping[str, int] = {name: group.seq + group.has_ended for name, group in self.named.items()}
-            told = None if last is None else last.in_full()
-            self.agreement.leave(how, counts, told, {name: report_status(name) for name in self.named})
-
-    def linger(self) -> None:
-        """After the last comparison: rank 0 often serves the store, and its end may be near. Bounded."""
-        if self.agreement is not None:
-            self.agreement.say_done()
+            counts = {name: group.seq + group.has_ended for name, group in self.named.items()}
+            self.agreement.leave(how, counts, {name: report_status(name) for name in self.named})
 
     def close(self) -> None:
         """Local and idempotent."""
@@ -328,34 +319,27 @@ class Session:
 
 # -- the end of the default process group -----------------------------------------------------------------------------
 
-AtDestroy = Callable[[Any], None]
-_at_destroy: AtDestroy | None = None
-_original_shutdown: Any = None
+_at_destroy: Callable[[Any], None] | None = None
+_original_shutdown: Any = vars(dist.ProcessGroup)["shutdown"]
 _was_destroyed = False
 
 
-def before_destroying(ask: AtDestroy | None) -> None:
+def before_destroying(ask: Callable[[Any], None] | None) -> None:
     """Call ``ask`` with each process group that is about to be shut down; None restores everything.
 
     ``destroy_process_group`` asks each group to shut down, however the program imported that function.
     """
-    global _at_destroy, _original_shutdown
+    global _at_destroy
     _at_destroy = ask
-    if ask is not None and _original_shutdown is None:
-        _original_shutdown = vars(dist.ProcessGroup).get("shutdown")
-        if _original_shutdown is not None:
-            dist.ProcessGroup.shutdown = _shutdown  # type: ignore[method-assign]
-    elif ask is None and _original_shutdown is not None:
-        dist.ProcessGroup.shutdown = _original_shutdown  # type: ignore[method-assign]
-        _original_shutdown = None
+    dist.ProcessGroup.shutdown = _original_shutdown if ask is None else _shutdown  # type: ignore[method-assign]
 
 
 def _shutdown(self: Any) -> None:
     global _was_destroyed
-    _was_destroyed, original = True, _original_shutdown
+    _was_destroyed = True
     if _at_destroy is not None:
         _at_destroy(self)
-    original.__get__(self)()
+    _original_shutdown.__get__(self)()
 
 
 def had_ranks() -> bool:

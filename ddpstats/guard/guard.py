@@ -214,7 +214,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         comparing.post_ends()  # first: who sees that this rank has left looks for them
         self._watching.leave(error)
         comparing.settle_all(waits=True)
-        comparing.session.linger()
+        comparing.agreement.say_done()
 
     def conclude(self, error: BaseException | None = None, timeout_sec: float | None = None) -> None:
         """The last comparison of this process group: the program destroys it, or has come to its own end.

@@ -118,7 +118,7 @@ class Watching:
             call.timeout_ms = self._timeout_ms
         comparing = self.comparing
         if comparing is not None and comparing.agreement.has_unread:
-            comparing.verdicts.take_in()
+            comparing.verdicts.catch_up()
         is_message = call.operator.is_message
         with self._lock:
             group = None if self.session is None else self.session.find(call.view)
@@ -138,7 +138,7 @@ class Watching:
         if standing.silent or group.exchange is None or comparing is None:
             return
         if is_message:
-            comparing.messages.begin(group, event_of(entry))
+            comparing.verdicts.begin_message(group, event_of(entry))
             return
         if group.is_given_up:
             return
@@ -189,7 +189,7 @@ class Watching:
             return False
         group, entry = found.seen
         if entry[0].is_message:
-            comparing.messages.wait_for(work, group, event_of(entry))
+            comparing.verdicts.wait_for_message(work, group, event_of(entry))
             return True
         if group.is_given_up or (self._mode == "strict" and comparing.settle(group, entry[1], found.limit)):
             return False
@@ -274,7 +274,7 @@ class Watching:
         """Tell the others that this rank leaves, and how; never waits."""
         self.recording.begin_early()
         if self.session is not None:
-            self.session.leave(how_left(error), self.ring.last(), self._report_status)
+            self.session.leave(how_left(error), self._report_status)
         if self.recording.writer is not None:
             self.recording.writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
 

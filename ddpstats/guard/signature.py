@@ -10,18 +10,19 @@ fixed size per rank is enough to tell.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from ddpstats._base.text import dtype_name
+from ddpstats._base.text import dtype_name, shorten
 from ddpstats._observe.operators import Collective
 from ddpstats.guard.event import MASK, Signature, digest_of, stable_hash
 
 _STRIDED = torch.strided
 NO_PIECES = "", 0
+_SHOWN_PIECES = 8
 
 Parts = tuple[str, str | None, int | None, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 """Operation, reduce op, root, shapes, dtypes, strides: what must be equal on all ranks, as torch has it."""
@@ -51,64 +52,36 @@ def signature_of(parts: Parts) -> tuple[Signature, int]:
 
 
 def pieces_of(call: Collective) -> tuple[str, int]:
-    """(the pieces in words, the balance) of a collective whose ranks pass different things."""
-    me = call.view.ranks.index(call.view.rank)
-    sent, expected = _sent(call, me), _expected(call, me)
-    words = []
-    if sent:
-        words.append("sends " + _in_words(sent, by_sender=True))
-    if expected:
-        words.append("expects " + _in_words(expected, by_sender=False))
-    return "; ".join(words), (_balance(sent) - _balance(expected)) & MASK
+    """Return (the pieces in words, the balance) of a collective whose ranks pass different things."""
+    rank = call.view.ranks.index(call.view.rank)
+    sent, expected = list(_pieces(call, is_sent=True)), list(_pieces(call, is_sent=False))
+    words = [
+        f"{verb} [{shorten([piece.words for piece in pieces], _SHOWN_PIECES)}]"
+        for verb, pieces in (("sends", sent), ("expects", expected))
+        if pieces
+    ]
+    balance = sum(stable_hash(repr((rank, *piece[:3]))) for piece in sent)
+    balance -= sum(stable_hash(repr((piece.rank, rank, *piece[1:3]))) for piece in expected)
+    return "; ".join(words), balance & MASK
 
 
 class _Piece(NamedTuple):
-    """A tensor, or rows of one, that one rank sends to another. ``sender`` and ``receiver`` are ranks of the group."""
+    """A tensor, or rows of one, that another ``rank`` of the group gets from this one, or sends to it."""
 
-    sender: int
-    receiver: int
+    rank: int
     dtype: str
     size: int
     words: str
 
 
-def _sent(call: Collective, me: int) -> list[_Piece]:
+def _pieces(call: Collective, is_sent: bool) -> Iterator[_Piece]:
+    tensors = call.inputs if is_sent else call.outputs
     if call.splits is not None:
-        return [_rows(me, to, rows, call.inputs[0]) for to, rows in enumerate(call.splits[0])]
-    if call.root is not None and call.operator.to_root:
-        return [_whole(me, call.root, call.inputs[0])]
-    return [_whole(me, to, tensor) for to, tensor in enumerate(call.inputs)]
-
-
-def _expected(call: Collective, me: int) -> list[_Piece]:
-    if call.splits is not None:
-        return [_rows(source, me, rows, call.outputs[0]) for source, rows in enumerate(call.splits[1])]
-    if call.root is not None and not call.operator.to_root:
-        return [_whole(call.root, me, call.outputs[0])]
-    return [_whole(source, me, tensor) for source, tensor in enumerate(call.outputs)]
-
-
-def _whole(sender: int, receiver: int, tensor: Any) -> _Piece:
-    dtype = dtype_name(tensor.dtype)
-    return _Piece(sender, receiver, dtype, tensor.numel(), f"{dtype}{list(tensor.shape)}")
-
-
-def _rows(sender: int, receiver: int, rows: int, tensor: Any) -> _Piece:
-    dtype, row = dtype_name(tensor.dtype), tuple(tensor.shape[1:])
-    words = f"{rows} x {dtype}{list(row) if row else ''}"
-    return _Piece(sender, receiver, dtype, rows * math.prod(row), words)
-
-
-def _balance(pieces: Iterable[_Piece]) -> int:
-    return sum(stable_hash(repr(tuple(piece[:4]))) for piece in pieces) & MASK
-
-
-def _in_words(pieces: Sequence[_Piece], by_sender: bool) -> str:
-    words = [piece.words for piece in pieces[:8]]
-    if len(pieces) == 1:
-        return (
-            f"{words[0]} to group rank {pieces[0].receiver}"
-            if by_sender
-            else f"{words[0]} from group rank {pieces[0].sender}"
-        )
-    return "[" + ", ".join(words) + (", ...]" if len(pieces) > 8 else "]")
+        dtype, row = dtype_name(tensors[0].dtype), list(tensors[0].shape[1:])
+        for rank, rows in enumerate(call.splits[0 if is_sent else 1]):
+            yield _Piece(rank, dtype, rows * math.prod(row), f"{rows} x {dtype}{row or ''}")
+        return
+    root = call.root if call.operator.to_root == is_sent else None
+    for index, tensor in enumerate(tensors if root is None else tensors[:1]):
+        dtype = dtype_name(tensor.dtype)
+        yield _Piece(index if root is None else root, dtype, tensor.numel(), f"{dtype}{list(tensor.shape)}")

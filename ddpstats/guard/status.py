@@ -74,15 +74,15 @@ class RankStatus:
         return json.dumps({**vars(self), "events": events, "messages": messages})
 
     @classmethod
-    def unpack(cls, payload: bytes, rank: int) -> RankStatus:
-        """Return the status that `pack` wrote; an empty one where it cannot be read."""
+    def unpack(cls, payload: bytes) -> RankStatus:
+        """Raises ValueError for what `pack` did not write."""
         try:
             if len(payload) > _MAX_BYTES:
                 raise ValueError("too long")
             given = parse_json(payload)
             waits_in = given["waits_in"]
             return cls(
-                rank,
+                int(given["rank"]),
                 newest_in_a_row(map(Event.from_dict, given["events"])),
                 int(given["count"]),
                 None if waits_in is None else (str(waits_in[0]), int(waits_in[1])),
@@ -93,8 +93,8 @@ class RankStatus:
                 float(given["slept_sec"]),
                 tuple(map(Event.from_dict, given["messages"])),
             )
-        except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-            return cls(rank)
+        except (LookupError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"not a status: {error!r}") from None
 
 
 @dataclass(frozen=True)

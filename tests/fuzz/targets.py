@@ -79,7 +79,7 @@ _READERS: Sequence[tuple[Callable[[bytes], Any], tuple[type[Exception], ...]]] =
     (decode, (ProtocolMismatch,)),
     (lambda data: decode(_behind_its_length(data)), (ProtocolMismatch,)),
     (Verdict.unpack, (ValueError,)),
-    (lambda data: RankStatus.unpack(data, 0), ()),
+    (RankStatus.unpack, (ValueError,)),
     (GuardFinding.unpack, (ValueError,)),
     (Alarm.unpack, (ValueError,)),
     (lambda data: encoding.decode([(1, 0, data)]), ()),
@@ -102,12 +102,12 @@ def _wire_seeds() -> list[bytes]:
     event["evidence"] = ["k", ["k", "l"], "dict", "unused", "", [], False, False, "loop", None]
     finding = {"kind": "mismatch", "message": "m", "group": "0", "seq": 1, "missing": [1]}
     finding |= {"culprits": [], "doubts": [], "printer": 0}
-    notes = {"events": [event], "count": 3, "waits_in": ["0", 3], "last": "x", "left": None}
+    notes = {"rank": 0, "events": [event], "count": 3, "waits_in": ["0", 3], "last": "x", "left": None}
     texts = [
         {"missing": [1, 2], "message": "text"},
         {**notes, "stack": None, "slept_sec": 7.5, "messages": []},
         {**finding, "by_rank": {"0": event}},
-        ["0", "words", [0, 1], 3, True, False, False],
+        ["0", "words", [0, 1], 3, True, False],
         event,
         event,
     ]

@@ -117,8 +117,8 @@ def test_a_record_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.Captu
 
 FINDING: dict[str, Any] = {"kind": "mismatch", "message": "", "group": "", "seq": 1, "missing": [], "culprits": []}
 FINDING |= {"doubts": [], "printer": 0}
-STATUS: dict[str, Any] = {"events": [], "count": 1, "waits_in": None, "last": None, "left": None}
-STATUS |= {"stack": None, "slept_sec": 0.0, "missed": [], "messages": []}
+STATUS: dict[str, Any] = {"rank": 3, "events": [], "count": 1, "waits_in": None, "last": None, "left": None}
+STATUS |= {"stack": None, "slept_sec": 0.0, "messages": []}
 DEEP = b"[" * 100_000
 
 
@@ -134,8 +134,8 @@ def packed(value: Any, count: str = "1") -> bytes:
         (GuardFinding.unpack, packed({**FINDING, "by_rank": 3})),
         (GuardFinding.unpack, packed({**FINDING, "by_rank": {}}, "1e999")),
         (GuardFinding.unpack, DEEP),
-        (Alarm.unpack, b'["0", "w", [0], 1e999, true, true, true]'),
-        (Alarm.unpack, b'["0", "w", 3, 1, true, true, true]'),
+        (Alarm.unpack, b'["0", "w", [0], 1e999, true, true]'),
+        (Alarm.unpack, b'["0", "w", 3, 1, true, true]'),
         (Alarm.unpack, b'["0"]'),
         (Alarm.unpack, DEEP),
     ],
@@ -151,13 +151,14 @@ def test_malformed_verdict_or_alarm_is_refused(unpack: Callable[[bytes], Any], p
     [DEEP, packed({**STATUS, "waits_in": []}), packed(STATUS, "1e999"), packed({**STATUS, "events": 3})],
     ids=["deep", "waits nowhere", "infinite", "no events"],
 )
-def test_malformed_status_says_nothing_about_its_rank(payload: bytes) -> None:
-    assert RankStatus.unpack(payload, 3) == RankStatus(3)
+def test_malformed_status_is_refused(payload: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        RankStatus.unpack(payload)
 
 
 def test_numbers_between_distant_events_are_not_counted_through() -> None:
     """Ranks compare number by number: from 1 to 10**18 that would never end."""
-    status = RankStatus.unpack(packed({**STATUS, "events": [EVENT, {**EVENT, "seq": 10**18}]}), 0)
+    status = RankStatus.unpack(packed({**STATUS, "events": [EVENT, {**EVENT, "seq": 10**18}]}))
     assert [event.seq for event in status.events] == [10**18]
 
 

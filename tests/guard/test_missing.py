@@ -7,7 +7,6 @@ import pytest
 from ddpstats._base.config import GuardMode
 from ddpstats.guard.diagnosis import find
 from ddpstats.guard.event import Event, Signature, digest_of
-from ddpstats.guard.failure_agreement import _is_older
 from ddpstats.guard.status import LEFT, MISSING, RankStatus
 from ddpstats.testing import run_ranks
 from tests.guard import missing_runs as runs
@@ -81,20 +80,6 @@ def test_rank_that_came_to_its_end_is_missing_in_a_later_collective(at_end: bool
     finding = find("0", "the default group", statuses, overdue=5)
     assert finding is not None
     assert finding.missing == missing
-
-
-@pytest.mark.parametrize(
-    ("position", "is_older"),
-    [
-        ("number 7 of group '0', barrier()", True),
-        ("number 8 of group '0', barrier()", False),
-        ("number 7 of group '1', barrier()", False),
-        ("send(float32[1]) to rank 0, tag 0", False),
-        (None, False),
-    ],
-)
-def test_the_later_of_two_last_known_collectives_is_named(position: str | None, is_older: bool) -> None:
-    assert _is_older(position, "0", 8) == is_older
 
 
 @pytest.mark.parametrize("rank_2", tiers(["leaves"], ["stays"]))
