@@ -10,7 +10,7 @@ For live verdicts and for records. Pure: the same statuses give the same text on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ddpstats._base.text import ranks_text
@@ -276,32 +276,36 @@ def _last_agreed(by_rank: ByRank, seq: int) -> str:
 # -- a missing rank ---------------------------------------------------------------------------------------------------
 
 
-def _missing_ranks(by_rank: ByRank, overdue: int | None) -> tuple[int, Sequence[int]] | None:
+def _missing_ranks(by_rank: ByRank, overdue: int | None) -> tuple[int, tuple[int, ...]] | None:
     """Return the number that was not completed and the ranks it waits for, by the first rule that names some."""
-    due = max(status.count for status in by_rank.values()) if overdue is None else overdue
-    is_end = all(status.count < due for status in by_rank.values())  # of the ranks, in which no collective was begun
+    last = max(status.count for status in by_rank.values())
+    is_end = overdue is not None and last < overdue  # of the ranks, in which no collective was begun
     reached = {rank: Answer(status.count + (is_end and status.left == LEFT)) for rank, status in by_rank.items()}
-    behind = find_missing(by_rank, due, reached, is_over=True) or ()
-    failed = [rank for rank, status in by_rank.items() if status.left not in (None, LEFT)]
-    followers = [rank for rank in failed if by_rank[rank].is_follower]
-    dead = [rank for rank, status in by_rank.items() if status.dead and status.left is None]
-    idle = [rank for rank, status in by_rank.items() if status.waits_in is None]
-    by_rule = (
-        {*dead, *(rank for rank in failed if rank in behind)} - {*followers},
-        {*behind} - {*followers},
-        behind,  # others that are behind may only not have come yet
-        [rank for rank, status in by_rank.items() if status.slept_sec],
-        failed,  # in the middle of it
-        idle if len(idle) < len(by_rank) else (),
-    )
-    missing = behind if overdue is None else next((sorted(ranks) for ranks in by_rule if ranks), ())
-    if not missing:
-        return None
-    return min([due, *(by_rank[rank].count + 1 for rank in missing if not by_rank[rank].is_silent)]), missing
+    rules: list[tuple[int, Collection[int]]] = [(last, find_missing(by_rank, last, reached, is_over=True) or ())]
+    if overdue is not None:
+        behind = find_missing(by_rank, overdue, reached, is_over=True) or ()
+        failed = [rank for rank, status in by_rank.items() if status.left not in (None, LEFT)]
+        followers = {rank for rank in failed if by_rank[rank].is_follower}
+        dead = [rank for rank, status in by_rank.items() if status.dead and status.left is None]
+        idle = [rank for rank, status in by_rank.items() if status.waits_in is None]
+        rules = [
+            (overdue, {*dead, *set(failed).intersection(behind)} - followers),
+            (overdue, set(behind) - followers),  # they may only not have come yet
+            (overdue, behind),
+            (overdue, [rank for rank, status in by_rank.items() if status.slept_sec]),
+            *rules,
+            (overdue, failed),  # in the middle of it
+            (overdue, idle if len(idle) < len(by_rank) else ()),
+        ]
+    for number, ranks in rules:
+        if ranks:
+            missing = tuple(sorted(ranks))
+            counts = [by_rank[rank].count for rank in missing if not by_rank[rank].is_silent]
+            return min([number, *(count + 1 for count in counts)]), missing
+    return None
 
 
-def _missing(group: str, words: str, by_rank: ByRank, seq: int, missing: Sequence[int]) -> GuardFinding:
-    missing = tuple(sorted(missing))
+def _missing(group: str, words: str, by_rank: ByRank, seq: int, missing: tuple[int, ...]) -> GuardFinding:
     for rank in missing:
         if by_rank[rank].waits_for(group + MESSAGES):
             unknown = unexplained(group + MESSAGES, words, seq, True)
