@@ -208,6 +208,7 @@ class Recording:
         self._steps: dict[int, int] = {}  # of each optimizer
         self._held: dict[tuple[str, str, str | None], HeldKeys] = {}  # by the site of a reduction
         self._not_held: dict[str | None, str] = {}  # name of a reduction -> keys
+        self._renegotiations = 0
 
     def subscribe(self) -> None:
         """Record from now on what other parts of ddpstats publish."""
@@ -272,7 +273,7 @@ class Recording:
 
     def alarm(self, kind: str, message: str) -> None:
         """Record that something is wrong; of each kind the last message counts."""
-        self.note(**{f"alarm {kind}": " ".join(message.split())[:_TEXT_CHARS]})
+        self.note(**{f"ALARM of {kind}": " ".join(message.split())[:_TEXT_CHARS]})
 
     def _take(self, mark: Mark) -> None:
         with self._turn:
@@ -286,8 +287,9 @@ class Recording:
 
     def renegotiated(self, name: str | None, new_keys: Sequence[str]) -> None:
         """Record that the ranks have exchanged what they hold in a reduction of that name."""
-        count = self._now.get("renegotiations", 0) + 1
-        self.note(renegotiations=count, new_keys=f"{_some(new_keys) or 'none'} (name={name!r})"[:_TEXT_CHARS])
+        self._renegotiations += 1
+        text = f"{self._renegotiations}; new keys of the last: {_some(new_keys) or 'none'} (name={name!r})"
+        self.note(renegotiations=text[:_TEXT_CHARS])
 
     def reduced(self, site: tuple[str, str, str | None], structure: Structure, layout: Layout) -> None:
         """Take one call of a reduction, and what this rank held in it."""
@@ -302,7 +304,7 @@ class Recording:
             self._not_held[name] = f"{_some(keys)} (name={name!r})"
         if len(self._not_held) > _MOST_NAMES:
             del self._not_held[next(iter(self._not_held))]
-        self.note(not_held="; ".join(self._not_held.values())[:_TEXT_CHARS])
+        self.note(**{"not held any more": "; ".join(self._not_held.values())[:_TEXT_CHARS]})
 
 
 def _some(keys: Sequence[str]) -> str:

@@ -217,7 +217,7 @@ def _run_to_its_end(command: Sequence[str], watched: str | None) -> int:
 def _explain(directory: str, in_json: bool) -> None:
     """Print on stderr, for stdout is the script's, what no rank has raised as a verdict; in JSON in any case."""
     try:
-        has_verdict = any("guard" in rank.alarms for rank in Records(directory).look())
+        has_verdict = any("ALARM of guard" in rank.remarks for rank in Records(directory).look())
         records = read_records(directory)
     except (OSError, ValueError, DdpstatsError):
         return  # no rank came as far as its first collective

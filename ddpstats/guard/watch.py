@@ -13,7 +13,7 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -41,7 +41,7 @@ class RankNow:
     """A rank's newest state. ``is_gone``: its process has ended; False where that is not known.
 
     ``groups``: the number of its last collective in each group. ``members``: the ranks of each group.
-    ``waits_since``: of a wait that goes on; None otherwise. ``alarms``: what raised it -> the text.
+    ``waits_since``: of a wait that goes on; None otherwise. ``remarks``: all other state that it records.
     """
 
     rank: int
@@ -53,14 +53,16 @@ class RankNow:
     left: str = ""
     steps: int = 0
     waits_since: float | None = None
-    renegotiations: int = 0
-    new_keys: str = ""
-    not_held: str = ""
-    alarms: Mapping[str, str] = field(default_factory=dict)
+    remarks: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def alarms(self) -> list[str]:
+        """The names of its remarks that are alarms."""
+        return [name for name in self.remarks if name.startswith("ALARM")]
 
     @property
     def state(self) -> str:
-        """What the rank does, without numbers."""
+        """The rank's state in words, without numbers."""
         if self.left or self.is_gone:
             return self.left or "killed, or ended without a word"
         return "runs" if self.waits_since is None else "waits"
@@ -113,11 +115,11 @@ class _Follower:
             self._now.update(entry["now"])
 
     def rank_now(self) -> RankNow:
-        """Raises `DdpstatsError` for a record of another machine, and `_PROBLEMS` for one that is malformed."""
-        now, process = self._now, ProcessId.unpack(bytes.fromhex(self.head["process"]))
+        """Raises `_PROBLEMS` for a record that is malformed, or of another machine."""
+        now, process = dict(self._now), ProcessId.unpack(bytes.fromhex(self.head["process"]))
         if process.machine != ProcessId.mine().machine:
-            raise DdpstatsError("the records are of another machine, or container: watch the ranks there")
-        waits_since = now.get("waits_since")
+            raise ValueError("the ranks are on another machine, or in another container: watch them there")
+        steps, waits_since = int(now.pop("steps", 0)), now.pop("waits_since", None)
         return RankNow(
             self.head["rank"],
             self.head["world_size"],
@@ -126,12 +128,9 @@ class _Follower:
             self._members.copy(),
             Event.from_dict(self._last) if self._last else None,
             self._left,
-            int(now.get("steps", 0)),
+            steps,
             None if waits_since is None else float(waits_since),
-            int(now.get("renegotiations", 0)),
-            str(now.get("new_keys", "")),
-            str(now.get("not_held", "")),
-            {name.removeprefix("alarm "): str(text) for name, text in now.items() if name.startswith("alarm ")},
+            {name: str(text) for name, text in now.items() if text},
         )
 
 
@@ -157,8 +156,6 @@ class Records:
                 follower.look()
                 if follower.head:
                     ranks.append((follower.head, follower.rank_now()))
-            except DdpstatsError as error:
-                refused = error
             except _PROBLEMS as error:
                 refused = DdpstatsError(f"{path} cannot be read as a record: {error}")
         if refused is not None and not ranks:
@@ -203,20 +200,17 @@ def picture_of(ranks: Sequence[RankNow]) -> Picture:
     heading = f"{len(ranks)} of {ranks[0].world_size} ranks, step {max(rank.steps for rank in ranks)}"
     if late:
         heading += f"; {ranks_text(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for {ranks_text(late)}"
-    alarms = list(dict.fromkeys(f"ALARM: {alarm}" for rank in ranks for alarm in rank.alarms.values()))
-    remarks = list(alarms)
+    remarks = []
+    for name in sorted({name for rank in ranks for name in rank.remarks}):  # alarms come first
+        texts = {rank.rank: rank.remarks[name] for rank in ranks if name in rank.remarks}
+        remarks += [f"{name}, {line.strip()}" for line in holders_lines(texts)]
     if len(rows) > _MOST_ROWS:
         remarks.append(f"{count_of(len(rows) - _MOST_ROWS, 'more ranks')} no further behind")
         rows = sorted(rows, key=lambda row: -row.behind)[:_MOST_ROWS]
     absent = sorted(set(range(min(ranks[0].world_size, 1 << 16))) - {rank.rank for rank in ranks})
     if absent:
         remarks.append(f"no collective yet, or on another host: {ranks_text(absent)}")
-    count, new_keys = max((rank.renegotiations, rank.new_keys) for rank in ranks)
-    if count:
-        remarks.append(f"renegotiations: {count}; new keys of the last: {new_keys}")
-    not_held = holders_lines({rank.rank: rank.not_held for rank in ranks if rank.not_held})
-    remarks += [f"not held any more by {line.strip()}" for line in not_held]
-    news = [(rank.rank, rank.state) for rank in ranks], alarms
+    news = [(rank.rank, rank.state, rank.alarms) for rank in ranks]
     return Picture(heading, rows, remarks[:_MOST_REMARKS], late, news)
 
 
@@ -272,21 +266,17 @@ def table_of(picture: Picture) -> Any:
     return Group(*map(one_line, [picture.heading, *picture.remarks]), table)
 
 
-@contextlib.contextmanager
-def _view_on(stream: TextIO) -> Iterator[Callable[[Picture], None]]:
-    """Yield what shows a picture: as a table where `rich` is installed and the stream is a terminal; or as lines."""
-    try:
+def _open_view(stream: TextIO, stack: contextlib.ExitStack) -> Callable[[Picture], None]:
+    """Return what shows a picture: as a table where `rich` is installed and the stream is a terminal; or as lines."""
+    with contextlib.suppress(ImportError):
         from rich.console import Console
         from rich.live import Live
-    except ImportError:
-        yield Lines(stream).show
-        return
-    console = Console(file=stream)
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield Lines(stream).show
-        return
-    with Live(console=console, auto_refresh=False) as live:
-        yield lambda picture: live.update(table_of(picture), refresh=True)
+
+        console = Console(file=stream)
+        if console.is_terminal and not console.is_dumb_terminal:
+            live = stack.enter_context(Live(console=console, auto_refresh=False))
+            return lambda picture: live.update(table_of(picture), refresh=True)
+    return Lines(stream).show
 
 
 # -- the verb ---------------------------------------------------------------------------------------------------------
@@ -314,7 +304,8 @@ def run(args: argparse.Namespace) -> int:
         picture = picture_of(ranks)
         shown = {"ranks": [row._asdict() for row in picture.rows], "late": picture.late, "remarks": picture.remarks}
         return VerbReport(_status(ranks), str, lambda: shown).show(True)
-    with _view_on(sys.stdout) as show:
+    with contextlib.ExitStack() as stack:
+        show = _open_view(sys.stdout, stack)
         show(picture_of(ranks))
         while not all(rank.is_gone for rank in ranks):
             time.sleep(EVERY_SEC)

@@ -253,7 +253,7 @@ def record(data: bytes) -> None:
 def _record_seeds() -> list[bytes]:
     """Return a record, and one that can be watched: its process is this one."""
     record = (FORMATS / "records" / "rank0.jsonl").read_bytes()
-    now = {"steps": 3, "waits_since": 5.0, "renegotiations": 1, "new_keys": "k", "not_held": "k", "alarm guard": "text"}
+    now = {"steps": 3, "waits_since": 5.0, "renegotiations": "1", "not held any more": "k", "ALARM of guard": "text"}
     process = b'{"process":"%b",' % ProcessId.mine().pack().hex().encode()
     return [record, process + record[1:] + json.dumps({"now": now}).encode() + b"\n"]
 

@@ -19,8 +19,8 @@ class _Listener(Recording):
         self.reports: list[str] = []
 
     def note(self, **changes: Any) -> None:
-        if "not_held" in changes:
-            self.reports.append(changes["not_held"])
+        if "not held any more" in changes:
+            self.reports.append(changes["not held any more"])
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def test_records_of_two_ranks_are_shown_as_lines(tmp_path: Path) -> None:
     other.writer.write({"end": "ValueError", "time": time.time()})
     recording.step(EVENT)
     recording.renegotiated("train", ["l1"])
-    recording.note(not_held="'snr', 'l2' (name='train')")
+    recording.note(**{"not held any more": "'snr', 'l2' (name='train')"})
     recording.alarm("guard", "they\n  differ")
     recording.wait(time.time() - 3)
     assert [re.sub(r"\d+ s", "N s", line) for line in shown(Records(tmp_path)).splitlines()] == [
@@ -79,9 +79,9 @@ def test_records_of_two_ranks_are_shown_as_lines(tmp_path: Path) -> None:
         "at train.py:7 in <module>",
         "  rank 1: step 0, 1 behind, left the guard by ValueError (last began N s ago): "
         "number 1 of group '0', all_reduce(float32[], sum) 'snr', at train.py:7 in <module>",
-        "  ALARM: they differ",
-        "  renegotiations: 1; new keys of the last: 'l1' (name='train')",
-        "  not held any more by rank 0: 'snr', 'l2' (name='train')",
+        "  ALARM of guard, rank 0: they differ",
+        "  not held any more, rank 0: 'snr', 'l2' (name='train')",
+        "  renegotiations, rank 0: 1; new keys of the last: 'l1' (name='train')",
     ]
 
 
@@ -123,7 +123,7 @@ def test_state_is_known_after_the_record_has_begun_its_next_file(tmp_path: Path)
     assert (tmp_path / "rank0.old.jsonl").exists()
     for seen in (records.look(), Records(tmp_path).look()):
         (rank,) = seen
-        assert (rank.steps, rank.alarms, rank.groups) == (1, {"guard": "differ"}, {"0": 30})
+        assert (rank.steps, rank.remarks, rank.groups) == (1, {"ALARM of guard": "differ"}, {"0": 30})
     assert before[0].groups == {"0": 3}
     (record,) = read_records(tmp_path)
     assert record.events[-1].seq == 30
@@ -234,7 +234,7 @@ def test_watch_in_json_looks_once(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["watch", str(tmp_path), "--json"]) == 1
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [len(each["ranks"]) for each in shown] == [1, 1]
-    assert shown[1]["remarks"][0] == "ALARM: differ"
+    assert shown[1]["remarks"][0] == "ALARM of guard, rank 0: differ"
 
 
 def test_rank_that_is_furthest_behind_is_shown_first_among_many() -> None:
@@ -266,21 +266,21 @@ def test_late_rank_and_the_call_of_the_waiting_rank_are_shown(two_ranks: RankPoo
         first,
     )
     assert "1 behind, runs" in second
-    assert remarks == [f"  renegotiations: 1; new keys of the last: '{mode} 0', '{mode} 1' (name='train')"]
+    assert remarks == [f"  renegotiations, ranks 0, 1: 1; new keys of the last: '{mode} 0', '{mode} 1' (name='train')"]
 
 
-NOT_HELD = "not held any more by rank 1: '<snr>' (name='{}')"
-NOT_FINITE = "ALARM: step 0: the gradients of rank 1 are not finite"
-DIVERGED = "ALARM: step 0, found by the sentinel: [replica digests] replicas differ"
+NOT_HELD = "not held any more, rank 1: '<snr>' (name='{}')"
+NOT_FINITE = ", ranks 0, 1: step 0: the gradients of rank 1 are not finite"
+DIVERGED = ", ranks 0, 1: step 0, found by the sentinel: [replica digests] replicas differ"
 
 
 def test_dropped_keys_and_alarms_of_all_wings_are_shown(two_ranks: RankPool, tmp_path: Path) -> None:
     for lines in two_ranks.run(live_runs.told_of, str(tmp_path), "lines").values():
-        _, _, _, first, second, renegotiations, not_held = (line.strip() for line in lines)
-        assert renegotiations.startswith("renegotiations: 1;")
+        _, _, _, first, second, not_held, renegotiations = (line.strip() for line in lines)
+        assert renegotiations.startswith("renegotiations, ranks 0, 1: 1;")
         assert not_held == NOT_HELD.format("lines")
-        assert first.startswith(NOT_FINITE)
-        assert second.startswith(DIVERGED)
+        assert NOT_FINITE in first
+        assert DIVERGED in second
 
 
 STOPPED = """
@@ -315,7 +315,7 @@ def test_program_is_watched_to_its_end(tmp_path: Path) -> None:
     assert "step 1" in lines[at]
     assert re.search(r"waits for \d+ s: number 2 .*, all_reduce\(float32\[1\], sum\), at .*train.py:14", lines[at + 1])
     assert re.search(r"1 behind, runs .*: number 1 .*, all_reduce\(float32\[1\], sum\) 'loss', at", lines[at + 2])
-    assert any("ALARM: the ranks of the default group" in line for line in lines)
+    assert any("ALARM of guard, ranks 0, 1: the ranks of the default group" in line for line in lines)
     assert "CollectiveMismatch" in done.stderr
     assert not list((tmp_path / "scratch").glob("ddpstats-run-*"))
 
@@ -347,7 +347,7 @@ def test_a_table_on_a_terminal(tmp_path: Path) -> None:
     environ = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
     environ.pop("COLUMNS", None)  # GNU readline leaves it behind, and it wins over the terminal's width
     with Program(["-c", RANK, str(tmp_path)], environ) as rank:
-        _until(lambda: "alarm guard" in _text(tmp_path / "rank0.jsonl"), rank)
+        _until(lambda: "ALARM of guard" in _text(tmp_path / "rank0.jsonl"), rank)
         command = [sys.executable, "-m", "ddpstats", "watch", str(tmp_path)]
         watching = subprocess.Popen(command, env=environ, stdin=its, stdout=its, stderr=its, start_new_session=True)
         os.close(its)
@@ -400,6 +400,6 @@ def test_small_terminal_shows_the_late_rank_and_the_alarm() -> None:
     assert len(lines) == 16
     assert lines[:2] == ["\x1b[?25l16 of 16 ranks", remarks[0]]
     assert lines[2].endswith(" s\u2026")
-    assert lines[4].startswith("rank  step  behind  state")
+    assert lines[4].split() == ["rank", "step", "behind", "state", "last", "collective"]
     assert [int(line.split()[0]) for line in lines[5:-1]] == [15, *range(9)]
-    assert lines[-1] == "\u2026"
+    assert lines[-1] == "..."
