@@ -5,7 +5,8 @@ the process. The last comparison comes
 
 1. before the default process group is destroyed (`group.before_destroying`): what it finds is raised;
 2. otherwise when the interpreter ends, after the program's threads, in an `atexit` handler: what it finds, or was
-   raised at 1 and caught, is printed, and the process ends with status 1 where it would have ended with 0.
+   raised at 1 and caught, is printed, and the process ends with status 1 where it would have ended with 0. It ends
+   at once: torchrun's SIGTERM may come at any time, and would be the status otherwise.
 
 Exit handlers run last in, first out. This one is registered before the program has registered its own, so it runs when
 these have run, and may end the process. Python reports the status of ``sys.exit`` to no handler: under ``ddpstats run``
@@ -52,15 +53,15 @@ class Ending:
         if os.getpid() != self._process:
             return  # a fork of the program
         error = self.error or getattr(sys, "last_value", None)
-        verdict = self.guard.verdict_at_end(error)
+        verdict, status = self.guard.verdict_at_end(error), getattr(error, "code", 1)
         if verdict is not None:
             print_message(verdict)
         with contextlib.suppress(DdpstatsError):
             self.guard.abandon(error)
         self._report()
-        if verdict is not None and error is None:
+        if verdict is not None:
             logging.shutdown()  # an exit handler that was registered earlier still
-            end_process(1)
+            end_process(status if isinstance(status, int) else 1)
 
 
 # -- DDPSTATS_GUARD ---------------------------------------------------------------------------------------------------
