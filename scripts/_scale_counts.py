@@ -28,10 +28,10 @@ from ddpstats._ranks.failure import FailureDetector, Membership, ProcessId, Verd
 from ddpstats._ranks.store import BoundedStore
 from ddpstats._reduction.reducer import StatsReducer
 from ddpstats.guard import notes_shm
+from ddpstats.guard.diagnosis import RankStatus
 from ddpstats.guard.failure_agreement import Alarm, FailureAgreement
 from ddpstats.guard.notes import Note, agree
 from ddpstats.guard.notes_shm import Exchange
-from ddpstats.guard.status import RankStatus
 from ddpstats.testing._thread_comm import ThreadComm, ThreadWorld, in_process
 
 RANKS_OF_A_HOST = 8

@@ -25,9 +25,18 @@ from typing import Any, NamedTuple
 from ddpstats._base.files import parse_json
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreLog, StoreSilent, growing_polls, shared_poll
-from ddpstats.guard.diagnosis import call_lines, find, unexplained
+from ddpstats.guard.diagnosis import (
+    DOUBT,
+    MISMATCH,
+    MISSING,
+    NOTHING,
+    GuardFinding,
+    RankStatus,
+    call_lines,
+    find,
+    unexplained,
+)
 from ddpstats.guard.event import MESSAGES, Event
-from ddpstats.guard.status import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding, RankStatus
 
 WATCHDOG_SEC = 0.25
 _ASLEEP_SEC = 3.0  # a look of the watchdog takes less where threads of Python run, also on a busy machine

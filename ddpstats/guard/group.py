@@ -28,12 +28,12 @@ from ddpstats._ranks.comm import attempt_prefix, bounded_part, refuse_fake
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import GLANCE_SEC, LIMIT_SEC, STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
+from ddpstats.guard.diagnosis import GuardFinding
 from ddpstats.guard.event import Event, MessageNumbers, decode
 from ddpstats.guard.failure_agreement import FailureAgreement, ReportStatus
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.printing import GIVEN_UP, MESSAGES_SEEN, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
 from ddpstats.guard.recording import Identity, Recording
-from ddpstats.guard.status import GuardFinding
 
 _KEPT_DESTROYED = 64
 _turn = 0  # how often guards of this process have begun, and process groups ended under one

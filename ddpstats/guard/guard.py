@@ -41,10 +41,10 @@ from ddpstats._observe import collectives
 from ddpstats._observe.operators import check_reduce_ops
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard.compare import Comparing, StepQuestion
+from ddpstats.guard.diagnosis import LEFT
 from ddpstats.guard.group import Settings, before_destroying, next_turn
 from ddpstats.guard.pipeline import Watching, how_left
 from ddpstats.guard.printing import NO_GROUP, RECORDED, TO_RUN, GuardCounters, in_short, last_line
-from ddpstats.guard.status import LEFT
 from ddpstats.guard.verdicts import Unfinished, is_broken
 
 MismatchPolicy = Literal["raise", "warn"]

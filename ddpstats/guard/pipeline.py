@@ -16,6 +16,7 @@ from ddpstats._observe.frames import calling_frame, main_stack, site_of
 from ddpstats._observe.groups import GroupView
 from ddpstats._observe.operators import Collective
 from ddpstats.guard.compare import Comparing
+from ddpstats.guard.diagnosis import DOUBT, LEFT, GuardFinding, RankStatus
 from ddpstats.guard.event import BY_TORCH, MESSAGES, Entry, Event, Ring, event_of, label_word
 from ddpstats.guard.group import Group, Limit, Session, Settings, Standing, identity
 from ddpstats.guard.labels import current_label
@@ -23,7 +24,6 @@ from ddpstats.guard.labels.read import Chain, Inferred, infer
 from ddpstats.guard.printing import Tally
 from ddpstats.guard.recording import Identity, Recording
 from ddpstats.guard.signature import NO_PIECES, Parts, parts_of, pieces_of, signature_of
-from ddpstats.guard.status import DOUBT, LEFT, GuardFinding, RankStatus
 
 RING_EVENTS = 10_000
 _GATHERING = "all_gather"  # has a label where the program adds up what it gathers

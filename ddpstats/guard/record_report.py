@@ -9,10 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpstats._base.text import count_of, ranks_text
-from ddpstats.guard.diagnosis import Pair, find, message_mismatch, pair_messages, unmatched
+from ddpstats.guard.diagnosis import (
+    LEFT,
+    NOTHING,
+    GuardFinding,
+    Pair,
+    RankStatus,
+    find,
+    message_mismatch,
+    pair_messages,
+    unmatched,
+)
 from ddpstats.guard.event import MESSAGES, Event, newest_in_a_row
 from ddpstats.guard.record import RankRecord
-from ddpstats.guard.status import LEFT, NOTHING, GuardFinding, RankStatus
 
 
 def diagnose(records: Sequence[RankRecord]) -> list[GuardFinding]:

@@ -25,11 +25,11 @@ from ddpstats._observe import collectives
 from ddpstats._observe.operators import Collective
 from ddpstats._ranks.store import STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
+from ddpstats.guard.diagnosis import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding, message_place
 from ddpstats.guard.event import MESSAGES, Entry, Event, event_of, stable_hash
 from ddpstats.guard.failure_agreement import Alarm, FailureAgreement, wait_until
 from ddpstats.guard.group import FindLimit, Group, Limit, Session, Settings, Standing
 from ddpstats.guard.printing import leave_running, print_once, sigterm_deferred
-from ddpstats.guard.status import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding, message_place
 
 _SLICE_SEC = 0.2
 _SLICE = timedelta(seconds=_SLICE_SEC)

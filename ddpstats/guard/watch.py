@@ -22,9 +22,9 @@ from ddpstats._base.files import open_regular
 from ddpstats._base.text import VerbReport, count_of, holders_lines, printable, ranks_text
 from ddpstats._ranks.failure import ProcessId
 from ddpstats.errors import DdpstatsError
+from ddpstats.guard.diagnosis import LEFT
 from ddpstats.guard.event import MESSAGES, Event
 from ddpstats.guard.record import MAX_BYTES, MAX_LINE_BYTES, checked_group, checked_head, parsed
-from ddpstats.guard.status import LEFT
 
 EVERY_SEC = 0.5
 _LINES_EVERY_SEC = 10.0

@@ -24,7 +24,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ddpstats.guard.status import GuardFinding
+from ddpstats.guard.diagnosis import GuardFinding
 from ddpstats.report._timeline import Cell, Key, Lane, Timeline
 
 _TEMPLATE = Path(__file__).with_name("page.html")

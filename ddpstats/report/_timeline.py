@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ddpstats._base.marks import VALUES, Mark
+from ddpstats.guard.diagnosis import DOUBT, GuardFinding
 from ddpstats.guard.event import BY_TORCH, Event
 from ddpstats.guard.record import RankRecord
 from ddpstats.guard.record_report import assumed, message_pairs, not_compared
-from ddpstats.guard.status import DOUBT, GuardFinding
 
 _time_of = attrgetter("time")
 

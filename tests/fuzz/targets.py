@@ -39,8 +39,8 @@ from ddpstats.dump.format._files import open_rank
 from ddpstats.dump.origin import _nan_origin
 from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, ProtocolMismatch
 from ddpstats.guard import encoding
+from ddpstats.guard.diagnosis import GuardFinding, RankStatus
 from ddpstats.guard.failure_agreement import Alarm
-from ddpstats.guard.status import GuardFinding, RankStatus
 from ddpstats.guard.watch import Records, lines_of, picture_of
 from ddpstats.report import _report
 

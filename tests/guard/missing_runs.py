@@ -21,8 +21,8 @@ from ddpstats._base.config import GuardMode
 from ddpstats._ranks.comm import GlooComm
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import bounded
+from ddpstats.guard.diagnosis import RankStatus
 from ddpstats.guard.failure_agreement import FailureAgreement
-from ddpstats.guard.status import RankStatus
 
 AFTERWARDS_SEC = 2.0
 

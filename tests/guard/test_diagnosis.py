@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddpstats.guard.diagnosis import find, what_differs
+from ddpstats.guard.diagnosis import RankStatus, find, message_place, what_differs
 from ddpstats.guard.event import BY_TORCH, MESSAGES, Event, Signature, digest_of, label_word
-from ddpstats.guard.status import RankStatus, message_place
 from ddpstats.testing import RankPool, run_ranks
 from tests.guard import diagnosis_runs as runs
 from tests.guard.tiers import tiers

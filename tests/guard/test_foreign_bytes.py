@@ -14,11 +14,11 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats.errors import ConfigError, DdpstatsError
+from ddpstats.guard.diagnosis import GuardFinding, RankStatus
 from ddpstats.guard.event import decode
 from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.recording import RecordWriter
-from ddpstats.guard.status import GuardFinding, RankStatus
 from ddpstats.report import _report
 
 HEAD = {"ddpstats": 1, "run": "x", "rank": 0, "world_size": 2, "time": 1.0}

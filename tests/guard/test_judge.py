@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from ddpstats.guard.diagnosis import find
+from ddpstats.guard.diagnosis import DOUBT, MISMATCH, NOTHING, GuardFinding, RankStatus, find
 from ddpstats.guard.event import BY_TORCH, Event, Evidence, Signature, digest_of, label_word
 from ddpstats.guard.labels.judge import Judgement, judge
-from ddpstats.guard.status import DOUBT, MISMATCH, NOTHING, GuardFinding, RankStatus
 
 _SIGNATURE = Signature("all_reduce", "sum", shapes=((1,),), dtypes=("float32",))
 _LOSSES = ("ctc", "att", "l1")

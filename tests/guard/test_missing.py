@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddpstats._base.config import GuardMode
-from ddpstats.guard.diagnosis import find
+from ddpstats.guard.diagnosis import LEFT, MISSING, RankStatus, find
 from ddpstats.guard.event import Event, Signature, digest_of
-from ddpstats.guard.status import LEFT, MISSING, RankStatus
 from ddpstats.testing import run_ranks
 from tests.guard import missing_runs as runs
 from tests.guard.tiers import tiers

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddpstats._base.marks import Mark
-from ddpstats.guard.status import GuardFinding
+from ddpstats.guard.diagnosis import GuardFinding
 from ddpstats.report._sources import read_timeline
 from ddpstats.report._timeline import Key
 from tests import formats
