@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ContextDecorator
+from contextlib import ContextDecorator, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
@@ -40,10 +40,9 @@ from ddpstats._base.text import first_line
 from ddpstats._observe import collectives
 from ddpstats._observe.operators import check_reduce_ops
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
-from ddpstats.guard.compare import Comparing, StepQuestion
-from ddpstats.guard.diagnosis import LEFT
-from ddpstats.guard.group import Settings, before_destroying, next_turn
-from ddpstats.guard.pipeline import Watching, how_left
+from ddpstats.guard.compare import StepQuestion
+from ddpstats.guard.group import Settings, before_destroying, had_ranks, next_turn
+from ddpstats.guard.pipeline import Watching
 from ddpstats.guard.printing import NO_GROUP, RECORDED, TO_RUN, GuardCounters, in_short, last_line
 from ddpstats.guard.verdicts import Unfinished, is_broken
 
@@ -116,7 +115,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def _reset(self) -> None:
         self._watching = Watching(self._settings)
         self._found_late: DdpstatsError | None = None  # by the last comparison
-        self._had_group = False  # which has been destroyed
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is not entered: one guard watches all collectives of a process."""
@@ -158,120 +156,89 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if self._idle_entries:
             self._idle_entries -= 1
             return
-        if self.mode == "off" or self not in _active:
+        if self not in _active:
             return
-        found: DdpstatsError | None = None
-        watching = self._watching
+        cause: DdpstatsError | None = None
         if isinstance(error, SystemExit) and error.code in (None, 0):
             error = None  # the usual end of a script
-        if watching.session is not None and watching.session.is_concluded:
-            watching.how_left = LEFT  # all was said when the process group was destroyed
         try:
             if error is None:
-                self._finish()
-            elif self._is_lost_connection(error):
-                found = self._explain()
-            if watching.how_left is None:
-                watching.leave(error)
-        except DdpstatsError as raised:
-            watching.leave(raised)
-            raise
+                self._compare_last(None)
+            else:
+                cause = self._explain(error)
+            self._watching.leave(error)
         finally:
             self._shut()
             self.say_end()
-        if found is not None:
-            raise found from error
+        if cause is not None:
+            raise cause from error
 
-    def _is_lost_connection(self, error: BaseException) -> bool:
-        """Return whether a verdict may stand behind what the program has raised."""
-        watching = self._watching
-        if watching.session is None or watching.comparing is None or watching.session.has_given_up():
-            return False
+    def _explain(self, error: BaseException) -> DdpstatsError | None:
+        """Return the verdict that stands behind what the program has raised, if there is one."""
+        standing, comparing = self._watching.standing, self._watching.comparing
+        if comparing is None or standing.verdict is not None or comparing.session.has_given_up():
+            return None
         behind = list(_errors_behind(error))
-        if watching.standing.verdict is not None or watching.comparing.verdicts.passed_on in behind:
-            return False
-        return any(map(is_broken, behind))
+        if comparing.verdicts.passed_on in behind or not any(map(is_broken, behind)):
+            return None
+        return comparing.verdicts.explain(self._watching.ring.last())
 
-    def _explain(self) -> DdpstatsError | None:
-        comparing = self._watching.comparing
-        return None if comparing is None else comparing.verdicts.explain(self._watching.ring.last())
+    def _compare_last(self, error: BaseException | None, within_sec: float | None = None) -> None:
+        """Make the last comparison of this process group, if that is possible, and was not done. Raises what it finds.
 
-    def _finish(self) -> None:
-        """The last comparison: a rank that left earlier, or runs one collective more, shows here."""
-        comparing = self._open_comparing()
-        if comparing is None:
-            return
-        self._watching.how_left = LEFT
-        try:
-            self._compare_last(comparing, None)
-        except DdpstatsError:
-            raise
-        except (RuntimeError, OSError) as error:  # the rank that serves the store has seen our last note, and is gone
-            log.debug("the store went away during the last comparison: %s", error)
-
-    def _compare_last(self, comparing: Comparing, error: BaseException | None) -> None:
-        self._watching.give_up_unfinished()
-        comparing.post_ends()  # first: who sees that this rank has left looks for them
-        self._watching.leave(error)
-        comparing.settle_all(waits=True)
-        comparing.agreement.say_done()
-
-    def conclude(self, error: BaseException | None = None, timeout_sec: float | None = None) -> None:
-        """The last comparison of this process group: the program destroys it, or has come to its own end.
-
-        Ranks may come here at different times, and some never. Where the comparison cannot go to its end, the last line
-        of the guard says so; only what was found is raised. ``error``: what the program itself ends with.
+        ``error``: what the program itself ends with. ``within_sec``: where the program destroys its process group, or
+        has come to its own end, ranks may come here at different times, and some never. If the comparison cannot go to
+        its end in that time, the last line of the guard says so. Otherwise every rank is to come.
         """
-        comparing = self._open_comparing()
-        if comparing is None:
+        comparing, standing = self._watching.comparing, self._watching.standing
+        if comparing is None or standing.silent or standing.verdict is not None:
             return
         session = comparing.session
+        if session.is_concluded or not session.is_reachable():
+            return
         session.is_concluded = True
-        self._watching.how_left = how_left(error)
+        if within_sec is not None:
+            comparing.verdicts.ends_by = time.monotonic() + within_sec
         try:
-            comparing.verdicts.ends_by = time.monotonic() + (self._timeout_sec if timeout_sec is None else timeout_sec)
-            self._compare_last(comparing, error)
+            self._watching.leave(error, compares=True)
+            comparing.settle_all(waits=True)
+            comparing.agreement.say_done()
         except Unfinished as reason:
             session.unfinished = str(reason)
         except DdpstatsError as found:
             self._found_late = found
-            if error is None or isinstance(found, CollectiveMismatch):
-                raise
+            raise
         except (RuntimeError, OSError) as reason:
             session.unfinished = f"the store does not answer ({first_line(reason)[:200]})"
 
     def verdict_at_end(self, error: BaseException | None) -> DdpstatsError | None:
-        """`conclude` where the program has ended, by ``error`` or without: what was found, then or before."""
+        """Compare where the program has ended, by ``error`` or without. Return what was found, then or before."""
         if isinstance(error, KeyboardInterrupt):
             return None
-        try:
-            if error is not None and self._is_lost_connection(error):
-                return self._explain()
-            self.conclude(error, None if error is None else _AFTER_ERROR_SEC)
-        except DdpstatsError as found:
-            return found
-        return self._found_late
+        cause = None if error is None else self._explain(error)
+        if cause is None:
+            with suppress(DdpstatsError):
+                self._compare_last(error, self._sec_for_others(error))
+        return cause or self._found_late
+
+    def _sec_for_others(self, error: BaseException | None) -> float:
+        """Return how long other ranks may take until they have come to the end, too."""
+        return self._timeout_sec if error is None else _AFTER_ERROR_SEC
 
     def _at_destroy(self, group: Any) -> None:
         if group is not dist.group.WORLD:
             return
         next_turn()
-        self._had_group = True
         self._watching.recording.begin_early()
-        if self.has_begun and not self._watching.is_over():
-            error = sys.exc_info()[1]
-            try:
-                self.conclude(error, None if error is None else _AFTER_ERROR_SEC)
-            except DdpstatsError:
-                if threading.main_thread().is_alive():
-                    raise  # otherwise an exit handler has called, whom nobody catches: `ending` tells what was found
-
-    def _open_comparing(self) -> Comparing | None:
-        """Return what the last comparison needs; None where it has been made, or cannot be."""
-        comparing, standing = self._watching.comparing, self._watching.standing
-        if comparing is None or standing.silent or standing.verdict is not None:
-            return None
-        return comparing if not comparing.session.is_concluded and comparing.session.is_reachable() else None
+        if not self.has_begun or self._watching.is_over():
+            return
+        error = sys.exc_info()[1]
+        try:
+            self._compare_last(error, self._sec_for_others(error))
+        except DdpstatsError as found:
+            # An exit handler may have called, whose errors are not caught: `ending` reports what was found.
+            if threading.main_thread().is_alive() and (error is None or isinstance(found, CollectiveMismatch)):
+                raise
 
     @property
     def has_begun(self) -> bool:
@@ -287,8 +254,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         """Leave without a last comparison; local, and raises nothing of the other ranks'. Idempotent."""
         if self in _active:
             try:
-                if self._watching.how_left is None:
-                    self._watching.leave(error)
+                self._watching.leave(error)
             finally:
                 self._shut()
 
@@ -363,7 +329,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             return RECORDED
         session = self._watching.session
         if session is None:
-            return "" if self._had_group or dist.is_initialized() else NO_GROUP
+            return "" if had_ranks() else NO_GROUP
         return f"the program runs on one rank. {TO_RUN}" if session.agreement is None else ""
 
 

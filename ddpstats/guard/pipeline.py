@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from itertools import product
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ddpstats._base.text import first_line
 from ddpstats._observe.frames import calling_frame, main_stack, site_of
 from ddpstats._observe.groups import GroupView
 from ddpstats._observe.operators import Collective
@@ -23,13 +22,12 @@ from ddpstats.guard.labels import current_label
 from ddpstats.guard.labels.read import Chain, Inferred, infer
 from ddpstats.guard.printing import Tally
 from ddpstats.guard.recording import Identity, Recording
-from ddpstats.guard.signature import NO_PIECES, Parts, parts_of, pieces_of, signature_of
+from ddpstats.guard.signature import NO_PIECES, parts_of, pieces_of, signature_of
 
 RING_EVENTS = 10_000
 _GATHERING = "all_gather"  # has a label where the program adds up what it gathers
 _REPORTED_EVENTS = 2000  # of one group
 _REPORTED_MESSAGES = 256
-_CONTEXT_EVENTS = 1  # the last on which ranks agreed, for a message
 _STACK_FRAMES = 6  # of the main thread, for a rank that is somewhere else
 _KEPT_WORKS = 1024  # messages that nobody ever waits for would keep their tensors
 _KEPT_EVENTS = 4096
@@ -38,30 +36,21 @@ _EXPIRED_MS = 1  # of a collective whose own timeout has passed while the guard 
 log = logging.getLogger("ddpstats")
 
 
-_Seen = tuple[Group, Entry]
-"""The group of a collective that is described, and its entry in the ring."""
-
-
-CallSite = tuple[int, int]
-"""The id of the code and the offset of the instruction that calls."""
-
-
 class _Work(NamedTuple):
-    """Something that runs, and that the program will wait for."""
+    """Something that runs, and that the program will wait for. ``call_sec``: its own timeout, if the call has one."""
 
     work: Any
-    seen: _Seen
-    call_sec: float | None  # its own timeout, if the call has one
+    group: Group
+    entry: Entry
+    call_sec: float | None
 
     def limit(self) -> Limit:
         """Return how long the program's wait for it may last from now on."""
-        group, (_, _, issued) = self.seen
-        return group.limit(self.call_sec, issued)
+        return self.group.limit(self.call_sec, self.entry[2])
 
     def is_done(self) -> bool:
-        """Return whether it is over; of a message that is never known: gloo says it only to who waits."""
-        _, (event, _, _) = self.seen
-        return not event.is_message and bool(self.work.is_completed())
+        """Return whether it is over; of a message that is never known: gloo says it only to the rank that waits."""
+        return not self.entry[0].is_message and bool(self.work.is_completed())
 
 
 class Watching:
@@ -82,9 +71,8 @@ class Watching:
         self.how_left: str | None = None
         self._is_inherited = False  # by a process that was forked from the guarded one
         self._works: dict[int, _Work] = {}
-        self._unfinished: list[_Work] = []
-        self._silenced: set[Chain | tuple[str, CallSite]] = set()  # labels that are each rank's own, where they are
-        self._silenced_lines: set[tuple[str | None, str]] = set()  # (label, line), of all ranks that a warning named
+        self._unfinished: list[_Work] = []  # waited for in vain
+        self._silenced: set[Chain | tuple[str | None, str]] = set()  # ways to each rank's own labels; (label, line)
         self._known: dict[tuple[Any, ...], Event] = {}  # one for all calls that are alike
 
     def begin(self) -> Session:
@@ -158,18 +146,18 @@ class Watching:
             return
         if not _is_on_host(call):  # the program does not wait for a device here, either
             return
-        seen: _Seen = call.subscriber_state
+        group, entry = call.subscriber_state
         if call.blocking:
-            self.comparing.verdicts.wait_for(work, seen[0], seen[1], lambda: seen[0].limit(call.own_timeout_sec))
+            self.comparing.verdicts.wait_for(work, group, entry, lambda: group.limit(call.own_timeout_sec))
             return
         with self._lock:
             # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
             # tensors alive. It is settled with the next one of its group.
-            for key in [key for key, entry in self._works.items() if entry.is_done()]:
+            for key in [key for key, known in self._works.items() if known.is_done()]:
                 del self._works[key]
             while len(self._works) >= _KEPT_WORKS:
                 del self._works[next(iter(self._works))]
-            self._works[id(work)] = _Work(work, seen, call.own_timeout_sec)
+            self._works[id(work)] = _Work(work, group, entry, call.own_timeout_sec)
 
     def waiting(self, work: Any, limited: bool) -> bool:
         """The program waits for an asynchronous collective, or a message: now it must be settled.
@@ -187,7 +175,7 @@ class Watching:
             if self._mode == "strict" and self.standing.verdict is None:
                 comparing.settle_all(waits=False)
             return False
-        group, entry = found.seen
+        _, group, entry, _ = found
         if entry[0].is_message:
             comparing.verdicts.wait_for_message(work, group, event_of(entry))
             return True
@@ -203,63 +191,50 @@ class Watching:
         if error is not None and known is not None and known.work is work:
             self._unfinished.append(known)
 
-    def give_up_unfinished(self) -> None:
-        """At the end of the program: what it has waited for in vain is compared with no other rank."""
-        for work, (group, _), _ in self._unfinished:
-            if self.comparing is not None and not work.is_completed():
-                self.comparing.verdicts.give_up(group)
-
     # -- describing ---------------------------------------------------------------------------------------------------
 
     def _describe(self, call: Collective, group: Group) -> Event:
-        """Return the event of the call without number and time: one object for all calls that are equal."""
+        """Return the event of the call without number and time: one object for all calls that are equal.
+
+        Its site keeps the code object, and so the id that the event is known by, alive.
+        """
         parts = parts_of(call)
         pieces = pieces_of(call) if call.operator.compared == "pieces" else NO_PIECES
         frame, by_torch, is_api = calling_frame(3)
         found: str | Inferred | None = current_label()
         if found is None and by_torch:
             found = BY_TORCH if call.operator.combines else None
-        elif found is None and self._settings.infer_labels and is_api and frame is not None:
-            found = _inferred(call, frame)
+        elif found is None and self._settings.infer_labels and is_api and frame is not None and _may_have_name(call):
+            found = infer(call.inputs[0], frame)
         call_site = (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
         key = group, parts, pieces, call.peer, call.tag, found, call_site
         event = self._known.get(key)
         if event is None:
             if len(self._known) >= _KEPT_EVENTS:
                 self._known.clear()
-            label = found.chain if isinstance(found, Inferred) else (found or "", call_site)
-            is_compared = label not in self._silenced
-            event = self._known[key] = self._spelled(call, group, parts, pieces, found, frame, is_compared)
+            signature, digest = signature_of(parts)
+            name = found.path if isinstance(found, Inferred) else found
+            event = self._known[key] = Event(
+                f"{group.name}{MESSAGES}" if call.operator.is_message else group.name,
+                0,
+                signature,
+                name,
+                label_word(name),
+                site_of(frame),
+                digest,
+                *pieces,
+                None if call.peer is None else call.view.ranks[call.peer],
+                call.tag,
+                evidence_source=found if isinstance(found, Inferred) else None,
+            )
+            self._silence(event)
         return event
 
-    def _spelled(
-        self,
-        call: Collective,
-        group: Group,
-        parts: Parts,
-        pieces: tuple[str, int],
-        found: str | Inferred | None,
-        frame: FrameType | None,
-        is_compared: bool,
-    ) -> Event:
-        """Its site keeps the code object, and so the id that the event is known by, alive."""
-        signature, digest = signature_of(parts)
-        name, site = found.path if isinstance(found, Inferred) else found, site_of(frame)
-        if self._silenced_lines and (name, str(site)) in self._silenced_lines:
-            is_compared = False
-        return Event(
-            f"{group.name}{MESSAGES}" if call.operator.is_message else group.name,
-            0,
-            signature,
-            name,
-            label_word(name) if is_compared else 0,
-            site,
-            digest,
-            *pieces,
-            None if call.peer is None else call.view.ranks[call.peer],
-            call.tag,
-            evidence_source=found if isinstance(found, Inferred) else None,
-        )
+    def _silence(self, event: Event) -> None:
+        """Compare the event's label no more where that was found to differ for good reasons."""
+        way = getattr(event.evidence_source, "chain", None)
+        if way in self._silenced or (event.label, str(event.site)) in self._silenced:
+            event.word = 0
 
     def _meet(self, view: GroupView) -> Group:
         session = self.session
@@ -270,13 +245,24 @@ class Watching:
             self.recording.writer.write({"new_group": group.name, "words": group.words, "ranks": list(view.ranks)})
         return group
 
-    def leave(self, error: BaseException | None) -> None:
-        """Tell the others that this rank leaves, and how; never waits."""
+    def leave(self, error: BaseException | None, compares: bool = False) -> None:
+        """Tell the others that this rank leaves, and how; never waits. Idempotent.
+
+        ``compares``: the last comparison follows.
+        """
+        if self.how_left is not None:
+            return
+        self.how_left = how_left(error)
         self.recording.begin_early()
-        if self.session is not None:
-            self.session.leave(how_left(error), self._report_status)
         if self.recording.writer is not None:
             self.recording.writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
+        if compares and self.comparing is not None:
+            for known in self._unfinished:
+                if not known.work.is_completed():
+                    self.comparing.verdicts.give_up(known.group)
+            self.comparing.post_ends()  # first: a rank that sees that this one has left looks for them
+        if self.session is not None:
+            self.session.leave(self.how_left, self._report_status)
 
     def tally(self) -> Tally:
         """Return what was compared so far, over all sessions."""
@@ -293,7 +279,6 @@ class Watching:
             self.session.close()
         self.recording.close()
         self._works.clear()
-        self._unfinished.clear()
 
     def disown(self) -> None:
         """In a process that was forked from the guarded one: see nothing any more, and touch nothing of that one's."""
@@ -308,23 +293,18 @@ class Watching:
 
     def _report_status(self, name: str) -> RankStatus:
         """Return what this rank knows of itself about one group. Called by any thread."""
-        session, last, name = self.session, self.ring.last(), name.removesuffix(MESSAGES)
+        session, name = self.session, name.removesuffix(MESSAGES)
         group = None if session is None else session.named.get(name)
-        events: Sequence[Event] = self.ring.of(name)
-        if group is not None:  # what is in question comes after what was agreed on
-            first = group.agreed - _CONTEXT_EVENTS
-            events = [event for event in events if event.seq >= first][:_REPORTED_EVENTS]
-            for event in events:
-                if event.seq <= group.agreed:
-                    event.evidence_source = (
-                        None  # evidence takes a while to work out, and is asked for where ranks differ
-                    )
+        agreed = 0 if group is None else group.agreed  # what is in question comes after that
+        events = [event for event in self.ring.of(name) if event.seq >= agreed][:_REPORTED_EVENTS]
+        if events and events[0].seq == agreed:
+            events[0].word = 0  # its label is not in question, and the evidence for it takes a while to work out
         return RankStatus(
             -1 if session is None else session.rank,
             events,
             0 if group is None else group.seq,
             self.standing.waits_in(name),
-            None if last is None else last.in_full(),
+            self._position() or None,
             self.how_left,
             False,
             main_stack(_STACK_FRAMES),
@@ -345,18 +325,12 @@ class Watching:
             if group is not None and group.view.rank == min(group.view.ranks):
                 log.warning("%s", finding.message)
         events = self.ring.silence(finding.group, finding.doubts)
-        for event in events:
-            if isinstance(event.evidence_source, Inferred):
-                self._silenced.add(event.evidence_source.chain)
-        by_hand = {(event.label, id(event.site)) for event in events}
-        for (*_, name, call_site), event in list(self._known.items()):
-            if isinstance(name, str) and (event.label, id(event.site)) in by_hand:
-                self._silenced.add((name, call_site))
+        self._silenced.update(e.evidence_source.chain for e in events if isinstance(e.evidence_source, Inferred))
         if finding.kind == DOUBT:  # of two lines in swapped order one warning is enough
             named = list(finding.by_rank.values())
-            self._silenced_lines.update(product({e.label for e in named}, {str(e.site) for e in named}))
-        if finding.doubts:
-            self._known.clear()  # these events have their labels
+            self._silenced.update(product({event.label for event in named}, {str(event.site) for event in named}))
+        for event in list(self._known.values()):
+            self._silence(event)
 
 
 def _is_on_host(call: Collective) -> bool:
@@ -364,14 +338,11 @@ def _is_on_host(call: Collective) -> bool:
     return not tensors or bool(tensors[0].is_cpu)
 
 
-def _inferred(call: Collective, frame: FrameType) -> Inferred | None:
-    """The label of what a collective combines, if the text of the program gives it one."""
-    is_labelled = call.operator.combines or call.op == _GATHERING
-    return infer(call.inputs[0], frame) if is_labelled and call.inputs else None
+def _may_have_name(call: Collective) -> bool:
+    return bool(call.inputs) and (call.operator.combines or call.op == _GATHERING)
 
 
 def how_left(error: BaseException | None) -> str:
     if error is None:
         return LEFT
-    told = str(error).strip().partition("\n")[0][:300]
-    return f"{LEFT} by {type(error).__name__}" + (f": {told}" if told else "")
+    return f"{LEFT} by {type(error).__name__}: {first_line(error)[:300]}"
