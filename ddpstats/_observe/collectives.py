@@ -6,7 +6,7 @@ these operators has our kernel at the dispatch key BackendSelect, which is tried
 devices and which c10d itself leaves empty, so nothing is overridden and removing ours restores everything. Our kernel
 
 1. reads the arguments into a `Collective` and shows it to the subscribers, who may raise: then nothing has moved;
-2. runs the collective: hands the operator on to the kernel of the tensors' device (`kernels`);
+2. runs the collective: hands the operator on to the kernel of the tensors' device (`next_kernel`);
 3. shows the subscribers the work. `Work.wait` is wrapped, for what has to be settled when the program waits.
 
 To hand an operator's arguments to Python and back costs as much as a small collective. So the one call that matters for
@@ -24,7 +24,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -32,7 +31,6 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._observe.groups import HOST, backend_of, group_of_one, unbox_group, unbox_work, view_of
-from ddpstats._observe.kernels import Kernels, unseen
 from ddpstats._observe.operators import (
     HINT,
     OPERATORS,
@@ -46,6 +44,7 @@ from ddpstats._observe.operators import (
     reduce_op_name,
 )
 from ddpstats._observe.torch_compat import (
+    Kernels,
     dispatch_mode_count,
     hide_from_dynamo,
     keys_of_device,
@@ -53,6 +52,7 @@ from ddpstats._observe.torch_compat import (
     no_dispatch_no_grad,
     profiler_enabled,
     schema,
+    unseen,
 )
 from ddpstats._ranks.gloo import done_within
 from ddpstats.errors import ConfigError
@@ -127,8 +127,7 @@ def _install() -> None:
     _original_wait = vars(dist.Work)["wait"]
     dist.Work.wait = _wait  # type: ignore[method-assign]
     _original_all_reduce = vars(dist.ProcessGroup)["allreduce"]  # the attribute itself, not what it binds to
-    if hasattr(_AllreduceOptions, "asyncOp"):  # newer than torch 2.6
-        dist.ProcessGroup.allreduce = _all_reduce  # type: ignore[method-assign]
+    dist.ProcessGroup.allreduce = _all_reduce  # type: ignore[method-assign]
     if not _is_tried:
         _try_out()
         _is_tried = True
@@ -253,9 +252,6 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
     return kernel
 
 
-_key_sets: dict[tuple[str, bool], Any] = {}
-
-
 def _keys_of(argument: Any) -> Any:
     """Return where the operator goes on, from a tensor, tensors, or lists of them; None if there is no tensor.
 
@@ -269,16 +265,10 @@ def _keys_of(argument: Any) -> Any:
         return None
     if argument.is_cpu and not argument.is_sparse:
         return _CPU
-    return _key_set(argument.device.type, argument.is_sparse)
+    return keys_of_device(argument.device.type, argument.is_sparse)
 
 
-def _key_set(device: str, is_sparse: bool) -> Any:
-    if (device, is_sparse) not in _key_sets:
-        _key_sets[device, is_sparse] = keys_of_device(device, is_sparse)
-    return _key_sets[device, is_sparse]
-
-
-_CPU = _key_set("cpu", False)
+_CPU = keys_of_device("cpu", False)
 
 
 # -- all_reduce in host memory, without the dispatcher ----------------------------------------------------------------
@@ -296,12 +286,12 @@ def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _original_all_reduce.__get__(self)(*args)
     tensors, options = args
     call = Collective(_ALL_REDUCE, view, tensors, tensors)
-    call.reduce_op, call.blocking = reduce_op_name(options.reduceOp.op), not options.asyncOp
+    call.reduce_op, call.blocking = reduce_op_name(options.reduceOp.op), not getattr(options, "asyncOp", True)
     call.limit = options
     for subscriber in _subscribers:
         subscriber.before(call)
     if call.timeout_ms is not None:
-        options = _limited(options, _timedelta(call.timeout_ms))
+        options = _limited(options, timedelta(milliseconds=call.timeout_ms))
     work = backend_of(self, HOST).allreduce(tensors, options)
     for subscriber in _subscribers:
         subscriber.after(call, work)
@@ -309,11 +299,6 @@ def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 hide_from_dynamo(_all_reduce)
-
-
-@lru_cache(maxsize=16)
-def _timedelta(milliseconds: int) -> timedelta:
-    return timedelta(milliseconds=milliseconds)
 
 
 def _limited(options: Any, limit: timedelta) -> Any:

@@ -29,7 +29,6 @@ _APIS = (
     "torch.distributed._functional_collectives",
     "torch.distributed.nn.functional", "torch._ops", "ddpstats.",
 )  # fmt: skip
-_CHECKPOINT = "torch.utils.checkpoint"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _LAUNCHERS = _PACKAGE, "<frozen runpy", _STDLIB + "runpy.py"
@@ -123,11 +122,6 @@ def main_stack(limit: int) -> str:
 def _lines_of(entry: traceback.FrameSummary) -> list[str]:
     where = f"{entry.filename}:{entry.lineno} in {entry.name}"
     return [where, "   " + entry.line] if entry.line else [where]
-
-
-def is_in_checkpoint() -> bool:
-    """Return whether activation checkpointing runs the caller."""
-    return any(frame.f_globals.get("__name__") == _CHECKPOINT for frame in _outwards(sys._getframe(1)))
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

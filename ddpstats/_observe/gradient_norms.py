@@ -136,8 +136,6 @@ class BackwardPass:
         first: the number of the micro-batch's first pass since the forward pass began.
         measured: parameters, and the norms of their gradients.
         exchanged: the gradients are reduced after this pass.
-        arrived: a gradient has arrived.
-        quiet: indices of gradients that arrived before any collective since the forward pass began.
         issued: collectives since the forward pass began, when the pass had ended; None while it goes on.
         end: the counts at that time.
     """
@@ -145,8 +143,6 @@ class BackwardPass:
     first: int
     measured: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)
     exchanged: bool = False
-    arrived: bool = False
-    quiet: set[int] = field(default_factory=set)
     issued: Counts | None = None
     end: Counts = field(default_factory=dict)
 
@@ -171,16 +167,10 @@ class WatchedMicroBatch:
     tasks: set[int] = field(default_factory=set)
     waiting: list[Tensor] = field(default_factory=list)
     local: dict[int, Tensor] = field(default_factory=dict)
-    _quiet: bool = True
 
     def count_from_here(self) -> None:
         """Start counting at a forward pass that begins."""
-        self.start, self.first, self._quiet = issued_counts(), len(self.passes), True
-
-    def is_quiet(self) -> bool:
-        """Return whether no collective was issued since the forward pass began."""
-        self._quiet = self._quiet and not since(self.start)
-        return self._quiet
+        self.start, self.first = issued_counts(), len(self.passes)
 
     def close_pass(self) -> None:
         """Note the end of the last pass. Idempotent."""
@@ -211,15 +201,8 @@ class BackwardNorms:
             self._passes[-1].exchanged = True
 
     def shared_with(self) -> list[tuple[int, ...]]:
-        """Return for each pass the ranks with which the program communicated before its first bad gradient was seen.
-
-        Empty where that gradient is this rank's own for sure.
-        """
-        bad = self.bad_indices()
-        return [
-            () if it.quiet & set(bad[number]) else ranks_of(self._foreign(number))
-            for number, it in enumerate(self._passes)
-        ]
+        """Return for each pass the ranks with which the program itself communicated; empty for this rank's own."""
+        return [ranks_of(self._foreign(number)) for number in range(len(self._passes))]
 
     def _foreign(self, number: int) -> list[Any]:
         """Return the groups on which more was issued, until the end of that pass, than DDP issues until then."""

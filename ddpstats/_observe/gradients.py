@@ -15,9 +15,8 @@ DistributedDataParallel takes one communication hook, and that belongs to the us
 4. Each pass is kept by itself, and DDP says whether it reduces after one: from then on every rank's gradients hold
    those of all.
 5. A program may reduce by itself: in hooks on its tensors or on autograd's nodes, in its own ``backward``. Its
-   collectives are counted (`groups.issued_counts`), and a gradient that arrived after one may already be reduced: it is
-   not called this rank's own. Where nothing in the model is DDP, gradients are measured in their hooks as long as it is
-   not known that a backward pass issues none.
+   collectives are counted (`groups.issued_counts`), and the gradients of a pass with one may already be reduced: they
+   are not called this rank's own.
 
 A gradient that is sharded when it arrives (FSDP2: a DTensor) has been reduced already: `sees_local` is False, and only
 `measure` of what the step is left with can be had.
@@ -88,7 +87,6 @@ class GradientWatch:
         self._unhooked = [parameter for parameter in self.parameters if self.sees_local]
         self._replicas: list[nn.parallel.DistributedDataParallel] | None = None
         self._static_graph_known = False
-        self._communicates: bool | None = None  # in its backward passes, by itself
         self._active = False
         self._micro = WatchedMicroBatch()
 
@@ -113,8 +111,6 @@ class GradientWatch:
         self._measure_waiting()  # a backward pass that ended by an error
         micro.close_pass()
         self._static_graph_known = self._static_graph_known or any(it.exchanged for it in micro.passes)
-        if micro.passes:
-            self._communicates = bool(self._communicates) or any(it.issued for it in micro.passes)
         self.arrivals.append(BackwardNorms(micro.passes, self._index_of, micro.local, self._replicas or []))
         self._micro = WatchedMicroBatch()
 
@@ -147,8 +143,6 @@ class GradientWatch:
     def _has_to_be_quick(self, replicas: list[nn.parallel.DistributedDataParallel]) -> bool:
         if queue_callback is None or any(replica.gradient_as_bucket_view for replica in replicas):
             return True
-        if not replicas and self._communicates is not False and issued_counts():
-            return True
         return not self._static_graph_known and any(replica.static_graph for replica in replicas)
 
     def _forward_begins(self) -> None:
@@ -160,11 +154,6 @@ class GradientWatch:
         micro, task = self._micro, graph_task()
         if task not in micro.tasks:
             self._note_task(micro, task)
-        current = micro.passes[-1]
-        # Under DDP only at the first gradient: a NaN of the loss is in it, and to count costs as much as to measure.
-        if (micro.at_once or (self._replicas and not current.arrived)) and micro.is_quiet():
-            current.quiet.add(self._index_of[id(parameter)])
-        current.arrived = True
         if micro.at_once or _has_foreign_hooks(parameter) or is_sparse(parameter.grad):
             self._measure([parameter])
         else:

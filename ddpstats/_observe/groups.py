@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,34 +47,27 @@ def live_replicas() -> Iterator[nn.parallel.DistributedDataParallel]:
 # -- process groups ---------------------------------------------------------------------------------------------------
 
 
-def process_groups() -> Iterable[Any]:
-    """Return every group of this process; without ``_world`` the default one only, and others count as never used."""
-    world = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
-    return (dist.group.WORLD,) if world is None else world.pg_map
+_NO_WORLD = SimpleNamespace(pg_map={}, pg_names={}, group_count=0)
+
+
+def _world() -> Any:
+    """Return torch's registry of process groups; without ``_world`` all groups count as never used."""
+    return getattr(getattr(dist, "distributed_c10d", None), "_world", _NO_WORLD)
 
 
 def is_registered(group: Any) -> bool:
-    """Return whether the program made that group by torch's functions, and has not destroyed it.
-
-    Without ``_world`` torch's public function answers, which makes a list of all ranks.
-    """
-    world = getattr(dist.distributed_c10d, "_world", None)
-    if world is not None:
-        return group in world.pg_names
-    try:
-        return bool(dist.get_process_group_ranks(group))
-    except (KeyError, ValueError, RuntimeError):
-        return False
+    """Return whether the program made that group by torch's functions, and has not destroyed it."""
+    return group in _world().pg_names
 
 
 def registered_name(group: Any) -> str:
     """Return the name under which torch has registered a group that is written in Python."""
-    return str(dist.distributed_c10d._world.pg_names[group])
+    return str(_world().pg_names[group])
 
 
 def groups_made() -> int:
     """Return how many groups without a given name torch has made; 0 where it does not say."""
-    return int(getattr(getattr(dist.distributed_c10d, "_world", None), "group_count", 0))
+    return int(_world().group_count)
 
 
 # From an argument or result of a c10d operator to the process group and the work inside it. Without them, and
@@ -137,11 +131,9 @@ def group_of_one(name: str) -> Iterator[list[Any]]:
 
 
 def default_store() -> Any:
-    """Return the store that all ranks met on. Without ``_get_default_store`` that of the default group."""
-    ask = getattr(dist.distributed_c10d, "_get_default_store", None)
-    world = dist.group.WORLD
-    assert world is not None
-    return store_of(world) if ask is None else ask()
+    """Return the store that all ranks met on."""
+    assert dist.group.WORLD is not None
+    return store_of(dist.group.WORLD)
 
 
 # -- what is known of a group -----------------------------------------------------------------------------------------
@@ -220,14 +212,12 @@ def _has_host(group: Any) -> bool:
 Counts = dict[Any, int | None]
 """Process group -> the number of its collectives; None where its backend does not say."""
 
-_is_sum: weakref.WeakKeyDictionary[Any, bool | None] = weakref.WeakKeyDictionary()  # None: no backend counts
-
 
 def issued_counts() -> Counts:
     """Return the counts of now, of every group of this process. Local; some microseconds."""
     if not (dist.is_available() and dist.is_initialized()):
         return {}
-    return {group: _count(group) for group in process_groups() if group.group_desc != OWN_GROUP}
+    return {group: _count(group) for group in _world().pg_map if group.group_desc != OWN_GROUP}
 
 
 def since(before: Counts) -> Counts:
@@ -248,15 +238,8 @@ def ranks_of(groups: Iterable[Any]) -> tuple[int, ...]:
 
 
 def _count(group: Any) -> int | None:
-    """Return a group's number. A group with a backend for each kind of device has none: theirs add up."""
-    if group not in _is_sum:
-        _is_sum[group] = next((is_sum for is_sum in (False, True) if _number(group, is_sum) is not None), None)
-    is_sum = _is_sum[group]
-    return None if is_sum is None else _number(group, is_sum)
-
-
-def _number(group: Any, is_sum: bool) -> int | None:
+    """Return a group's number: those of its backends for each kind of device add up."""
     try:
-        return sum(map(collectives_issued, backends_of(group) if is_sum else [group]))
+        return sum(map(collectives_issued, backends_of(group)))
     except (RuntimeError, AttributeError):
         return None

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, NoReturn
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._base.lazy import DYNAMO
+from ddpstats._base.text import first_line
 from ddpstats.errors import ConfigError
 
 _lacking: list[str] = []
@@ -62,23 +65,6 @@ def refuse(need: str) -> NoReturn:
 
 # -- the dispatcher ---------------------------------------------------------------------------------------------------
 
-# Takes the kernels of a `torch.library.Library` away at a moment that we choose. Without it no kernel is registered: no
-# collective and no product is observed.
-_destroy = find("library.Library._destroy")
-
-
-def open_library(namespace: str) -> Any:
-    """Return a library whose kernels `close_library` can take away. Raises `ConfigError` where it could not."""
-    if _destroy is None:
-        refuse("kernels for operators of torch could not be taken away again")
-    return torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-
-
-def close_library(library: Any) -> None:
-    """Take its kernels away."""
-    _destroy(library)
-
-
 # Without it a collective of torch that the guard does not know is not noticed.
 _all_operators = find("_C._dispatch_get_all_op_names", list)
 
@@ -89,9 +75,8 @@ def operator_names(namespace: str) -> set[str]:
     return {name.removeprefix(prefix) for name in _all_operators() if name.startswith(prefix) and "." not in name}
 
 
-def schema(operator: Any) -> Any:
-    """Return the signature of an operator's overload; without ``_schema`` no arguments can be read."""
-    return operator._schema
+# The signature of an operator's overload; without ``_schema`` no arguments can be read.
+schema: Callable[[Any], Any] = attrgetter("_schema")
 
 
 def next_kernel(operator: Any) -> Callable[..., Any]:
@@ -104,22 +89,19 @@ def next_kernel(operator: Any) -> Callable[..., Any]:
     return redispatch
 
 
-# How a device's kernels are found when an operator goes on below ours. Without the first two no collective and no
-# product is observed, without the next two none on an accelerator or of sparse tensors, without the last no product.
+# How a device's kernels are found when an operator goes on below ours. Without the first four no collective and no
+# product is observed, without the last no product.
 _DispatchKeySet, _DispatchKey = find("_C.DispatchKeySet"), find("_C.DispatchKey")
 _parse_key, _key_name = find("_C._parse_dispatch_key"), find("_C._dispatch_key_for_device")
 _keys_after = find("_C._dispatch_keyset_full_after")
 
 
+@cache
 def keys_of_device(device: str, is_sparse: bool) -> Any:
     """Return the dispatch keys at which an operator reaches a kind of device's kernels. Raises `ConfigError`."""
-    if _DispatchKeySet is None or _DispatchKey is None:
+    if None in (_DispatchKeySet, _parse_key, _key_name):
         refuse("the dispatch keys of torch have other names")
-    if _parse_key is not None and _key_name is not None:
-        return _DispatchKeySet(_parse_key(("Sparse" if is_sparse else "") + _key_name(device)))
-    if device == "cpu" and not is_sparse:
-        return _DispatchKeySet(_DispatchKey.CPU)
-    return refuse(f"the dispatch key of {device} has another name")
+    return _DispatchKeySet(_parse_key(("Sparse" if is_sparse else "") + _key_name(device)))
 
 
 def keys_below(key: str) -> Any:
@@ -132,6 +114,68 @@ def keys_below(key: str) -> Any:
 # The kernel that an operator has at a key now: to keep it while a thread may still enter it, and to call it. Without it
 # kernels that were parked are not taken away, and bits of matrix products cannot be flipped.
 kernel_at: Callable[[str, str], Any] | None = find("_C._dispatch_get_computed_kernel_for_dispatch_key")
+
+# Takes the kernels of a `torch.library.Library` away at a moment that we choose. Without it no kernel is registered: no
+# collective and no product is observed.
+_destroy = find("library.Library._destroy")
+_removed: dict[tuple[str, str], Any] = {}  # (operator, key) -> kernels that a thread may still be about to enter
+
+
+class Kernels:
+    """Kernels that see operators of torch: registered when this is made, until `remove`.
+
+    A kernel at a dispatch key that is tried before a device's own (``BackendSelect``) sees every call of its operator,
+    from any caller and in any thread, and runs it by `next_kernel`. (To save the kernel that was there and call it
+    holds the GIL, and deadlocks; to leave the key out while the operator runs breaks what the operator itself calls.)
+
+    A kernel may not be removed while another thread is about to enter it, and no function of torch says so. So the
+    kernels that are removed are kept in memory until the next removal; a caller that cannot be sure that no thread is
+    about to enter waits first.
+
+    Args:
+        namespace: of the operators: "aten", "c10d".
+        key: the dispatch key.
+        kernels: name of an operator ("mm", "mm.out") -> what takes its arguments, and returns what it returns.
+        with_keys: each is given the dispatch keys of the call as its first argument.
+        replaces: something is registered there already, and comes back when ours are removed.
+
+    Raises `ConfigError` on a torch that could not take them away again.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        key: str,
+        kernels: Mapping[str, Callable[..., Any]],
+        *,
+        with_keys: bool = False,
+        replaces: bool = False,
+    ) -> None:
+        self._slots = [(f"{namespace}::{name}", key) for name in kernels]
+        if _destroy is None:
+            refuse("kernels for operators of torch could not be taken away again")
+        self._library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            if replaces:
+                warnings.filterwarnings("ignore", message=r"[\s\S]*verriding a previously registered kernel")
+            for name, kernel in kernels.items():
+                hide_from_dynamo(kernel)
+                self._library.impl(name, kernel, key, with_keyset=with_keys)  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Restore what was there."""
+        if kernel_at is not None:
+            _removed.update({slot: kernel_at(*slot) for slot in self._slots})
+        _destroy(self._library)
+
+
+def unseen(sees: Callable[[], bool]) -> str | None:
+    """Return why kernels do not see their operators on this torch; None where ``sees`` returns True."""
+    try:
+        return None if sees() else "what was tried was not seen"
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+
 
 # The classes of operators below torch's functions, and the modules that functions written in C say they are of. Without
 # them operators are named as functions are in a dump.
@@ -196,39 +240,8 @@ _is_jit_tracing: Callable[[], bool] = find("_C._is_tracing", lambda: False)
 # Tensors inside ``torch.func`` have no value of their own. Without it a dump notes errors there in place of numbers.
 is_functorch_tensor: Callable[[Tensor], bool] = find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 
-# Of this thread's stack of `TorchFunctionMode`s: how many, each of them, the last one off, one more on. Without them a
-# dump does not see what is run again in a backward pass, and stays on a stack of modes that the program changed.
-_function_modes = [
-    find(f"_C.{name}")
-    for name in ("_len_torch_function_stack", "_get_function_stack_at", "_pop_torch_function_stack",
-                 "_push_on_torch_function_stack")
-]  # fmt: skip
-
-
-def function_modes() -> list[Any]:
-    """Return this thread's `TorchFunctionMode`s, innermost last; empty where torch does not say."""
-    if None in _function_modes:
-        return []
-    count, at, _, _ = _function_modes
-    return [at(index) for index in range(count())]
-
-
-def take_function_mode_off(mode: Any) -> bool:
-    """Take a mode off this thread's stack, wherever in it. Return whether it was there."""
-    if None in _function_modes:
-        return False
-    count, _, pop, push = _function_modes
-    above = []
-    top = None
-    while count():
-        top = pop()
-        if top is mode:
-            break
-        above.append(top)
-    for taken in reversed(above):
-        push(taken)
-    return top is mode
-
+# This thread's `TorchFunctionMode`s, innermost last. Without it a dump's mode stays on the stack, and does nothing.
+function_modes: Callable[[], list[Any]] = find("overrides._get_current_function_mode_stack", list)
 
 # Sees every operation of a step, forward and backward; and every leaf in the arguments of one. Without them no origin
 # of a value is traced in a replay.
@@ -313,17 +326,16 @@ def with_engine(function: Any, engine_of: Callable[..., Any]) -> Callable[..., A
     """Return a copy of ``torch.autograd.backward`` or ``grad``, called as ``copy(context, args, kwargs)``.
 
     The copy starts autograd's engine through ``engine_of(context, engine)``. None where torch has no engine by that
-    name: what is run again in the backward pass is then not seen by a dump.
+    name: what hooks call in the backward pass, and what is run again there, is then not seen by a dump.
     """
-    code = getattr(function, "__code__", None)
-    if code is None or _ENGINE not in code.co_names or _ENGINE not in function.__globals__:
+    names, code = function.__globals__, function.__code__
+    if _ENGINE not in names or _ENGINE not in code.co_names:
         note_lack(f"torch.autograd.{_ENGINE}")
         return None
-    names = function.__globals__
 
     def call(context: Any, args: Any, kwargs: Any) -> Any:
-        copy = FunctionType(code, {**names, _ENGINE: engine_of(context, names[_ENGINE])}, function.__name__)
-        copy.__defaults__, copy.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+        engine = engine_of(context, names[_ENGINE])
+        copy = FunctionType(code, {**names, _ENGINE: engine}, None, function.__defaults__)
         return copy(*args, **kwargs)
 
     return call

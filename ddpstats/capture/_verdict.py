@@ -197,7 +197,7 @@ def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int
 
 
 _SPREAD = (
-    "When they could be seen, the program had already reduced them, or what they are made from: a collective of its "
+    "When they could be seen, the program may have reduced them, or what they are made from: a collective of its "
     "own ran before them (in a hook, a backward() or a forward pass). Which rank they come from is not known."
 )
 

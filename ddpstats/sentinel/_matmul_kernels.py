@@ -36,8 +36,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddpstats._observe.kernels import Kernels, unseen
-from ddpstats._observe.torch_compat import kernel_at, keys_below, next_kernel, no_dispatch_no_grad, version_of
+from ddpstats._observe.torch_compat import (
+    Kernels,
+    kernel_at,
+    keys_below,
+    next_kernel,
+    no_dispatch_no_grad,
+    unseen,
+    version_of,
+)
 from ddpstats.errors import ConfigError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

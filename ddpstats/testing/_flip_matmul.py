@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._observe.gradients import unwrapped
-from ddpstats._observe.kernels import Kernels
-from ddpstats._observe.torch_compat import kernel_at, keys_of_device
+from ddpstats._observe.torch_compat import Kernels, kernel_at, keys_of_device
 from ddpstats.errors import ConfigError
 from ddpstats.testing._flip_fault import Fault
 

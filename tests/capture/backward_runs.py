@@ -340,20 +340,3 @@ def gradients_kept(reduces: bool) -> int | None:
     watch.close()
     kept = watch.arrivals[-1].local()
     return None if kept is None else len(kept)
-
-
-def gradients_per_look(communicates: bool) -> list[list[int]]:
-    """Return how many gradients are looked at at a time, in each of two steps."""
-    module, counts = make_model(), list[list[int]]()
-    if communicates:
-        behind(mean_of_copy, module.first)
-    watch = GradientWatch(module)
-    watch.observer = lambda parameters, _: counts[-1].append(len(parameters))
-    for step in range(2):
-        counts.append([])
-        watch.begin()
-        loss_of(module, batch_of(step)).backward()  # type: ignore[no-untyped-call]
-        watch.end()
-        watch.forget()
-    watch.close()
-    return counts

@@ -22,6 +22,7 @@ QUICK = {
 NOT_SEEN = {
     *("hooks", "hooks on copies", "hooks that gather", "hooks on two groups", "hooks registered for each pass"),
     *("hooks, inside of DDP", "hooks before the accumulating node"),
+    *("hooks of the accumulating node", "hook between layers", "hook between layers, inside of DDP"),
     *("hook behind the model", "hook behind the model, inside of DDP"),
 }
 OWN_REDUCTION = list(runs.WAYS)[list(runs.WAYS).index("hooks") : list(runs.WAYS).index("hooks, inside of DDP")]
@@ -42,7 +43,7 @@ def assert_culprit_is_rank_1(verdict: CaptureVerdict) -> None:
 
 def assert_culprit_is_unknown(verdict: CaptureVerdict) -> None:
     assert (verdict.kind, verdict.culprit_ranks, verdict.by_rank) == ("nonfinite", (), {})
-    assert "the program had already reduced them" in verdict.message
+    assert "the program may have reduced them" in verdict.message
     assert "Which rank they come from is not known." in verdict.message
     assert "before any reduction" not in verdict.message
     assert verdict.should_skip
@@ -73,7 +74,6 @@ def test_culprit_is_named_or_said_to_be_unknown_and_never_wrong(
     "name",
     [
         "hooks after accumulation",
-        pytest.param("hooks of the accumulating node", marks=slow),
         pytest.param("by hand after the pass", marks=slow),
     ],
 )
@@ -121,8 +121,3 @@ def test_a_nan_that_two_of_three_ranks_shared_has_no_culprit(three_ranks: RankPo
 def test_gradients_that_hooks_may_have_reduced_are_not_kept_as_this_ranks_own(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.gradients_kept, True).values() == [None, None]
     assert two_ranks.run(runs.gradients_kept, False).values() == [6, 6]
-
-
-def test_each_gradient_is_looked_at_by_itself_until_nothing_was_seen_to_communicate(two_ranks: RankPool) -> None:
-    assert two_ranks.run(runs.gradients_per_look, False).values() == [[[1] * 6, [6]]] * 2
-    assert two_ranks.run(runs.gradients_per_look, True).values() == [[[1] * 6] * 2] * 2

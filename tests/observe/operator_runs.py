@@ -21,7 +21,6 @@ from ddpstats import collective_guard
 from ddpstats._observe import collectives
 from ddpstats._observe.groups import HOST, backend_of, unbox_group, unbox_work
 from ddpstats._observe.operators import OPERATORS, Operator
-from ddpstats._observe.torch_compat import close_library
 from ddpstats.dump import StatsDump
 from ddpstats.errors import CollectiveMismatch, ConfigError
 
@@ -57,7 +56,7 @@ def _new_operator() -> Iterator[Callable[[int, int], None]]:
     try:
         yield call
     finally:
-        close_library(library)
+        library._destroy()
 
 
 def collective_that_is_new(path: str) -> tuple[str, str, list[dict[str, Any]], list[tuple[str, Any, Any]]]:

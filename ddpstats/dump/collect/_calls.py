@@ -32,7 +32,6 @@ from ddpstats._observe.torch_compat import (
     TENSOR_METHODS,
     function_modes,
     is_tracing,
-    take_function_mode_off,
     with_engine,
 )
 from ddpstats.dump.collect._argument_json import tensors_in
@@ -152,7 +151,7 @@ class CallWatch(TorchFunctionMode):
         if threading.get_ident() != self._thread:
             return False
         below, self._below = self._below, []
-        if not take_function_mode_off(self):
+        if not _take_off(self):
             self._repair(below)
         self._thread = -1
         return True
@@ -160,14 +159,14 @@ class CallWatch(TorchFunctionMode):
     def forget(self) -> None:
         """In a process that was forked from the one that collects."""
         self._is_on, self._thread = False, -1
-        take_function_mode_off(self)
+        _take_off(self)
 
     def _repair(self, below: list[Any]) -> None:
         """Somebody has taken ours off in place of his own."""
         left = [mode for mode in below if mode in function_modes()]
         if not left:
             return
-        take_function_mode_off(left[-1])
+        _take_off(left[-1])
         self._recorder.note(
             "calls",
             f"{type(left[-1]).__name__} was entered before the dump was started, and left before it was stopped: calls "
@@ -208,6 +207,19 @@ class CallWatch(TorchFunctionMode):
             self._recorder.note_error(call.name, error)
 
 
+def _take_off(mode: Any) -> bool:
+    """Take a mode off this thread's stack, wherever in it. Return whether it was there."""
+    modes = function_modes()
+    if mode not in modes:
+        return False
+    inner = modes[modes.index(mode) + 1 :]
+    for _ in (mode, *inner):
+        TorchFunctionMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+    for other in inner:
+        TorchFunctionMode.__enter__(other)  # type: ignore[no-untyped-call]
+    return True
+
+
 # -- backward passes, with the mode on --------------------------------------------------------------------------------
 
 
@@ -221,7 +233,7 @@ def _engine_under(mode: CallWatch, engine: Callable[..., Any]) -> Callable[..., 
             mode.__enter__()  # type: ignore[no-untyped-call]
             return engine(*args, **kwargs)
         finally:
-            take_function_mode_off(mode)
+            _take_off(mode)
             recorder.creates_graph = before
 
     return run

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ddpstats._base.files import make_private_directory
-from ddpstats._observe.frames import is_in_checkpoint
 from ddpstats._observe.torch_compat import graph_task, in_backward, no_dispatch_no_grad
 from ddpstats.dump._config import ALL_MODES, DumpConfig
 from ddpstats.dump._selection import DumpSelection, pattern_of
@@ -137,7 +136,7 @@ class Recorder:
     def entry(self, name: str) -> OpenEntry:
         """An empty one, of the forward pass, that is called from here."""
         raw: dict[str, Any] = {"input_args": [], "input_kwargs": {}, "output": []}
-        if in_backward() and torch.is_grad_enabled() and (not self.creates_graph or is_in_checkpoint()):
+        if in_backward() and torch.is_grad_enabled() and not self.creates_graph:
             raw["is_recompute"] = True
         return OpenEntry(name, raw, self.stack(), self.parents[-1] if self.parents else None)
 
