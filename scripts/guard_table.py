@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from ddpstats.guard.record import read_records
-from ddpstats.guard.record_report import diagnose
+from ddpstats.guard.record import diagnose, read_records
 from ddpstats.testing import RankPool, RankTimedOut
 from tests.guard import scenarios
 

@@ -263,7 +263,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         before_destroying(None)
         _active.remove(self)
         self._watching.close()
-        self._has_record |= self._watching.recording.writer is not None
+        self._has_record |= self._watching.recording.has_begun
 
     # -- the user's side ----------------------------------------------------------------------------------------------
 

@@ -119,8 +119,8 @@ class Watching:
             entry = event, group.messages.next(event) if is_message else seq, time.time()
             self.ring.append(entry)
             standing.collectives += 1
-            if self.recording.writer is not None:
-                self.recording.writer.write_event(event_of(entry))
+            if self.recording.has_begun:
+                self.recording.write(event_of(entry).as_dict())
         call.subscriber_state = group, entry
         comparing = self.comparing  # a new one, at the first collective
         if standing.silent or group.exchange is None or comparing is None:
@@ -241,8 +241,7 @@ class Watching:
         if session is None or session.is_over():
             session = self.begin()
         group = session.meet(view)
-        if self.recording.writer is not None:
-            self.recording.writer.write({"new_group": group.name, "words": group.words, "ranks": list(view.ranks)})
+        self.recording.write({"new_group": group.name, "words": group.words, "ranks": list(view.ranks)})
         return group
 
     def leave(self, error: BaseException | None, compares: bool = False) -> None:
@@ -254,8 +253,7 @@ class Watching:
             return
         self.how_left = how_left(error)
         self.recording.begin_early()
-        if self.recording.writer is not None:
-            self.recording.writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
+        self.recording.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
         if compares and self.comparing is not None:
             for known in self._unfinished:
                 if not known.work.is_completed():

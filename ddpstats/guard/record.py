@@ -1,4 +1,7 @@
-"""A rank's collectives as a file of JSON lines, which outlives the process however it ends."""
+"""The flight records of all ranks as they are read: files of JSON lines, which outlive a process however it ends.
+
+`read_records` checks the bytes of each rank's file, `diagnose` matches them: what the guard would have said.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,31 @@ from ddpstats._base.files import (
     parse_json,
 )
 from ddpstats._base.marks import Mark
-from ddpstats.guard.event import Event, MessageNumbers, event_of, line_of, text_of
+from ddpstats._base.text import count_of, ranks_text
+from ddpstats.guard.diagnosis import (
+    LEFT,
+    NOTHING,
+    GuardFinding,
+    Pair,
+    RankStatus,
+    find,
+    message_mismatch,
+    pair_messages,
+    unmatched,
+)
+from ddpstats.guard.event import MESSAGES, Event, MessageNumbers, event_of, line_of, newest_in_a_row, text_of
 
 FORMAT = 1
 MAX_LINE_BYTES = 1 << 20
 MAX_BYTES = 32 << 20  # of both files together
 _MOST_RANKS = 1 << 31
 _MAX_FILE_BYTES = 2 * MAX_BYTES  # that are read
-_NAME = re.compile(r"rank(0|[1-9]\d*)\.jsonl")
 _NUMBERED = re.compile(rb'(.*?"seq":)(0|[1-9]\d{0,15})(,.*"time":)(\d{1,12}(?:\.\d{1,12})?)([,}].*\n)', re.DOTALL)
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One rank's record. ``end`` is the entry that says how the rank left, if it left.
+    """One rank's record. ``end`` says how the rank left, if it left: "left", or an error.
 
     ``run`` names the program, ``started`` is when its last guard began: seconds since 1970.
     """
@@ -44,7 +58,7 @@ class RankRecord:
     world_size: int
     groups: Mapping[str, Mapping[str, Any]]
     events: tuple[Event, ...]
-    end: Mapping[str, Any] | None
+    end: str | None
     complete: bool
     marks: tuple[Mark, ...] = ()
 
@@ -76,9 +90,9 @@ def read_records(*directories: str | Path, notes: list[str] | None = None) -> li
     What was left out is appended to ``notes``. Raises ValueError, naming the file and line, for a malformed file, for a
     rank that has two, and `NoRecord` where no record exists.
     """
-    left_out: list[str] = [] if notes is None else notes
-    paths = _record_files(directories, left_out)
-    records = [(path, record) for path in paths for record in _read_if_begun(path, left_out)]
+    paths = [path for directory in directories for path in sorted(Path(directory).glob("rank*.jsonl"))]
+    newer = dict.fromkeys(path.with_name(path.name.replace(".old.", ".")) for path in paths)
+    records = [(path, record) for path in newer for record in _read_if_begun(path, [] if notes is None else notes)]
     if not records:
         raise NoRecord(f"{', '.join(map(str, directories))} holds no rank*.jsonl, so no record of ddpstats")
     newest = max((record for _, record in records), key=lambda record: record.started).run
@@ -89,38 +103,25 @@ def read_records(*directories: str | Path, notes: list[str] | None = None) -> li
     return [by_rank[rank][1] for rank in sorted(by_rank)]
 
 
-def _record_files(directories: Sequence[str | Path], notes: list[str]) -> Iterator[Path]:
-    """Yield the newer of each rank's two files, also where a process was killed before it began that."""
-    paths = [path for directory in directories for path in sorted(Path(directory).glob("rank*.jsonl"))]
-    for path in dict.fromkeys(path.with_name(path.name.replace(".old.", ".")) for path in paths):
-        if _NAME.fullmatch(path.name):
-            yield path
-        else:
-            notes.append(f"{path} is left out: the record of a rank is called rank<number>.jsonl")
-
-
 def _read_if_begun(path: Path, notes: list[str]) -> Iterator[RankRecord]:
-    link = f", a link to {os.readlink(path)}" if path.is_symlink() else ""
+    """Yield the record whose newer file is at ``path``, also where a process was killed before it began that."""
     try:
         record = _read_rank(path)
     except NoRecord as error:
-        notes.append(f"{path}{link} is left out: {error}")
+        notes.append(f"{path} is left out: {error}")
     except OSError as error:
-        reasons = {FileNotFoundError: "there is no such file", IsADirectoryError: "it is a directory, and no record"}
-        raise ValueError(f"{reasons.get(type(error), error.strerror)}: {error.filename or path}{link}") from None
-    except ValueError as error:
-        raise ValueError(f"{error}; {path} is{link[1:]}" if link else str(error)) from None
+        raise ValueError(f"{error.strerror}: {error.filename or path}") from None
     else:
         if path.name == f"rank{record.rank}.jsonl":
             yield record
         else:
-            notes.append(f"{path}{link} is left out: it is a record of rank {record.rank}")
+            notes.append(f"{path} is left out: it is a record of rank {record.rank}")
 
 
 def _read_rank(path: Path) -> RankRecord:
     old = path.with_suffix(".old.jsonl")
     head: Mapping[str, Any] | None = None
-    end: Mapping[str, Any] | None = None
+    end: str | None = None
     groups: dict[str, Mapping[str, Any]] = {}
     events: list[Event] = []
     marks: list[Mark] = []
@@ -145,13 +146,11 @@ def _read_rank(path: Path) -> RankRecord:
                 elif "new_group" in entry:
                     groups[text_of(entry["new_group"])] = checked_group(entry)
                 elif "end" in entry:
-                    end = {**entry, "end": line_of(entry["end"])}
+                    end = line_of(entry["end"])
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{source}, line {number}: {error}") from None
-    if head is None and not groups and not events and not marks and end is None:
-        raise NoRecord("the process had not written a whole line when it ended")
     if head is None:
-        raise ValueError(f"{path} does not begin as a record of ddpstats does")
+        raise NoRecord("the process had not written a whole line when it ended, or it is no record")
     return RankRecord(
         head.get("run", ""),
         float(head.get("time", 0.0)),
@@ -250,3 +249,154 @@ def _read_number(value: Any) -> float | None:
     if value in ("nan", "inf", "-inf") or (type(value) in (float, int, bool) and abs(value) <= sys.float_info.max):
         return float(value)
     raise ValueError("a mark whose value is no number")
+
+
+# -- diagnosis of the records of all ranks -----------------------------------------------------------------------------
+
+
+def diagnose(records: Sequence[RankRecord]) -> list[GuardFinding]:
+    """Return what went wrong first in each group, by time."""
+    groups = {**_undescribed(records), **_described(records)}
+    findings = [_in_group(name, groups[name], records) for name in groups]
+    findings.append(message_mismatch(_messages_of(records)) or _not_through(records))
+    real = [finding for finding in findings if finding is not None and finding.kind != NOTHING]
+    return sorted(real, key=lambda finding: min((e.started for e in finding.by_rank.values()), default=0.0))
+
+
+def not_compared(records: Sequence[RankRecord]) -> list[str]:
+    """Return a sentence for each thing that ranks may have done differently without `diagnose` finding it."""
+    known = {record.rank for record in records}
+    asked = {rank for given in _described(records).values() for rank in given["ranks"]}
+    absent = max((record.world_size for record in records), default=0) - len(known | asked)
+    cut = [record.rank for record in records if not record.complete and record.messages]
+    sentences = [
+        f"{given['words']}: no record says which ranks belong to it, and only {ranks_text(given['ranks'])} used it"
+        for given in _undescribed(records).values()
+        if len(given["ranks"]) == 1
+    ]
+    if absent > 0:
+        sentences.append(f"{count_of(absent, 'ranks')} without a record, of which no group is known")
+    if cut:
+        sentences.append(f"messages of {ranks_text(cut)}: older ones were dropped, so they cannot be counted")
+    return sentences
+
+
+def assumed(records: Sequence[RankRecord]) -> list[str]:
+    """Return a sentence for each thing that `diagnose` assumed where it found nothing."""
+    alone = [
+        f"{ranks_text([rank.rank])}: {event}{event.at}: {ranks_text([peer.rank])} recorded nothing that goes with it"
+        for rank, event, peer, may_wait in _unpaired(records)
+        if not may_wait
+    ]
+    return alone + [
+        f"{given['words']}: no record says which ranks belong to it; {ranks_text(given['ranks'])}, which used it, were "
+        "compared"
+        for given in _undescribed(records).values()
+        if len(given["ranks"]) > 1
+    ]
+
+
+def _not_through(records: Sequence[RankRecord]) -> GuardFinding | None:
+    """Return the first message that only one rank recorded, and may have waited for; receives come before sends."""
+    alone = [(rank, event, peer) for rank, event, peer, may_wait in _unpaired(records) if may_wait]
+    if not alone:
+        return None
+    rank, event, peer = min(alone, key=lambda entry: (entry[1].signature.op == "send", entry[1].started))
+    group = event.group.removesuffix(MESSAGES)
+    words = _described(records).get(group, {}).get("words", f"group {group!r}")
+    return unmatched(event, rank.rank, words, _status_of(peer.rank, event.group, peer))
+
+
+def message_pairs(records: Sequence[RankRecord]) -> list[Pair]:
+    """Return the two sides of each message that both ranks recorded, by their index among a rank's events."""
+    messages = {record.rank: record.messages for record in records}
+    pairs = pair_messages(_messages_of(records))[0]
+    return [(a, messages[a][sent][0], b, messages[b][received][0]) for a, sent, b, received in pairs]
+
+
+def _messages_of(records: Sequence[RankRecord]) -> dict[int, list[Event]]:
+    return {record.rank: [event for _, event in record.messages] for record in records}
+
+
+def _unpaired(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, Event, RankRecord, bool]]:
+    """Yield (rank, message, the other rank, may wait) of the first message of each stream that the other lacks.
+
+    Not where either has dropped older lines, nor where the receiver takes some from any rank: no number is known there.
+    The rank may wait for the other where no collective came after the message, and a record breaks off. Otherwise the
+    message came through, its other half outside of a guard, or the rank did not wait for it.
+    """
+    by_rank, streams = {record.rank: record for record in records if record.complete}, set()
+    from_any = {
+        (rank, event.group, event.tag)
+        for rank, record in by_rank.items()
+        for _, event in record.messages
+        if event.peer is None
+    }
+    for rank, number in pair_messages(_messages_of(records))[1]:
+        record = by_rank[rank]
+        index, event = record.messages[number]
+        receiver = event.peer if event.signature.op == "send" else rank
+        stream = rank, event.signature.op, event.peer, event.group, event.tag
+        if event.peer in by_rank and (receiver, event.group, event.tag) not in from_any and stream not in streams:
+            streams.add(stream)
+            peer = by_rank[event.peer]
+            broke_off = bool(record.run) and not record.end == peer.end == "left"
+            yield record, event, peer, broke_off and all(later.is_message for later in record.events[index:])
+
+
+def _described(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
+    return {name: given for record in records for name, given in record.groups.items()}
+
+
+def _undescribed(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
+    """Return the ranks that used each group that no record describes (any more)."""
+    described, ranks_of = _described(records), dict[str, list[int]]()
+    for record in records:
+        for name, events in record.events_by_group.items():
+            if name not in described and not all(event.is_message for event in events):
+                ranks_of.setdefault(name, []).append(record.rank)
+    return {name: {"words": f"group {name!r}", "ranks": ranks} for name, ranks in ranks_of.items()}
+
+
+def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRecord]) -> GuardFinding | None:
+    by_rank = {record.rank: record for record in records}
+    statuses = [
+        _status_of(rank, name, record)
+        for rank in described["ranks"]
+        if (record := by_rank.get(rank)) is None or record.complete or name in record.events_by_group
+    ]  # what the others did there was dropped
+    return find(name, described["words"], statuses) if statuses else None
+
+
+def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:
+    if record is None:
+        return RankStatus(rank, last=None, left="wrote no record")
+    events = record.events_by_group.get(group, [])
+    if record.end is None:
+        left = "its record ends here (the process was killed, or hangs)"
+    else:
+        left = LEFT if record.end == "left" else f"{LEFT} by {record.end}"
+    return RankStatus(
+        rank,
+        newest_in_a_row(events),
+        events[-1].seq if events else 0,
+        None,
+        record.events[-1].in_full() if record.events else None,
+        left,
+        messages=[event for _, event in record.messages],
+    )
+
+
+def findings_as_json(findings: Sequence[GuardFinding]) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": finding.kind,
+            "group": finding.group,
+            "seq": finding.seq,
+            "missing_ranks": list(finding.missing),
+            "culprit_ranks": list(finding.culprits),
+            "by_rank": {str(rank): event.as_dict() for rank, event in finding.by_rank.items()},
+            "message": finding.message,
+        }
+        for finding in findings
+    ]

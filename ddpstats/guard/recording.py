@@ -27,7 +27,6 @@ from ddpstats._base.text import shorten
 from ddpstats._ranks.failure import ProcessId
 from ddpstats._ranks.store import STORE_ERRORS
 from ddpstats.errors import ConfigError, DdpstatsError
-from ddpstats.guard.event import Event
 from ddpstats.guard.record import FORMAT, MAX_BYTES, MAX_LINE_BYTES, mark_as_dict, parsed, raw_lines
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ ROUNDS = 4  # a key that a rank held before, and in none of so many calls of its
 _MOST_EARLY_MARKS = 1000
 _TRIES = 3  # at a store that does not answer at once
 _SHOWN_KEYS = 5
-_MOST_NAMES = 8  # of reductions that lack keys: the newest
 _MOST_SITES = 1024  # of reductions
 _TEXT_CHARS = 1000
 
@@ -54,111 +52,6 @@ class Identity(NamedTuple):
     world_size: int
 
 
-class RecordWriter:
-    """One rank's events as JSON lines, whole up to the last one even if the process is killed.
-
-    Two files take turns, ``rank3.jsonl`` and the older ``rank3.old.jsonl``, so a record is bounded by ``max_bytes`` and
-    never holds less than half of that. Every line is one `write` to the kernel. Each new file begins with what the one
-    before it, which is deleted some day, said of the groups and of the rank's state.
-    """
-
-    def __init__(
-        self, directory: str | Path, rank: int, world_size: int, run: str = "", max_bytes: int = MAX_BYTES
-    ) -> None:
-        """``run``: the same on all ranks of a program, and no other's. Its next guard goes on in the same file."""
-        self._path = Path(directory) / f"rank{rank}.jsonl"
-        self._limit = max_bytes // 2
-        self._turn = threading.RLock()  # a mark may come from another thread than the collectives do
-        self._groups: dict[str, bytes] = {}  # the lines that describe them
-        self._now: dict[str, Any] = {}
-        process = ProcessId.mine().pack().hex()
-        self._head = {"ddpstats": FORMAT, "run": run, "rank": rank, "world_size": world_size, "process": process}
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            goes_on = self._is_of(run)
-            if not goes_on:
-                self._old_path().unlink(missing_ok=True)
-            self._file = self._open(goes_on)
-        except OSError as error:
-            raise ConfigError(f"rank {rank} cannot write its record to {directory}: {error.strerror}") from None
-
-    def write_event(self, event: Event) -> None:
-        """Append one event."""
-        self.write(event.as_dict())
-
-    def write_mark(self, mark: Mark) -> None:
-        """Append what another part of ddpstats found, if that is one line that can be read again."""
-        line = _line_of(mark_as_dict(mark))
-        if len(line) <= MAX_LINE_BYTES:
-            self._append(line)
-
-    def write_now(self, changes: Mapping[str, Any]) -> None:
-        """Append what has changed of the rank's state."""
-        with self._turn:
-            self._now.update(changes)
-            self._append(_line_of({"now": changes}))
-
-    def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one line. A disk that is full stops the record, not the training."""
-        line = _line_of(entry)
-        with self._turn:
-            self._append(line)
-            if "new_group" in entry:
-                self._keep(entry["new_group"], line)
-
-    def _keep(self, group: str, line: bytes) -> None:
-        """Keep who belongs to a group: nothing compares what ranks did there without that."""
-        self._groups[group] = line
-        while sum(map(len, self._groups.values())) > self._limit // 4:  # a program that makes groups for ever
-            del self._groups[next(iter(self._groups))]
-
-    def _append(self, line: bytes) -> None:
-        with self._turn:
-            if self._file < 0:
-                return
-            try:
-                if self._size + len(line) > self._limit:
-                    os.close(self._file)
-                    os.replace(self._path, self._old_path())
-                    self._file = self._open(False)
-                os.write(self._file, line)
-                self._size += len(line)
-            except OSError:
-                self.close()
-
-    def _is_of(self, run: str) -> bool:
-        """Return whether the same program began the file that exists."""
-        try:
-            return bool(run) and parsed(next(raw_lines(self._path))[1]).get("run") == run
-        except (OSError, ValueError, StopIteration):
-            return False
-
-    def _open(self, goes_on: bool) -> int:
-        # Others may write to the directory: a link of theirs must not lead elsewhere, and a pipe must not block.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = require_regular(os.open(self._path, flags, 0o600), self._path)
-        if not goes_on:
-            os.ftruncate(file, 0)
-        head = (json.dumps({**self._head, "time": time.time()}) + "\n").encode()
-        now = _line_of({"now": self._now}) if self._now else b""
-        os.write(file, head + b"".join(self._groups.values()) + now)
-        self._size = os.fstat(file).st_size
-        return file
-
-    def _old_path(self) -> Path:
-        return self._path.with_suffix(".old.jsonl")
-
-    def close(self) -> None:
-        """End the record. Idempotent."""
-        if self._file >= 0:
-            file, self._file = self._file, -1
-            os.close(file)
-
-
-def _line_of(entry: Mapping[str, Any]) -> bytes:
-    return (json.dumps(entry, separators=(",", ":")) + "\n").encode("utf-8", "surrogateescape")
-
-
 class HeldKeys:
     """The structures that this rank held in the calls of one name.
 
@@ -170,10 +63,9 @@ class HeldKeys:
         self._held: set[Structure] = set()
         self._before: tuple[set[Structure], Layout] | None = None
         self._ever: set[str] = set()  # as far as the layout still has them
-        self._reported: list[str] = []
 
     def take(self, structure: Structure, layout: Layout) -> list[str] | None:
-        """Note one call. Return the keys that this rank has stopped holding, where they differ from those before."""
+        """Note one call. Return the keys that this rank has stopped holding, unless nothing has changed."""
         self._held.add(structure)
         self._calls += 1
         if self._calls < ROUNDS:
@@ -185,25 +77,36 @@ class HeldKeys:
         names = layout.names
         now = {names[layout.slot_of[leaf]] for structure in held for leaf in structure.leaves if leaf in layout.slot_of}
         self._ever = (self._ever | now).intersection(names)
-        missing = [path for path in dict.fromkeys(names) if path in self._ever and path not in now]
-        if missing == self._reported:
-            return None
-        self._reported = missing
-        return missing
+        return [path for path in dict.fromkeys(names) if path in self._ever and path not in now]
 
 
 class Recording:
-    """The record of one guard. ``writer`` is None before it begins, and where no ``directory`` is given.
+    """The record of one guard: nothing before `begin`, and where no ``directory`` is given.
+
+    Two files take turns, ``rank3.jsonl`` and the older ``rank3.old.jsonl``, so a record is bounded by ``max_bytes`` and
+    never holds less than half of that. Every line is one `write` to the kernel: they are whole up to the last one even
+    if the process is killed. Each new file begins with what the one before it, which is deleted some day, said of the
+    groups and of the rank's state.
 
     ``identify`` asks whose record it is: None while there is no process group. Raises what the store raises.
     """
 
-    def __init__(self, directory: str | Path | None, identify: Callable[[], Identity | None] = lambda: None) -> None:
-        self._directory, self._identify = directory, identify
-        self.writer: RecordWriter | None = None
-        self._early: deque[Mark] = deque(maxlen=_MOST_EARLY_MARKS)
+    def __init__(
+        self,
+        directory: str | Path | None,
+        identify: Callable[[], Identity | None] = lambda: None,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._directory = None if directory is None else Path(directory)
+        self._identify, self._limit = identify, max_bytes // 2
+        self.has_begun = False
+        self._path = Path()
+        self._file = -1
+        self._head: dict[str, Any] = {}
+        self._early: deque[dict[str, Any]] = deque(maxlen=_MOST_EARLY_MARKS)
         self._tries = _TRIES
-        self._turn = threading.RLock()  # a mark may come from another thread than the first collective
+        self._turn = threading.RLock()  # a mark may come from another thread than the collectives do
+        self._groups: dict[str, bytes] = {}  # the lines that describe them
         self._now: dict[str, Any] = {}
         self._steps: dict[int, int] = {}  # of each optimizer
         self._held: dict[tuple[str, str, str | None], HeldKeys] = {}  # by the site of a reduction
@@ -213,23 +116,34 @@ class Recording:
     def subscribe(self) -> None:
         """Record from now on what other parts of ddpstats publish."""
         if self._directory is not None:
-            marks.listeners.append(self._take)
+            marks.listeners.append(self.take_mark)
             marks.key_listeners.append(self)
 
     def begin(self, identity: Identity) -> None:
         """Open the file, unless it is open. Raises `ConfigError` where nothing can be written."""
         with self._turn:
-            if self._directory is None or self.writer is not None:
+            if self._directory is None or self.has_begun:
                 return
-            self.writer = RecordWriter(self._directory, identity.rank, identity.world_size, identity.run)
-            if self._now:
-                self.writer.write_now(self._now)
-            while self._early:
-                self.writer.write_mark(self._early.popleft())
+            self._path = self._directory / f"rank{identity.rank}.jsonl"
+            process = ProcessId.mine().pack().hex()
+            self._head = {"ddpstats": FORMAT, **identity._asdict(), "process": process}
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                goes_on = self._is_of(identity.run)
+                if not goes_on:
+                    self._old_path().unlink(missing_ok=True)
+                self._open(goes_on)
+            except OSError as error:
+                raise ConfigError(
+                    f"rank {identity.rank} cannot write its record to {self._directory}: {error.strerror}"
+                ) from None
+            self.has_begun = True
+            for entry in self._early:
+                self.write(entry)
 
     def begin_early(self) -> None:
         """`begin` before the guard has connected: where the ranks are known, and the store answers. Raises nothing."""
-        if self._directory is None or self.writer is not None or not self._tries:
+        if self._directory is None or self.has_begun or not self._tries:
             return
         try:
             identity = self._identify()
@@ -243,11 +157,61 @@ class Recording:
     def close(self) -> None:
         """Stop recording. Local and idempotent; also in a process that was forked from the recorded one."""
         with suppress(ValueError):
-            marks.listeners.remove(self._take)
+            marks.listeners.remove(self.take_mark)
         with suppress(ValueError):
             marks.key_listeners.remove(self)
-        if self.writer is not None:
-            self.writer.close()
+        self._close_file()
+
+    # -- lines --------------------------------------------------------------------------------------------------------
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Append one line, if the record has begun. A disk that is full stops the record, not the training."""
+        with self._turn:
+            if self._file < 0:
+                return
+            line = _line_of(entry)
+            self._append(line)
+            if "new_group" in entry:  # nothing compares what ranks did there without that
+                self._groups[entry["new_group"]] = line
+                while sum(map(len, self._groups.values())) > self._limit // 4:  # a program that makes groups for ever
+                    del self._groups[next(iter(self._groups))]
+
+    def _append(self, line: bytes) -> None:
+        try:
+            if self._size + len(line) > self._limit:
+                os.close(self._file)
+                os.replace(self._path, self._old_path())
+                self._open(False)
+            os.write(self._file, line)
+            self._size += len(line)
+        except OSError:
+            self._close_file()
+
+    def _is_of(self, run: str) -> bool:
+        """Return whether the same program began the file that exists."""
+        try:
+            return bool(run) and parsed(next(raw_lines(self._path))[1]).get("run") == run
+        except (OSError, ValueError, StopIteration):
+            return False
+
+    def _open(self, goes_on: bool) -> None:
+        # Others may write to the directory: a link of theirs must not lead elsewhere, and a pipe must not block.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._file = require_regular(os.open(self._path, flags, 0o600), self._path)
+        if not goes_on:
+            os.ftruncate(self._file, 0)
+        now = [_line_of({"now": self._now})] if self._now else []
+        os.write(self._file, b"".join([_line_of({**self._head, "time": time.time()}), *self._groups.values(), *now]))
+        self._size = os.fstat(self._file).st_size
+
+    def _old_path(self) -> Path:
+        return self._path.with_suffix(".old.jsonl")
+
+    def _close_file(self) -> None:
+        with self._turn:
+            file, self._file = self._file, -1
+            if file >= 0:
+                os.close(file)
 
     # -- the rank's state ---------------------------------------------------------------------------------------------
 
@@ -255,8 +219,7 @@ class Recording:
         """Record what has changed of the rank's state."""
         with self._turn:
             self._now.update(changes)
-            if self.writer is not None:
-                self.writer.write_now(changes)
+            self.write({"now": changes})
 
     def step(self, optimizer: object) -> None:
         """Count a step of an optimizer; the one with the most steps counts."""
@@ -275,13 +238,15 @@ class Recording:
         """Record that something is wrong; of each kind the last message counts."""
         self.note(**{f"ALARM of {kind}": " ".join(message.split())[:_TEXT_CHARS]})
 
-    def _take(self, mark: Mark) -> None:
+    def take_mark(self, mark: Mark) -> None:
+        """Record what another part of ddpstats has found, if that is a line that can be read again."""
+        self.begin_early()
         with self._turn:
-            self.begin_early()
-            if self.writer is None:
-                self._early.append(mark)
-            else:
-                self.writer.write_mark(mark)
+            entry = mark_as_dict(mark)
+            if not self.has_begun:
+                self._early.append(entry)
+            elif len(_line_of(entry)) <= MAX_LINE_BYTES:
+                self.write(entry)
             if mark.kind != VALUES:
                 self.alarm(mark.kind, mark.text)
 
@@ -295,6 +260,7 @@ class Recording:
         """Take one call of a reduction, and what this rank held in it."""
         if len(self._held) > _MOST_SITES:
             self._held.clear()
+            self._not_held.clear()
         keys = self._held.setdefault(site, HeldKeys()).take(structure, layout)
         if keys is None:
             return
@@ -302,10 +268,14 @@ class Recording:
         self._not_held.pop(name, None)
         if keys:
             self._not_held[name] = f"{_some(keys)} (name={name!r})"
-        if len(self._not_held) > _MOST_NAMES:
-            del self._not_held[next(iter(self._not_held))]
-        self.note(**{"not held any more": "; ".join(self._not_held.values())[:_TEXT_CHARS]})
+        text = "; ".join(reversed(self._not_held.values()))[:_TEXT_CHARS]
+        if text != self._now.get("not held any more", ""):
+            self.note(**{"not held any more": text})
 
 
 def _some(keys: Sequence[str]) -> str:
     return shorten(map(repr, keys), _SHOWN_KEYS)
+
+
+def _line_of(entry: Mapping[str, Any]) -> bytes:
+    return (json.dumps(entry, separators=(",", ":")) + "\n").encode("utf-8", "surrogateescape")

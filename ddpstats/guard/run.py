@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 from ddpstats._base import config
 from ddpstats.errors import ConfigError, DdpstatsError
 from ddpstats.guard.printing import TO_RUN, strip
-from ddpstats.guard.record import read_records
-from ddpstats.guard.record_report import as_json, as_text, diagnose
+from ddpstats.guard.record import diagnose, findings_as_json, read_records
 from ddpstats.guard.watch import EVERY_SEC, Lines, Records, picture_of
 
 if TYPE_CHECKING:
@@ -223,6 +222,7 @@ def _explain(directory: str, in_json: bool) -> None:
         return  # no rank came as far as its first collective
     findings = diagnose(records)
     if findings and in_json:
-        print(json.dumps(as_json(records, findings)), file=sys.stderr)
+        print(json.dumps({"findings": findings_as_json(findings)}), file=sys.stderr)
     elif findings and not has_verdict:
-        print(f"\nddpstats run: {as_text(records, findings)}", file=sys.stderr)
+        messages = "\n\n".join(finding.message for finding in findings)
+        print(f"\nddpstats run: {messages}", file=sys.stderr)

@@ -23,8 +23,7 @@ from ddpstats._base.text import (
     shorten,
     write_file,
 )
-from ddpstats.guard.record import mark_as_dict
-from ddpstats.guard.record_report import findings_as_json
+from ddpstats.guard.record import findings_as_json, mark_as_dict
 from ddpstats.report._page import page_of
 from ddpstats.report._perfetto import trace_of
 from ddpstats.report._sources import read_timeline

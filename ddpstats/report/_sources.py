@@ -18,8 +18,7 @@ from ddpstats.dump.origin._explain import verdict
 from ddpstats.dump.origin._first_nan import find_origins
 from ddpstats.dump.origin._rank_scan import scan_rank
 from ddpstats.errors import DdpstatsError
-from ddpstats.guard.record import NoRecord, RankRecord, read_records
-from ddpstats.guard.record_report import diagnose
+from ddpstats.guard.record import NoRecord, RankRecord, diagnose, read_records
 from ddpstats.report._flight_recorder import FlightDump, joined, read_dumps
 from ddpstats.report._timeline import Span, Timeline, timeline_of
 

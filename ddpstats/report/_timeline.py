@@ -20,8 +20,7 @@ from operator import attrgetter
 from ddpstats._base.marks import VALUES, Mark
 from ddpstats.guard.diagnosis import DOUBT, GuardFinding
 from ddpstats.guard.event import BY_TORCH, Event
-from ddpstats.guard.record import RankRecord
-from ddpstats.guard.record_report import assumed, message_pairs, not_compared
+from ddpstats.guard.record import RankRecord, assumed, message_pairs, not_compared
 
 _time_of = attrgetter("time")
 
@@ -259,7 +258,7 @@ def _call_of(event: Event) -> CallSite:
 def _end_of(record: RankRecord) -> str:
     if record.end is None:
         return "its record ends without a word: the process was killed, hangs, or still runs" if record.run else ""
-    return "" if record.end.get("end") == "left" else f"left by {record.end.get('end')}"
+    return "" if record.end == "left" else f"left by {record.end}"
 
 
 def _groups(

@@ -24,8 +24,7 @@ from ddpstats.dump._config import read_config
 from ddpstats.dump.compare._tensor_compare import load_tensor
 from ddpstats.dump.format._files import RankDump, find_ranks
 from ddpstats.errors import DdpstatsError, DumpError
-from ddpstats.guard import record_report
-from ddpstats.guard.record import read_records
+from ddpstats.guard.record import diagnose, read_records
 from ddpstats.report._report import run
 
 HERE = Path(__file__).parent
@@ -90,7 +89,7 @@ def test_records_of_format_1_are_read() -> None:
     ]
     assert [event.signature.op for event in records[1].events] == ["all_reduce", "broadcast"]
     assert [event.label for event in records[1].events] == ["loss", "loss"]
-    (finding,) = record_report.diagnose(records)
+    (finding,) = diagnose(records)
     assert "What differs: the shape" in finding.message
     assert "tests/formats/make.py:" in finding.message
 
@@ -101,7 +100,7 @@ def test_evidence_for_a_label_as_release_0_1_0_wrote_it_is_read(tmp_path: Path) 
         evidence = [key, ["ctc", "att"], "dict", "keyed", "whole", [], False, False, "loop", None]
         lines[2] = json.dumps({**json.loads(lines[2]), "label": key, "evidence": evidence})
         (tmp_path / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
-    (finding,) = record_report.diagnose(read_records(tmp_path))
+    (finding,) = diagnose(read_records(tmp_path))
     assert "What differs: the label" in finding.message
 
 

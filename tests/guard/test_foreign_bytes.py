@@ -18,8 +18,8 @@ from ddpstats.guard.diagnosis import GuardFinding, RankStatus
 from ddpstats.guard.event import decode
 from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.notes_shm import Exchange
-from ddpstats.guard.recording import RecordWriter
 from ddpstats.report import _report
+from tests.report.records import recording_of
 
 HEAD = {"ddpstats": 1, "run": "x", "rank": 0, "world_size": 2, "time": 1.0}
 EVENT: dict[str, Any] = {"group": "0", "seq": 1, "op": "all_reduce", "shapes": [[2]], "dtypes": ["float32"]}
@@ -77,7 +77,7 @@ def test_record_that_is_no_regular_file_is_refused(make: Callable[[Path], object
     with pytest.raises(DdpstatsError, match=r"Not a regular file.*rank0\.jsonl"):
         report(tmp_path)
     with pytest.raises(ConfigError, match="rank 0 cannot write its record"):
-        RecordWriter(tmp_path, 0, 1, "run")
+        recording_of(tmp_path, 0, 1, "run")
 
 
 def test_record_of_a_terabyte_is_refused_unread(tmp_path: Path) -> None:
@@ -92,14 +92,14 @@ def test_record_is_not_written_through_a_link(tmp_path: Path) -> None:
     precious.write_text("keep me")
     (tmp_path / "rank0.jsonl").symlink_to(precious)
     with pytest.raises(ConfigError, match="rank 0 cannot write its record"):
-        RecordWriter(tmp_path, 0, 1)
+        recording_of(tmp_path, 0, 1)
     assert precious.read_text() == "keep me"
 
 
 def test_record_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        RecordWriter(tmp_path, 0, 1).close()
+        recording_of(tmp_path, 0, 1).close()
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "rank0.jsonl").stat().st_mode) == 0o600

@@ -20,13 +20,12 @@ from ddpstats.guard import collective_guard, notes_shm
 from ddpstats.guard.event import Event, Signature, digest_of, label_word, roll
 from ddpstats.guard.notes import NOTES_KEPT, Note, Overrun
 from ddpstats.guard.notes_shm import Exchange
-from ddpstats.guard.record import read_records
-from ddpstats.guard.record_report import diagnose
-from ddpstats.guard.recording import RecordWriter
+from ddpstats.guard.record import diagnose, read_records
 from ddpstats.testing import RankPool, run_ranks
 from tests import programs
 from tests.guard import runs
 from tests.guard.tiers import tiers
+from tests.report.records import recording_of
 
 MODES = tiers(["strict"], ["step"])
 
@@ -210,9 +209,9 @@ def test_two_guards_of_one_program_share_a_record(two_ranks: RankPool, tmp_path:
 
 def test_records_of_an_older_run_are_left_out(tmp_path: Path) -> None:
     for rank in range(3):
-        RecordWriter(tmp_path, rank, 3, "older").close()
+        recording_of(tmp_path, rank, 3, "older").close()
     for rank in range(2):
-        RecordWriter(tmp_path, rank, 2, "newer").close()
+        recording_of(tmp_path, rank, 2, "newer").close()
     assert [(record.rank, record.world_size) for record in read_records(tmp_path)] == [(0, 2), (1, 2)]
 
 
@@ -226,7 +225,7 @@ def test_the_call_site_is_a_line_of_the_program(two_ranks: RankPool) -> None:
 
 
 def test_a_record_is_bounded_and_says_that_it_was_cut(tmp_path: Path) -> None:
-    writer = RecordWriter(tmp_path, 0, 1, max_bytes=20_000)
+    writer = recording_of(tmp_path, 0, 1, max_bytes=20_000)
     for seq in range(1, 500):
         writer.write(event(seq).as_dict())
     writer.close()

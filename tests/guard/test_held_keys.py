@@ -19,6 +19,7 @@ class _Listener(Recording):
         self.reports: list[str] = []
 
     def note(self, **changes: Any) -> None:
+        super().note(**changes)
         if "not held any more" in changes:
             self.reports.append(changes["not held any more"])
 

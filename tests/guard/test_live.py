@@ -25,7 +25,7 @@ from ddpstats import DdpstatsError, cli
 from ddpstats.guard import run, watch
 from ddpstats.guard.event import Event, Signature, digest_of
 from ddpstats.guard.record import read_records
-from ddpstats.guard.recording import Identity, Recording, RecordWriter
+from ddpstats.guard.recording import Identity, Recording
 from ddpstats.guard.watch import RankNow, Records, lines_of, picture_of
 from ddpstats.testing import RankPool
 from tests import programs
@@ -33,6 +33,7 @@ from tests.guard import live_runs
 from tests.guard.tiers import tiers
 from tests.needs import needs
 from tests.programs import Program
+from tests.report.records import recording_of
 
 LIMIT_SEC = 150
 SUM = Signature("all_reduce", "sum", None, ((),), ("float32",))
@@ -50,10 +51,9 @@ def recorded(
 
 
 def write_events(recording: Recording, first: int, last: int, event: Event = EVENT) -> None:
-    assert recording.writer is not None
-    recording.writer.write({"new_group": "0", "words": "the default group", "ranks": [0, 1]})
+    recording.write({"new_group": "0", "words": "the default group", "ranks": [0, 1]})
     for seq in range(first, last + 1):
-        recording.writer.write_event(dataclasses.replace(event, seq=seq, started=time.time()))
+        recording.write(dataclasses.replace(event, seq=seq, started=time.time()).as_dict())
 
 
 def shown(records: Records) -> str:
@@ -66,8 +66,7 @@ def shown(records: Records) -> str:
 def test_records_of_two_ranks_are_shown_as_lines(tmp_path: Path) -> None:
     recording = recorded(tmp_path)
     other = recorded(tmp_path, 1, rank=1)
-    assert other.writer is not None
-    other.writer.write({"end": "ValueError", "time": time.time()})
+    other.write({"end": "ValueError", "time": time.time()})
     recording.step(EVENT)
     recording.renegotiated("train", ["l1"])
     recording.note(**{"not held any more": "'snr', 'l2' (name='train')"})
@@ -113,8 +112,7 @@ def test_line_that_is_half_written_is_read_when_it_is_whole(tmp_path: Path) -> N
 
 def test_state_is_known_after_the_record_has_begun_its_next_file(tmp_path: Path) -> None:
     """Also to who looks for the first time then."""
-    recording, records = Recording(tmp_path), Records(tmp_path)
-    recording.writer = RecordWriter(tmp_path, 0, 2, "this run", max_bytes=8000)
+    recording, records = recording_of(tmp_path, 0, 2, "this run", max_bytes=8000), Records(tmp_path)
     recording.step(EVENT)
     recording.alarm("guard", "differ")
     write_events(recording, 1, 3)

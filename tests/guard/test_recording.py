@@ -44,7 +44,7 @@ def test_program_that_only_calls_reduce_stats_leaves_a_record(
     records = read_records(directory)
     assert [(record.rank, record.world_size) for record in records] == [(0, 2), (1, 2)]
     assert [[mark.kind for mark in record.marks] for record in records] == [["values"] * 3 * per_rank] * 2
-    assert [record.end is not None and record.end["end"] for record in records] == ["left", "left"]
+    assert [record.end for record in records] == ["left", "left"]
     capsys.readouterr()
     assert cli.main(["report", directory]) == 0
     assert ("'only' (reduction 'train'): rank 1: 3 times" in capsys.readouterr().out) == per_rank

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats.guard.record import read_records
-from ddpstats.guard.record_report import diagnose
+from ddpstats.guard.record import diagnose, read_records
 from ddpstats.testing import RankPool
 from tests.guard.scenarios import DIES, SCENARIOS, latest_sec, probe
 from tests.guard.tiers import tiers

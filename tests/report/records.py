@@ -7,9 +7,16 @@ from pathlib import Path
 
 from ddpstats._base.marks import Mark
 from ddpstats.guard.event import Event, Signature, digest_of, label_word
-from ddpstats.guard.recording import RecordWriter
+from ddpstats.guard.recording import Identity, Recording
 
 BEGAN = 1795380798.0
+
+
+def recording_of(directory: Path, rank: int, ranks: int, run: str = "run", max_bytes: int = 32 << 20) -> Recording:
+    """Return the record of a rank, which has begun."""
+    recording = Recording(directory, max_bytes=max_bytes)
+    recording.begin(Identity(run, rank, ranks))
+    return recording
 
 
 def event(
@@ -37,12 +44,12 @@ def write_rank(
     max_bytes: int = 32 << 20,
 ) -> None:
     """Write a rank's record. ``end`` is None for a killed process; a small ``max_bytes`` drops older events."""
-    writer = RecordWriter(directory, rank, ranks, "run", max_bytes)
+    writer = recording_of(directory, rank, ranks, "run", max_bytes)
     writer.write({"new_group": "0", "words": f"the default group of {ranks} ranks", "ranks": list(range(ranks))})
     for written in events:
-        writer.write_event(written)
+        writer.write(written.as_dict())
     for mark in marks:
-        writer.write_mark(mark)
+        writer.take_mark(mark)
     if end is not None:
         writer.write({"end": end})
     writer.close()
@@ -53,7 +60,7 @@ def write(
 ) -> Path:
     """Write ``rounds`` over ``keys`` for each rank; with ``parts`` the last rank ends with another key."""
     for rank in range(ranks):
-        writer = RecordWriter(directory, rank, ranks, "run")
+        writer = recording_of(directory, rank, ranks, "run")
         writer.write({"new_group": "0", "words": f"the default group of {ranks} ranks", "ranks": list(range(ranks))})
         seq = 0
         for turn in range(rounds):
@@ -61,9 +68,9 @@ def write(
                 seq += 1
                 is_other = parts and (rank, turn, key) == (ranks - 1, rounds - 1, keys[-1])
                 more = {"site": "train.py:34 in reduce_stats"} if is_other else {}
-                writer.write_event(event(seq, "snr_loss" if is_other else key, rank, **more))
+                writer.write(event(seq, "snr_loss" if is_other else key, rank, **more).as_dict())
             values = {"loss": 1.0 / (turn + 1) + 0.1 * rank, "acc": None if rank == 1 and ranks > 1 else turn / rounds}
-            writer.write_mark(Mark("values", "train", BEGAN + seq * 1e-3, values=values))
+            writer.take_mark(Mark("values", "train", BEGAN + seq * 1e-3, values=values))
         writer.write({"end": "left"})
         writer.close()
     return directory

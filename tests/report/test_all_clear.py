@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ddpstats.guard.record import read_records
-from ddpstats.guard.recording import RecordWriter
 from tests.report import records
 from tests.report.conftest import Report
 from tests.report.test_flight_recorder import dump, entry
@@ -46,10 +45,10 @@ def test_verdict_after_description_of_group_was_dropped(
 
 def test_descriptions_of_groups_never_fill_a_record(tmp_path: Path) -> None:
     """A program that makes a group in each step."""
-    writer = RecordWriter(tmp_path, 0, 1, "run", 20_000)
+    writer = records.recording_of(tmp_path, 0, 1, "run", 20_000)
     for number in range(1000):
         writer.write({"new_group": str(number), "words": "a group", "ranks": [0]})
-        writer.write_event(records.event(1, "loss", group=str(number)))
+        writer.write(records.event(1, "loss", group=str(number)).as_dict())
     writer.close()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 20_000
     (record,) = read_records(tmp_path)
@@ -76,12 +75,12 @@ def test_group_without_description_is_compared_with_a_note(parts: bool, tmp_path
 def test_dropped_collective_is_not_missing(tmp_path: Path, report: Report) -> None:
     """One collective of a small group, long ago: of one rank it is still there, and of the other not."""
     for rank in range(2):
-        writer = RecordWriter(tmp_path, rank, 2, "run", 40_000)
+        writer = records.recording_of(tmp_path, rank, 2, "run", 40_000)
         for name in ("0", "1"):
             writer.write({"new_group": name, "words": f"group {name}", "ranks": [0, 1]})
-        writer.write_event(records.event(1, None, rank, group="1"))
+        writer.write(records.event(1, None, rank, group="1").as_dict())
         for seq in range(1, 500 if rank else 60):
-            writer.write_event(records.event(seq, "loss", rank))
+            writer.write(records.event(seq, "loss", rank).as_dict())
         writer.write({"end": "left"})
         writer.close()
     text = report(tmp_path, status=1)

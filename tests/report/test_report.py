@@ -16,7 +16,6 @@ from ddpstats._base.marks import Mark
 from ddpstats.capture._manifest import read_manifest
 from ddpstats.guard.event import Event, Evidence
 from ddpstats.guard.record import mark_from_dict, read_records
-from ddpstats.guard.recording import RecordWriter
 from ddpstats.report._sources import read_timeline
 from ddpstats.testing import run_ranks
 from tests.formats.make import NAMES
@@ -116,11 +115,10 @@ def test_event_without_finite_time_is_refused(time: float) -> None:
 
 def test_messages_pair_by_their_order(tmp_path: Path) -> None:
     for rank, ops in ((0, ("send", "send")), (1, ("recv", "recv"))):
-        writer = RecordWriter(tmp_path, rank, 2, "run")
+        writer = records.recording_of(tmp_path, rank, 2, "run")
         for number, op in enumerate(ops):
-            writer.write_event(
-                records.event(0, None, rank, op=op, peer=1 - rank, tag=0, started=records.BEGAN + number)
-            )
+            started = records.BEGAN + number
+            writer.write(records.event(0, None, rank, op=op, peer=1 - rank, tag=0, started=started).as_dict())
         writer.write({"end": "left"})
         writer.close()
     timeline = read_timeline([tmp_path])
@@ -132,10 +130,10 @@ def test_messages_pair_within_their_group(tmp_path: Path) -> None:
     """Its own order and its own sender from anybody: another group's messages are others, under equal tags, too."""
     places = {0: (("a", 1), ("b", 1)), 1: (("b", None), ("b", 0), ("a", 0))}
     for rank, messages in places.items():
-        writer = RecordWriter(tmp_path, rank, 2, "run")
+        writer = records.recording_of(tmp_path, rank, 2, "run")
         for number, (group, peer) in enumerate(messages):
             fields = {"op": "recv" if rank else "send", "group": f"{group} (point-to-point)"}
-            writer.write_event(records.event(number, None, rank, peer=peer, tag=0, **fields))
+            writer.write(records.event(number, None, rank, peer=peer, tag=0, **fields).as_dict())
         writer.close()
     assert read_timeline([tmp_path]).messages == [(0, 0, 1, 2)]
 
@@ -181,9 +179,9 @@ def test_time_of_record_wins_over_time_of_bundle(tmp_path: Path, report: Report)
 def test_mark_is_read_as_written(tmp_path: Path) -> None:
     values = {"a": 1.0, "b": math.inf, "c": -math.inf, "d": None, "e": math.nan, "f": 1.7e308, "g": -1e302}
     mark = Mark("values", "train", 5.5, None, (), values)
-    writer = RecordWriter(tmp_path, 0, 1, "run")
-    writer.write_mark(mark)
-    writer.write_mark(Mark("sentinel", "x" * (2 << 20)))  # no reader would take such a line
+    writer = records.recording_of(tmp_path, 0, 1, "run")
+    writer.take_mark(mark)
+    writer.take_mark(Mark("sentinel", "x" * (2 << 20)))  # no reader would take such a line
     writer.close()
     (read,) = read_records(tmp_path)[0].marks
     assert math.isnan(read.values["e"] or 0.0)
@@ -204,9 +202,9 @@ def test_equal_lines_of_different_events_are_read_independently(tmp_path: Path) 
         records.event(seq, of[0], evidence_source=Evidence(of[0], of, outer=Evidence("o", of + of)))
         for seq, of in enumerate(names)
     ]
-    writer = RecordWriter(tmp_path, 0, 1, "run")
+    writer = records.recording_of(tmp_path, 0, 1, "run")
     for event in events:
-        writer.write_event(event)
+        writer.write(event.as_dict())
     writer.close()
     assert list(read_records(tmp_path)[0].events) == events
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from ddpstats._base.marks import Mark
-from ddpstats.guard.recording import RecordWriter
 from tests.report import records
 from tests.report.conftest import Report
 from tests.report.test_flight_recorder import dump, entry
@@ -32,7 +31,7 @@ def apart(directory: Path, ranks: int = 2) -> list[str]:
 
 def test_directories_of_hosts_are_read_together(tmp_path: Path, report: Report) -> None:
     directories = apart(tmp_path)
-    older = RecordWriter(directories[1], 3, 4, "older")
+    older = records.recording_of(Path(directories[1]), 3, 4, "older")
     older.close()
     content = (tmp_path / "host1" / "rank3.jsonl").read_text()
     (tmp_path / "host1" / "rank3.jsonl").write_text(content.replace(str(json.loads(content)["time"]), "5.0"))
@@ -61,7 +60,7 @@ def test_record_under_other_name_is_left_out(tmp_path: Path, report: Report) -> 
         shutil.copy(tmp_path / "rank1.jsonl", tmp_path / name)
     text = report(tmp_path, status=0)
     assert text.startswith("2 of 2 ranks left a record of the run of 20")
-    assert "rank1 (copy).jsonl is left out: the record of a rank is called rank<number>.jsonl" in text
+    assert "rank1 (copy).jsonl is left out: it is a record of rank 1" in text
     assert "rank2.jsonl is left out: it is a record of rank 1" in text
 
 
@@ -133,9 +132,9 @@ def test_end_of_rank_is_shown(end: str | None, text: str, tmp_path: Path, report
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda path: path.symlink_to("/etc/passwd"), "line 1: .*rank1.jsonl is a link to /etc/passwd"),
-        (lambda path: path.symlink_to("/nowhere"), "there is no such file: .*rank1.jsonl, a link to /nowhere"),
-        (lambda path: path.mkdir(), "it is a directory, and no record: .*rank1.jsonl"),
+        (lambda path: path.symlink_to("/etc/passwd"), "rank1.jsonl, line 1: "),
+        (lambda path: path.symlink_to("/nowhere"), "No such file or directory: .*rank1.jsonl"),
+        (lambda path: path.mkdir(), "Is a directory: .*rank1.jsonl"),
     ],
     ids=["link", "dangling", "directory"],
 )
