@@ -109,8 +109,8 @@ class Evidence:
     ``key``: the innermost name in it. ``names``: all names in the container that it is from, in its order; empty where
     they are not known. ``source``: that container's class. ``use``: what the program does with the result: "stored"
     under the name, written into the "element" itself, "pooled" with others, or "". ``aliases``: other names of the same
-    tensor there. ``set_by``: a "loop" set the name, the program's "text" or a parameter, or "" for a look-up under a
-    name of the rank's own. ``outer``: of the container's name in the one around it.
+    tensor there. ``set_by``: a "loop" set the name, or the program's "text". ``outer``: of the container's name in the
+    one around it.
     """
 
     key: str

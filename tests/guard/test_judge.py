@@ -46,7 +46,6 @@ NUMBERED = ("layer1", ("a", "layer1")), ("layer2", ("a", "layer2"))
         *((names, {"use": "pooled"}, "data") for names in (PERMUTED, SHARED, DISJOINT)),
         *((names, {"use": "pooled element"}, "doubt") for names in (PERMUTED, SHARED)),
         *((PERMUTED, {"set_by": "text", "use": use}, "doubt") for use in ("stored", "element")),
-        *((PERMUTED, {"set_by": ""}, "doubt"), (PERMUTED, {"set_by": "", "use": "element"}, "data")),
         *((PERMUTED, {"aliases": PERMUTED}, "data"), (PERMUTED, {"source": "Module"}, "fault")),
         *((SHARED, {"source": "Module"}, "doubt"), (SHARED, {"source": "DataLoader"}, "data")),
         *((DISJOINT, {}, "doubt"), (DISJOINT, {"use": "element"}, "doubt")),

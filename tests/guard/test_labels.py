@@ -18,7 +18,6 @@ import linecache
 import logging
 import sys
 import textwrap
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +28,7 @@ import torch
 
 from ddpstats._observe.frames import calling_frame, site_of
 from ddpstats.guard.labels import read
-from ddpstats.guard.labels.read import Inferred, infer, is_readable
+from ddpstats.guard.labels.read import Inferred, infer
 
 T = torch.Tensor
 Stats = dict[str, T]
@@ -86,7 +85,6 @@ LOOPS = [
     ("key in stats", "stats[key]"),
     ("key in list(stats)", "stats.get(key)"),
     ("_, (_, value) in enumerate(stats.items())", "value"),
-    ("index in range(2)", "stats[list(stats)[index]]"),
     ("names, index in [(list(stats), 0), (list(stats), 1)]", "stats[names[index]]"),
     ("_, value in {'a': 1.0, 'b': 2.0}.items()", "torch.tensor(value)"),
     ("key in stats", "stats[key].float().mean() * 2 + 1"),
@@ -109,9 +107,6 @@ MADE_IN_STEPS = """
 """
 IN_A_GENERATOR_EXPRESSION = """
     dict((key, reduce(value)) for key, value in stats.items())
-"""
-BY_A_LAMBDA = """
-    list(map(lambda pair: reduce(pair[1]), stats.items()))
 """
 BEHIND_A_DECORATOR = """
     def logged(function):
@@ -166,7 +161,7 @@ COMPUTED_FROM_A_NAMED_VALUE = """
 @pytest.mark.parametrize(
     ("text", "labels"),
     [
-        *((text, ["a", "b"]) for text in (MADE_IN_STEPS, IN_A_GENERATOR_EXPRESSION, BY_A_LAMBDA, BEHIND_A_DECORATOR)),
+        *((text, ["a", "b"]) for text in (MADE_IN_STEPS, IN_A_GENERATOR_EXPRESSION, BEHIND_A_DECORATOR)),
         *((STORED_UNDER_THE_NAME, ["a", "b"]), (FORMATTED_KEY, ["a_loss", "b_loss"])),
         *((NESTED, ["outer/inner/a", "outer/inner/b"]), (NO_NAME, [None, None])),
         (COMPUTED_FROM_A_NAMED_VALUE, ["ctc"]),
@@ -210,10 +205,10 @@ USE = """
         ("reduce(value.div_(2))", "", "element"),
         ("reduce(value); total += value", "", "pooled element"),
         ("reduce(value)", "sum(stats.values())", "pooled element"),
-        ("reduce(value)", "print(stats, sum(stats.values()))", "element"),
+        ("reduce(value)", "print(stats, sum(stats.values()))", "pooled element"),
+        ("reduce(value)", "print(stats)", "element"),
         ("reduce(fresh)", "", ""),
         ("results[key] = fresh.item(); reduce(fresh)", "", ""),
-        ("results[key] = fresh; reduce(fresh)", "", "stored"),
         ("reduce(fresh); results[key] = fresh / 2", "", "stored"),
         ("reduce(fresh); results[key] = fresh", "sum(results.values())", "pooled"),
         ("reduce(fresh); results[key] = fresh; total += fresh", "", "pooled element"),
@@ -224,8 +219,7 @@ USE = """
         ("reduce(fresh); parts.append(fresh)", "", ""),
         ("reduce(fresh); parts.append(fresh)", "torch.stack(parts).sum()", "pooled"),
         ("reduce(fresh); parts.append(fresh)", "sum(parts) / len(parts)", "pooled"),
-        ("reduce(fresh); parts.append(fresh)", "print(parts, sum(parts))", ""),
-        ("reduce(fresh); parts.append(fresh)", "dict(zip(stats, parts))", "stored"),
+        ("reduce(fresh); parts.append(fresh)", "dict(zip(stats, parts))", ""),
         ("reduce(fresh); parts.append(value - fresh)", "", ""),
         ("pass", "parts = [(key, reduce(value.clone())) for key, value in stats.items()]", "stored"),
         ("pass", "for value in stats.values(): fresh = value + 0; reduce(fresh); parts.append(fresh - value)", ""),
@@ -244,7 +238,7 @@ def test_use_is_what_the_program_does_with_the_result(in_loop: str, afterwards: 
         ("def helper(key): reduce(stats[key])\nhelper('a')", "text"),
         ("reduce(stats['a'])", "text"),
         ("key = min(stats)\nreduce(stats[key])", "text"),
-        ("own = ['a', 'b'][0]\nreduce(torch.tensor({'a': 1.0}[own]))", ""),
+        ("own = ['a', 'b'][0]\nreduce(torch.tensor({'a': 1.0}[own]))", "text"),
     ],
 )
 def test_evidence_says_what_chose_the_key(body: str, set_by: str) -> None:
@@ -260,7 +254,7 @@ def test_tensor_that_has_only_its_device_from_an_element_does_not_bear_its_name(
 def test_evidence_is_worked_out_only_when_asked_for() -> None:
     labels_of(program_of("for key in stats:\n    reduce(stats[key])\n"))
     assert _inferred[0] is not None
-    assert not _inferred[0].chain.uses
+    assert "uses" not in vars(_inferred[0].chain)
     assert _inferred[0].evidence is _inferred[0].evidence
 
 
@@ -537,22 +531,6 @@ def _at_depth(depth: int, program: Program) -> None:
         _at_depth(depth - 1, program)
     else:
         program({"a": torch.empty(0)})
-
-
-def test_very_long_function_is_not_disassembled() -> None:
-    """The library that lists a function's instructions needs the square of its jumps: half a minute for these."""
-    lines = "".join(f"    x = x + {index} if x else x\n" for index in range(15_000))
-    seconds = []
-
-    def look(*_: Any) -> None:
-        started = time.thread_time()
-        is_readable(sys._getframe(1))
-        seconds.append(time.thread_time() - started)
-
-    namespace: dict[str, Any] = {"look": look}
-    exec(f"def program():\n    x = 0\n{lines}    look()\n    vars(x) if x else None\n", namespace)
-    namespace["program"]()
-    assert seconds[0] < 1
 
 
 # -- call sites -------------------------------------------------------------------------------------------------------

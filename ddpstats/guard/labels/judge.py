@@ -58,8 +58,6 @@ def _is_own_data(a: Evidence, b: Evidence) -> bool:
         return True
     if {a.use, b.use} <= {"pooled", "pooled element"} and not {*a.names} & {*b.names}:
         return True
-    if "" in (a.set_by, b.set_by) and "stored" not in (a.use, b.use):
-        return True
     are_held_by_both = {a.key, b.key} <= {*a.names} & {*b.names}
     return not are_held_by_both and _bare(a.key) == _bare(b.key)
 

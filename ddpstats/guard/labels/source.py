@@ -12,19 +12,16 @@ import linecache
 import sys
 import threading
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 Comprehension = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-Loop = (ast.For, ast.AsyncFor, *Comprehension)
+Loop = (ast.For, ast.AsyncFor, ast.While, *Comprehension)
 # Names of the code objects that comprehensions have before Python 3.12.
 COMPREHENSION_NAMES = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 _MAX_FILES = 256
 _MAX_BYTES = 4 << 20
-_MAX_TRIES = 16
-_STARRED_ARGUMENTS = 0x04  # the flag of a code object whose function has ``*args``
 
 # Calls that give the elements of their first argument.
 _PASSES_ON = frozenset(
@@ -40,38 +37,30 @@ _COPIES = frozenset(
         *("named_parameters", "named_buffers", "named_children", "named_modules", "parameters", "buffers"),
     }
 )
-# Calls that give the elements of their second argument.
-_CONSUMERS = frozenset({"map", "starmap", "filter", "reduce"})
 _TENSOR_KEYWORDS = frozenset({"input", "input_list", "input_tensor", "tensor", "tensors", "self"})
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
 class SourceFile:
     """One parsed file: each node's parent, and its calls and comprehensions by where they end."""
 
-    parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
-    ends: dict[tuple[int, int], list[ast.expr]] = field(default_factory=dict)
-    calls_of_line: dict[int, list[ast.Call]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, tree: ast.Module) -> SourceFile:
-        """Index a syntax tree."""
-        file = cls()
+    def __init__(self, tree: ast.Module) -> None:
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self.ends: dict[tuple[int, int], list[ast.expr]] = {}
+        self.calls_of_line: dict[int, list[ast.Call]] = {}
         stack: list[ast.AST] = [tree]
         while stack:
             node = stack.pop()
             for child in ast.iter_child_nodes(node):
-                file.parents[child] = node
+                self.parents[child] = node
                 stack.append(child)
             if isinstance(node, (ast.Call, *Comprehension)):
-                file.ends.setdefault((node.end_lineno or 0, node.end_col_offset or 0), []).append(node)
+                self.ends.setdefault(end_of(node), []).append(node)
             if isinstance(node, ast.Call):
-                for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
-                    file.calls_of_line.setdefault(line, []).append(node)
-        return file
+                for line in range(node.lineno, end_of(node)[0] + 1):
+                    self.calls_of_line.setdefault(line, []).append(node)
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes that contain ``node``, from the inside out."""
@@ -87,12 +76,8 @@ class SourceFile:
 
     def loop_around(self, node: ast.AST) -> ast.AST | None:
         """Return the innermost loop or comprehension of the same function that contains ``node``."""
-        for outer in self.around(node):
-            if isinstance(outer, (*Loop, ast.While)):
-                return outer
-            if isinstance(outer, Function):
-                return None
-        return None
+        innermost = next((outer for outer in self.around(node) if isinstance(outer, (*Loop, *Function))), None)
+        return innermost if isinstance(innermost, Loop) else None
 
     def is_inside(self, node: ast.AST, outer: ast.AST) -> bool:
         """Say whether ``outer`` is or contains ``node``."""
@@ -101,33 +86,21 @@ class SourceFile:
 
 _parsing = threading.RLock()  # two threads at once may end in a SystemError (CPython's gh-106905)
 _files: dict[str, SourceFile | None] = {}
-_tries: dict[str, int] = {}
 
 
 def source_of(code: CodeType, module_globals: dict[str, Any]) -> SourceFile | None:
     """Return the parsed file of a code object; None where there is no text, or none that parses."""
     name = code.co_filename
-    if name in _files:
-        return _files[name]
-    if len(_files) >= _MAX_FILES:
-        _files.clear()
-    try:
-        _files[name] = _parse(name, module_globals if type(module_globals) is dict else None)
-    except RecursionError:  # maybe of the program's own depth: then another try may succeed
-        _tries[name] = _tries.get(name, 0) + 1
-        if _tries[name] < _MAX_TRIES:
-            raise
-        _files[name] = None
+    if name not in _files:
+        if len(_files) >= _MAX_FILES:
+            _files.clear()
+        text = "".join(linecache.getlines(name, module_globals if type(module_globals) is dict else None))
+        try:
+            with _parsing:
+                _files[name] = SourceFile(ast.parse(text)) if text and len(text) <= _MAX_BYTES else None
+        except (SyntaxError, ValueError, SystemError):
+            _files[name] = None
     return _files[name]
-
-
-def _parse(name: str, module_globals: dict[str, Any] | None) -> SourceFile | None:
-    text = "".join(linecache.getlines(name, module_globals))
-    try:
-        with _parsing:
-            return SourceFile.of(ast.parse(text)) if text and len(text) <= _MAX_BYTES else None
-    except (SyntaxError, ValueError, SystemError):
-        return None
 
 
 # -- the call of a frame ----------------------------------------------------------------------------------------------
@@ -169,6 +142,11 @@ def _is_of(node: ast.expr, code: CodeType) -> bool:
 # -- expressions ------------------------------------------------------------------------------------------------------
 
 
+def end_of(node: ast.expr | ast.stmt) -> tuple[int, int]:
+    """Return the line and the column behind a piece of the text."""
+    return (node.end_lineno or node.lineno, node.end_col_offset or node.col_offset)
+
+
 def names_in(node: ast.AST) -> Iterator[ast.Name]:
     """Yield the variables in a piece of the text."""
     return (part for part in ast.walk(node) if isinstance(part, ast.Name))
@@ -185,7 +163,7 @@ def called_name(call: ast.AST | None) -> str:
     return called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
 
 
-def unwrapped(expr: ast.expr | None) -> ast.expr | None:
+def unwrapped(expr: ast.expr) -> ast.expr:
     """Return the container itself, without ``.items()``, ``sorted(...)``, ``enumerate(...)`` and the like around it."""
     while isinstance(expr, ast.Call):
         name = called_name(expr)
@@ -193,28 +171,14 @@ def unwrapped(expr: ast.expr | None) -> ast.expr | None:
             expr = expr.func.value
         elif name in _PASSES_ON and expr.args:
             expr = expr.args[0]
-        elif name in _CONSUMERS and len(expr.args) > 1:
+        elif name == "filter" and len(expr.args) == 2:
             expr = expr.args[1]
         else:
-            return expr
-    return expr.value if isinstance(expr, (ast.Starred, ast.NamedExpr)) else expr
+            break
+    return expr
 
 
 # -- what a call passes -----------------------------------------------------------------------------------------------
-
-
-def passes_function(call: ast.expr, names: Collection[str]) -> bool:
-    """Say whether a function of one of these names is an argument of the call, as of ``map``."""
-    if not isinstance(call, ast.Call):
-        return False
-    called = {id(node.func) for node in ast.walk(call) if isinstance(node, ast.Call)}
-    return any(_function_name(node) in names for node in ast.walk(call) if id(node) not in called)
-
-
-def _function_name(node: ast.AST) -> str:
-    if isinstance(node, ast.Lambda):
-        return "<lambda>"
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def tensor_argument(call: ast.expr) -> ast.expr | None:
@@ -225,84 +189,37 @@ def tensor_argument(call: ast.expr) -> ast.expr | None:
         if keyword.arg in _TENSOR_KEYWORDS:
             return keyword.value
     name = called_name(call)
-    index = 1 if "reduce_scatter" in name or "all_gather" in name else 0
-    if len(call.args) <= index or any(isinstance(argument, ast.Starred) for argument in call.args[:index]):
-        return call.args[0] if call.args else None
-    return call.args[index]
+    is_behind_output = "reduce_scatter" in name or "all_gather" in name
+    return next(iter(call.args[1 if is_behind_output else 0 :]), None)
 
 
-def variable_of(expr: ast.expr | None) -> str | None:
-    """Return the variable whose tensor an expression is: ``x`` of ``x``, ``x.div_(2)``, ``x.grad`` and ``[x]``."""
+def variable_of(expr: ast.expr | None) -> str:
+    """Return the variable whose tensor an expression is: ``x`` of ``x``, ``x.div_(2)``, ``x.grad``; or nothing."""
     if isinstance(expr, ast.NamedExpr):
         expr = expr.target
     while isinstance(expr, (ast.Call, ast.Attribute)):
         expr = expr.func if isinstance(expr, ast.Call) else expr.value
-    if isinstance(expr, (ast.List, ast.Tuple)) and len(expr.elts) == 1:
-        expr = expr.elts[0]
-    return expr.id if isinstance(expr, ast.Name) else None
+    return expr.id if isinstance(expr, ast.Name) else ""
 
 
-def parameters_given(call: ast.expr, callee: CodeType, names: Collection[str], texts: bool) -> frozenset[str]:
-    """Return the parameters of ``callee`` to which the call passes the variables ``names``, or a text if ``texts``."""
+def parameters_given(call: ast.expr, callee: CodeType, names: Collection[str]) -> frozenset[str]:
+    """Return the parameters of ``callee`` to which the call passes an expression with one of these variables."""
+    given = ((name, argument_for(call, callee, name)) for name in callee.co_varnames[: callee.co_argcount])
+    return frozenset(name for name, argument in given if argument is not None and mentions(argument, names))
+
+
+def argument_for(call: ast.expr, callee: CodeType, parameter: str) -> ast.expr | None:
+    """Return what the call passes for the parameter, as Python binds it; None where the text does not show it."""
     if not isinstance(call, ast.Call):
-        return frozenset()
-    parameters = {keyword.arg for keyword in call.keywords if keyword.arg and mentions(keyword.value, names)}
-    for index, argument in enumerate(call.args, _offset(call, callee)):
-        is_text = texts and isinstance(argument, (ast.Constant, ast.JoinedStr))
-        if index < callee.co_argcount and (is_text or mentions(argument, names)):
-            parameters.add(callee.co_varnames[index])
-    return frozenset(parameters)
-
-
-OwnArgument = tuple[str, int]
-"""(name of ``*args``, index in it) of the calling function, which passes it on."""
-
-
-def argument_for(
-    call: ast.Call, callee: CodeType, parameter: str, starred: int | None
-) -> ast.expr | OwnArgument | None:
-    """Return what the call passes for the parameter, as Python binds it.
-
-    ``starred``: the index of the argument that is meant among those that ``callee`` has in its ``*parameter``.
-    """
-    names, named = callee.co_varnames, callee.co_argcount + callee.co_kwonlyargcount
-    has_starred = bool(callee.co_flags & _STARRED_ARGUMENTS) and names[named] == parameter
-    if starred is not None:
-        if not has_starred:
-            return None
-        position = callee.co_argcount + starred
-    elif parameter in names[:named]:
-        for keyword in call.keywords:
-            if keyword.arg == parameter:
-                return keyword.value
-        position = names.index(parameter)
-        if position >= callee.co_argcount:
-            return None
-    elif has_starred:
-        rest = call.args[max(0, callee.co_argcount - _offset(call, callee)) :]
-        passed_on = [argument for argument in rest if isinstance(argument, ast.Starred)]
-        return passed_on[0] if passed_on else rest[0] if len(rest) == 1 else None
-    else:
         return None
-    position -= _offset(call, callee)
-    if position < 0:
+    for keyword in call.keywords:
+        if keyword.arg == parameter:
+            return keyword.value
+    positional = callee.co_varnames[: callee.co_argcount]
+    if parameter not in positional:
+        return None
+    index = positional.index(parameter) - (positional[0] in ("self", "cls"))  # which the method is called on
+    if index < 0:
         return call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    if position >= len(call.args) and called_name(call) != callee.co_name:
-        position -= callee.co_argcount - len(call.args)  # a `partial` has the first arguments
-    return _positional(call, position) if position >= 0 else None
-
-
-def _offset(call: ast.Call, callee: CodeType) -> int:
-    """1 where the first parameter is the object that the method is called on."""
-    first = callee.co_varnames[0] if callee.co_argcount else ""
-    if first not in ("self", "cls"):
-        return 0
-    is_method = isinstance(call.func, ast.Attribute) or callee.co_name in ("__call__", "forward", "__init__")
-    return 1 if is_method or called_name(call) != callee.co_name else 0
-
-
-def _positional(call: ast.Call, position: int) -> ast.expr | OwnArgument | None:
-    for index, argument in enumerate(call.args[: position + 1]):
-        if isinstance(argument, ast.Starred):
-            return (argument.value.id, position - index) if isinstance(argument.value, ast.Name) else argument
-    return call.args[position] if position < len(call.args) else None
+    is_shown = not any(isinstance(argument, ast.Starred) for argument in call.args[: index + 1])
+    return call.args[index] if is_shown and index < len(call.args) else None
