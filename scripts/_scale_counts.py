@@ -28,8 +28,8 @@ from ddpstats._ranks.failure import FailureDetector, Membership, ProcessId, Verd
 from ddpstats._ranks.store import BoundedStore
 from ddpstats._reduction.reducer import StatsReducer
 from ddpstats.guard import notes_shm
-from ddpstats.guard.diagnosis import RankStatus
-from ddpstats.guard.failure_agreement import Alarm, FailureAgreement
+from ddpstats.guard.diagnosis import Alarm, RankStatus
+from ddpstats.guard.failure_agreement import FailureAgreement
 from ddpstats.guard.notes import Note, agree
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.testing._thread_comm import ThreadComm, ThreadWorld, in_process

@@ -53,6 +53,7 @@ _WRITE_SEC = 2.0  # for a store that is slow
 _DYING_SEC = 1.0  # a process that is killed closes its connections a moment before it is gone
 _MAX_VERDICT_BYTES = 1 << 20
 _BROKEN, _LATE = "broken", "late"  # why a collective failed, as the first rank saw it
+IS_GONE, IS_ABSENT = "the process is gone", "did not take part"  # the words of all errors about a missing rank
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ class Membership:
         if host is not None and host in dead:
             missing, how = {host}, "is gone, and the store with it"
         elif dead and not is_left:
-            missing, how = dead, "the process is gone"
+            missing, how = dead, IS_GONE
         elif host is not None and host != self.rank:
             missing = {host}
             how = "serves the store, which does not answer" if is_silent else "serves the store no more"
@@ -491,10 +492,7 @@ class FailureDetector:
     def _text(self, missing: Collection[int], dead: Collection[int], waited_sec: float, reason: str) -> str:
         silent = [rank for rank in missing if rank not in dead]
         lines = [f"{self._what} was not completed after {waited_sec:.1f} s:"]
-        if dead:
-            lines.append(f"  {self.name(dead)}: the process is gone")
-        if silent:
-            lines.append(f"  {self.name(silent)}: did not take part")
+        lines += [f"  {self.name(ranks)}: {what}" for ranks, what in ((dead, IS_GONE), (silent, IS_ABSENT)) if ranks]
         if not missing:
             lines.append("  no rank is known to be missing; the connection between ranks failed")
         lines.append(f"{self.name([self.rank])} waited and saw: {reason}")

@@ -14,8 +14,8 @@ from typing import Any
 from ddpstats._ranks.gather import gather_trees
 from ddpstats._ranks.store import STORE_ERRORS
 from ddpstats.errors import CollectiveMismatch, DdpstatsError
+from ddpstats.guard.diagnosis import Alarm
 from ddpstats.guard.event import MASK, Event, encode, roll, same_labels
-from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.group import FindLimit, Group, Session, Settings, Standing
 from ddpstats.guard.notes import Note, Overrun, agree, share
 from ddpstats.guard.verdicts import GivenUp, Silenced, Verdicts

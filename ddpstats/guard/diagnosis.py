@@ -11,13 +11,13 @@ For live verdicts and for records. Pure: the same statuses give the same text on
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ddpstats._base.files import parse_json
 from ddpstats._base.text import ranks_text
-from ddpstats._ranks.failure import Answer, find_missing
+from ddpstats._ranks.failure import IS_ABSENT, IS_GONE, Answer, find_missing
 from ddpstats.guard.event import (
     BY_TORCH,
     MASK,
@@ -44,8 +44,62 @@ def message_place(event: Event) -> int:
     return int(event.started * 1e6)
 
 
+def _read_ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(int, ranks))
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "rank": int,
+    "events": lambda events: newest_in_a_row(map(Event.from_dict, events)),
+    "count": int,
+    "waits_in": lambda place: None if place is None else (str(place[0]), int(place[1])),
+    "last": text_or_none,
+    "left": text_or_none,
+    "dead": bool,
+    "stack": text_or_none,
+    "slept_sec": float,
+    "messages": lambda messages: tuple(map(Event.from_dict, messages)),
+    "kind": str,
+    "message": str,
+    "group": str,
+    "words": str,
+    "seq": int,
+    "missing": _read_ranks,
+    "culprits": _read_ranks,
+    "by_rank": lambda events: {int(rank): Event.from_dict(event) for rank, event in events.items()},
+    "doubts": _read_ranks,
+    "printer": lambda rank: None if rank is None else int(rank),
+    "ranks": _read_ranks,
+    "overdue": bool,
+    "tentative": bool,
+    "how": str,
+    "counts": lambda counts: {str(group): int(count) for group, count in counts.items()},
+}
+"""How each field of what travels through the store is read."""
+
+T = TypeVar("T", bound="Packed")
+
+
+class Packed:
+    """Something that travels through the store as JSON, and is trusted by no reader."""
+
+    def pack(self) -> str:
+        return json.dumps(vars(self), default=Event.as_dict)
+
+    @classmethod
+    def unpack(cls: type[T], payload: bytes) -> T:
+        """Read what `pack` wrote; raises ValueError for any other bytes."""
+        try:
+            if len(payload) > _MAX_BYTES:
+                raise ValueError("too long")
+            values = parse_json(payload)
+            return cls(**{name: _READERS[name](values[name]) for name in cls.__annotations__})
+        except (LookupError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"no {cls.__name__}: {error!r}") from None
+
+
 @dataclass(frozen=True)
-class RankStatus:
+class RankStatus(Packed):
     """One rank's status, as far as it is known.
 
     ``events``: of the group in question, oldest first, without gaps. ``messages``: its newest, by their numbers.
@@ -94,36 +148,9 @@ class RankStatus:
         waits = self.waits_in is not None and self.waits_in[0].endswith(MESSAGES)
         return next((event for event in self.messages if waits and message_place(event) == place), None)
 
-    def pack(self) -> str:
-        events, messages = ([event.as_dict() for event in given] for given in (self.events, self.messages))
-        return json.dumps({**vars(self), "events": events, "messages": messages})
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> RankStatus:
-        """Raises ValueError for what `pack` did not write."""
-        try:
-            if len(payload) > _MAX_BYTES:
-                raise ValueError("too long")
-            given = parse_json(payload)
-            waits_in = given["waits_in"]
-            return cls(
-                int(given["rank"]),
-                newest_in_a_row(map(Event.from_dict, given["events"])),
-                int(given["count"]),
-                None if waits_in is None else (str(waits_in[0]), int(waits_in[1])),
-                text_or_none(given["last"]),
-                text_or_none(given["left"]),
-                False,
-                text_or_none(given["stack"]),
-                float(given["slept_sec"]),
-                tuple(map(Event.from_dict, given["messages"])),
-            )
-        except (LookupError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"not a status: {error!r}") from None
-
 
 @dataclass(frozen=True)
-class GuardFinding:
+class GuardFinding(Packed):
     """A verdict. ``kind`` is `MISMATCH` or `MISSING`; `NOTHING`: the alarm was a false one, and all ranks go on;
     `DOUBT`: they go on, with a warning. ``doubts``: numbers of collectives whose labels differ and may do so.
     ``printer``: the rank that prints the error whole; None where each rank has concluded alone, and prints it itself.
@@ -139,27 +166,33 @@ class GuardFinding:
     doubts: tuple[int, ...] = ()
     printer: int | None = None
 
-    def pack(self) -> str:
-        return json.dumps({**vars(self), "by_rank": {rank: event.as_dict() for rank, event in self.by_rank.items()}})
+    @property
+    def is_error(self) -> bool:
+        return self.kind in (MISMATCH, MISSING)
 
-    @classmethod
-    def unpack(cls, payload: bytes) -> GuardFinding:
-        """Raises ValueError for what `pack` did not write."""
-        try:
-            given = parse_json(payload)
-            return cls(
-                str(given["kind"]),
-                str(given["message"]),
-                str(given["group"]),
-                int(given["seq"]),
-                tuple(map(int, given["missing"])),
-                tuple(map(int, given["culprits"])),
-                {int(rank): Event.from_dict(event) for rank, event in given["by_rank"].items()},
-                tuple(map(int, given["doubts"])),
-                int(given["printer"]),
-            )
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"not a verdict: {error!r}") from None
+
+@dataclass(frozen=True)
+class Alarm(Packed):
+    """An alarm says what is in question.
+
+    ``overdue``: whether all ranks should have reached ``seq`` by now. ``tentative``: it may turn out to be nothing.
+    """
+
+    group: str
+    words: str
+    ranks: tuple[int, ...]
+    seq: int
+    overdue: bool
+    tentative: bool = False
+
+
+@dataclass(frozen=True)
+class Departure(Packed):
+    """How a rank left the guard. ``counts``: group -> the collectives that it began there."""
+
+    rank: int
+    how: str
+    counts: Mapping[str, int]
 
 
 ByRank = Mapping[int, RankStatus]
@@ -186,6 +219,8 @@ def find(
     missing = None if tentative and overdue is None else _missing_ranks(by_rank, overdue)
     if missing is not None:
         return _missing(group, words, by_rank, *missing)
+    if not judged and tentative:  # labels may differ for good reasons
+        return GuardFinding(NOTHING, "", group, overdue or 0, doubts=_labelled_by_some(statuses))
     return _doubt(group, words, by_rank, judged) if judged else None
 
 
@@ -211,24 +246,31 @@ def first_difference(statuses: Sequence[RankStatus]) -> tuple[int | None, dict[i
     return None, judged
 
 
+def _labelled_by_some(statuses: Sequence[RankStatus]) -> tuple[int, ...]:
+    """Return the numbers of collectives for which some ranks have a label and others have none."""
+    labelled, unlabelled = (
+        {event.seq for status in statuses for event in status.events if bool(event.word) == is_labelled}
+        for is_labelled in (True, False)
+    )
+    return tuple(sorted(labelled & unlabelled))
+
+
 def unexplained(group: str, words: str, seq: int, waited: bool) -> GuardFinding:
     """Return the verdict where something is wrong and no status shows what."""
-    what = "a message" if group.endswith(MESSAGES) else f"collective number {seq}"
-    if waited:
-        return GuardFinding(
-            MISSING,
-            f"{what} of {words} was not completed in time, though all ranks began it and are about to do the same: the "
-            "connection between them is slow or broken. A larger timeout_sec may help.",
-            group,
-            seq,
-        )
-    return GuardFinding(
-        MISMATCH,
+    message = (
         f"ranks of {words} did not run the same collectives: their digests differ at number {seq}, and what differed "
-        "is older than the events that are still known. Use a smaller check_every, or mode 'strict'.",
-        group,
-        seq,
+        "is older than the events that are still known. Use a smaller check_every, or mode 'strict'."
     )
+    if waited:
+        message = (
+            f"{name_of(group, seq)} of {words} was not completed in time, though all ranks began it and are about to "
+            "do the same: the connection between them is slow or broken. A larger timeout_sec may help."
+        )
+    return GuardFinding(MISSING if waited else MISMATCH, message, group, seq)
+
+
+def name_of(group: str, seq: int) -> str:
+    return "a message" if group.endswith(MESSAGES) else f"collective number {seq}"
 
 
 def _doubt(group: str, words: str, by_rank: ByRank, judged: Mapping[int, Judgement]) -> GuardFinding:
@@ -494,9 +536,9 @@ def _whereabouts(status: RankStatus, seq: int = 1) -> str:
     last = f"; its last known collective was {status.last}" if status.last else "; no collective of it is known"
     if status.is_silent and seq > 1:  # what its watchdog wrote is older than what the others agreed on with it
         last = ""
-    state = "did not come"
+    state = IS_ABSENT
     if status.dead and status.left in (None, LEFT):
-        state = "the process is gone"
+        state = IS_GONE
     elif status.left is not None:
         state = status.left
     elif status.slept_sec:

@@ -13,29 +13,18 @@ answers all ranks, so a rank asks of no other one by one while it waits.
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
-from ddpstats._base.files import parse_json
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreLog, StoreSilent, growing_polls, shared_poll
-from ddpstats.guard.diagnosis import (
-    DOUBT,
-    MISMATCH,
-    MISSING,
-    NOTHING,
-    GuardFinding,
-    RankStatus,
-    call_lines,
-    find,
-    unexplained,
-)
+from ddpstats.guard import diagnosis
+from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, Departure, GuardFinding, RankStatus
 from ddpstats.guard.event import MESSAGES, Event
 
 WATCHDOG_SEC = 0.25
@@ -50,33 +39,6 @@ _ASKING_SEC = 3.0
 _LINGER_SEC = 2.0
 _LAST_LINGER_SEC = 10.0  # all ranks have come to their end, and are about to report that
 _MAX_POSITION_BYTES = 2000
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """An alarm says what is in question.
-
-    ``overdue``: whether all ranks should have reached ``seq`` by now. ``tentative``: it may turn out to be nothing.
-    """
-
-    group: str
-    words: str
-    ranks: tuple[int, ...]
-    seq: int
-    overdue: bool
-    tentative: bool = False
-
-    def pack(self) -> str:
-        return json.dumps(list(vars(self).values()))
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Alarm:
-        """Raises ValueError for what `pack` did not write."""
-        try:
-            group, words, ranks, seq, overdue, tentative = parse_json(payload)
-            return cls(str(group), str(words), tuple(map(int, ranks)), int(seq), bool(overdue), bool(tentative))
-        except (TypeError, OverflowError) as error:
-            raise ValueError(f"not an alarm: {error}") from None
 
 
 ReportStatus = Callable[[str], RankStatus]
@@ -119,7 +81,7 @@ class FailureAgreement:
         self.has_unread = False  # a verdict that the watchdog has read, and no other thread has come to
         self._report_status, self._told_by, self._heard = report_status, told_by, heard
         self.is_lost = False  # the store does not answer any more
-        self._left: dict[int, dict[str, Any]] = {}
+        self._left: dict[int, Departure] = {}
         self._leaving = StoreLog(self.store, "left")
         self.look_sec = shared_poll(WATCHDOG_SEC, len(roster.ranks))  # how often a watchdog looks
         self._position, self._kept_position, self._is_reachable = position, "", is_reachable
@@ -161,16 +123,16 @@ class FailureAgreement:
             while True:
                 number = self.verdicts
                 known = self._read_verdict(number)
-                if known is None:
-                    with self.store.within(max(at_least_sec, GLANCE_SEC if self.is_lost else _ASKING_SEC)):
-                        current = Alarm.unpack(self.store.post(f"alarm/{number}", alarm.pack()))
-                else:
-                    current = known.alarm
+                current = self._post(alarm, number, at_least_sec) if known is None else known.alarm
                 finding = self._verdict(current, number)
-                if finding.kind not in (NOTHING, DOUBT) or current == alarm:
+                if finding.is_error or current == alarm:
                     return finding
         except STORE_ERRORS as error:
             return self.without_store(alarm, error)
+
+    def _post(self, alarm: Alarm, number: int, at_least_sec: float) -> Alarm:
+        with self.store.within(max(at_least_sec, GLANCE_SEC if self.is_lost else _ASKING_SEC)):
+            return Alarm.unpack(self.store.post(f"alarm/{number}", alarm.pack()))
 
     def without_store(self, alarm: Alarm, error: BaseException) -> GuardFinding:
         """Return the verdict that the watchdog has read; otherwise what this rank can conclude alone."""
@@ -182,11 +144,11 @@ class FailureAgreement:
         if mismatch is not None:
             return mismatch
         loss = self.roster.diagnose_without_store(error, alarm.ranks)
-        is_message, status = alarm.group.endswith(MESSAGES), self._report_status(alarm.group)
-        event = status.message_waited_for() if is_message else status.at(alarm.seq)
-        own_call = [] if event is None else call_lines([self.rank], event)
-        what = "a message" if is_message else f"collective number {alarm.seq}"
-        message = loss.message([f"{what} of {alarm.words} was not completed:", *own_call])
+        status = self._report_status(alarm.group)
+        event = status.message_waited_for() if alarm.group.endswith(MESSAGES) else status.at(alarm.seq)
+        own_call = [] if event is None else diagnosis.call_lines([self.rank], event)
+        head = f"{diagnosis.name_of(alarm.group, alarm.seq)} of {alarm.words} was not completed:"
+        message = loss.message([head, *own_call])
         return GuardFinding(MISSING, message, alarm.group, alarm.seq, loss.missing)
 
     def _compare_memory(self, alarm: Alarm) -> GuardFinding | None:
@@ -197,7 +159,7 @@ class FailureAgreement:
             if not events:
                 return None
             statuses.append(_status_from_memory(rank, events))
-        finding = find(alarm.group, alarm.words, sorted(statuses, key=lambda status: status.rank))
+        finding = diagnosis.find(alarm.group, alarm.words, sorted(statuses, key=lambda status: status.rank))
         return finding if finding is not None and finding.kind == MISMATCH else None
 
     # -- verdicts -----------------------------------------------------------------------------------------------------
@@ -208,7 +170,7 @@ class FailureAgreement:
         try:
             finding = GuardFinding.unpack(self._await_written(alarm, number) if known is None else known.payload)
         except ValueError:  # foreign bytes
-            finding = unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
+            finding = diagnosis.unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
         with self._lock:
             is_first = self.verdicts == number
             if is_first:
@@ -271,10 +233,8 @@ class FailureAgreement:
     def _judge(self, alarm: Alarm, statuses: Mapping[int, RankStatus]) -> GuardFinding:
         all_statuses = [statuses.get(rank) or self._last_known_status(rank, alarm.group) for rank in alarm.ranks]
         overdue = alarm.seq if alarm.overdue else None
-        finding = find(alarm.group, alarm.words, all_statuses, overdue, alarm.tentative)
-        if finding is None and alarm.tentative:  # labels may differ for good reasons
-            finding = GuardFinding(NOTHING, "", alarm.group, alarm.seq, doubts=_labelled_by_some(all_statuses))
-        finding = finding or unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
+        finding = diagnosis.find(alarm.group, alarm.words, all_statuses, overdue, alarm.tentative)
+        finding = finding or diagnosis.unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
         gone = {*finding.missing, *self.dead(alarm.ranks)}
         return replace(finding, printer=min(statuses.keys() - gone, default=self.rank))
 
@@ -288,7 +248,7 @@ class FailureAgreement:
             for group, status in statuses.items():
                 self.store.set(f"words/{self.rank}/{group}", status.pack())
             self.store.set(f"position/{self.rank}", self._position())
-            self._leaving.append(json.dumps({"rank": self.rank, "how": how, "counts": dict(counts)}))
+            self._leaving.append(Departure(self.rank, how, counts).pack())
         except STORE_ERRORS:
             self.is_lost = True
 
@@ -298,12 +258,12 @@ class FailureAgreement:
         if self.rank == 0:
             wait_until(lambda: self.store.counted("done") >= self.store.counted("here"), _LAST_LINGER_SEC)
 
-    def left(self) -> dict[int, dict[str, Any]]:
+    def left(self) -> dict[int, Departure]:
         """Return how each rank left that has; one request to the store where no other one has since."""
         for note in self._leaving.unread():
-            left = _parsed(note)
-            if left:
-                self._left[left["rank"]] = left
+            with suppress(ValueError):  # foreign bytes
+                departure = Departure.unpack(note)
+                self._left[departure.rank] = departure
         return self._left.copy()
 
     def dead(self, ranks: Collection[int]) -> set[int]:
@@ -321,7 +281,7 @@ class FailureAgreement:
             status = _status_from_memory(rank, events)
         elif (position := self.store.find(f"position/{rank}")) is not None:
             status = RankStatus(rank, last=position[:_MAX_POSITION_BYTES].decode(errors="replace") or None)
-        how, is_dead = None if left is None else str(left.get("how")), rank in self.dead([rank])
+        how, is_dead = None if left is None else left.how, rank in self.dead([rank])
         return replace(status, waits_in=None, left=how, dead=is_dead, stack=None, slept_sec=0.0)
 
     # -- the watchdog -------------------------------------------------------------------------------------------------
@@ -382,25 +342,6 @@ class FailureAgreement:
 
 def _status_from_memory(rank: int, events: list[Event]) -> RankStatus:
     return RankStatus(rank, events, events[-1].seq, last=events[-1].in_full())
-
-
-def _labelled_by_some(statuses: list[RankStatus]) -> tuple[int, ...]:
-    """Return the numbers of collectives for which some ranks have a label and others have none."""
-    words: dict[int, set[bool]] = {}
-    for status in statuses:
-        for event in status.events:
-            words.setdefault(event.seq, set()).add(bool(event.word))
-    return tuple(seq for seq, labelled in sorted(words.items()) if len(labelled) > 1)
-
-
-def _parsed(note: bytes) -> dict[str, Any]:
-    """Return how a rank left; empty for bytes that this module has not written."""
-    try:
-        left = parse_json(note)
-    except ValueError:
-        return {}
-    is_valid = isinstance(left, dict) and isinstance(left.get("counts"), dict) and type(left.get("rank")) is int
-    return left if is_valid else {}
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float) -> None:

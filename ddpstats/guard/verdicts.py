@@ -25,9 +25,9 @@ from ddpstats._observe import collectives
 from ddpstats._observe.operators import Collective
 from ddpstats._ranks.store import STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
-from ddpstats.guard.diagnosis import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding, message_place
+from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, GuardFinding, message_place
 from ddpstats.guard.event import MESSAGES, Entry, Event, event_of, stable_hash
-from ddpstats.guard.failure_agreement import Alarm, FailureAgreement, wait_until
+from ddpstats.guard.failure_agreement import FailureAgreement, wait_until
 from ddpstats.guard.group import FindLimit, Group, Limit, Session, Settings, Standing
 from ddpstats.guard.printing import leave_running, print_once, sigterm_deferred
 
@@ -77,19 +77,10 @@ class Verdicts:
 
     # -- coming to a verdict ------------------------------------------------------------------------------------------
 
-    def poll_alarm(self) -> None:
-        """Take part in an alarm that is on. Raises `Silenced` where its verdict ends all comparing."""
-        alarm = self.agreement.alarm()
-        if alarm is not None:
-            self.await_verdict(alarm)
-            if self._standing.silent:
-                raise Silenced
-
     def catch_up(self) -> None:
         """Come to the verdicts of all alarms that are on: of groups, too, which this rank is no member of."""
-        with suppress(Silenced):
-            while self.agreement.alarm() is not None:
-                self.poll_alarm()
+        while not self._standing.silent and (alarm := self.agreement.alarm()) is not None:
+            self.await_verdict(alarm)
 
     def await_verdict(self, alarm: Alarm) -> None:
         """Come to the verdict that all ranks come to; raise or log it."""
@@ -135,7 +126,7 @@ class Verdicts:
         return None
 
     def _raise_or_warn(self, finding: GuardFinding, alarm: Alarm) -> None:
-        if finding.kind in (NOTHING, DOUBT):
+        if not finding.is_error:
             return
         error = _error_of(finding, alarm)
         self._session.note(finding.group, finding.seq, finding.kind == MISMATCH)
@@ -182,9 +173,8 @@ class Verdicts:
 
     # -- waiting, with a deadline and in slices -----------------------------------------------------------------------
 
-    def wait_for(self, work: Any, group: Group, entry: Entry, find_limit: FindLimit | None = None) -> None:
+    def wait_for(self, work: Any, group: Group, entry: Entry, find_limit: FindLimit) -> None:
         """Wait for a collective that was issued, looking up between slices; for no longer than the call would."""
-        find_limit = find_limit or group.limit
         try:
             if collectives.wait_within(work, _SLICE) or group.is_given_up:
                 return
@@ -249,7 +239,9 @@ class Verdicts:
         return watch
 
     def _look(self, group: Group, seq: int, is_late: bool, is_own: bool) -> None:
-        self.poll_alarm()
+        self.catch_up()
+        if self._standing.silent:
+            raise Silenced
         if self.has_given_up(group) or (is_late and is_own):
             raise GivenUp
         cannot_come = self._cannot_come(group, seq)
@@ -266,13 +258,13 @@ class Verdicts:
         agreement = self.agreement
         others = [rank for rank in group.view.ranks if rank != group.view.rank]
         with agreement.glancing():
-            left_so_far = {} if agreement.is_lost else agreement.left()  # who died is known without the store
-            gone = {rank: left for rank, left in left_so_far.items() if rank in others}
-            if any(left["counts"].get(group.name, 0) < seq for left in gone.values()):
-                return True
-            if gone and not gone.keys().isdisjoint(self._absent(group)):  # it left in the middle of a call, by an error
-                return True
-            return bool(agreement.dead([rank for rank in others if rank not in gone]))
+            left = {} if agreement.is_lost else agreement.left()  # deaths are known without the store
+            gone = [rank for rank in others if rank in left]
+            return (
+                any(left[rank].counts.get(group.name, 0) < seq for rank in gone)
+                or bool(gone and set(gone).intersection(self._absent(group)))  # in the middle of a call, by an error
+                or bool(agreement.dead([rank for rank in others if rank not in gone]))
+            )
 
     def _absent(self, group: Group) -> tuple[int, ...]:
         """Return the ranks whose next note is missing; none where that of this one is, or the store is silent."""

@@ -39,8 +39,7 @@ from ddpstats.dump.format._files import open_rank
 from ddpstats.dump.origin import _nan_origin
 from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, ProtocolMismatch
 from ddpstats.guard import encoding
-from ddpstats.guard.diagnosis import GuardFinding, RankStatus
-from ddpstats.guard.failure_agreement import Alarm
+from ddpstats.guard.diagnosis import Alarm, GuardFinding, RankStatus
 from ddpstats.guard.watch import Records, lines_of, picture_of
 from ddpstats.report import _report
 
@@ -102,12 +101,12 @@ def _wire_seeds() -> list[bytes]:
     event["evidence"] = ["k", ["k", "l"], "dict", "unused", "", [], False, False, "loop", None]
     finding = {"kind": "mismatch", "message": "m", "group": "0", "seq": 1, "missing": [1]}
     finding |= {"culprits": [], "doubts": [], "printer": 0}
-    notes = {"rank": 0, "events": [event], "count": 3, "waits_in": ["0", 3], "last": "x", "left": None}
+    notes = {"rank": 0, "events": [event], "count": 3, "waits_in": ["0", 3], "last": "x", "left": None, "dead": False}
     texts = [
         {"missing": [1, 2], "message": "text"},
         {**notes, "stack": None, "slept_sec": 7.5, "messages": []},
         {**finding, "by_rank": {"0": event}},
-        ["0", "words", [0, 1], 3, True, False],
+        {"group": "0", "words": "w", "ranks": [0, 1], "seq": 3, "overdue": True, "tentative": False},
         event,
         event,
     ]

@@ -612,7 +612,7 @@ SCENARIOS: dict[str, Row] = {
             rank_1="RuntimeError",
         ),
         Row(killed, MISSING, "the process is gone", "-", rank_1=DIES),
-        Row(late, MISSING, "did not come", "-"),
+        Row(late, MISSING, "did not take part", "-"),
     ]
 }
 

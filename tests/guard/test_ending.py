@@ -137,7 +137,7 @@ def test_rank_that_gave_up_does_not_wait_for_the_collective(script: Any) -> None
     began = time.monotonic()
     done = by_torchrun(script(HEAD, late), "late")
     assert time.monotonic() < began + 60
-    assert "rank 1: did not come" in done.stderr
+    assert "rank 1: did not take part" in done.stderr
     assert "RankMissing" in done.first
 
 
@@ -290,7 +290,7 @@ CATCHES_TORCHS_ERROR = """
 """
 
 
-@pytest.mark.parametrize(("how", "words"), tiers([("killed", "the process is gone")], [("hangs", "did not come")]))
+@pytest.mark.parametrize(("how", "words"), tiers([("killed", "the process is gone")], [("hangs", "did not take part")]))
 def test_rank_that_is_missing_is_named_where_the_program_catches_torchs_error_and_exits(
     script: Any, how: str, words: str
 ) -> None:

@@ -14,9 +14,8 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats.errors import ConfigError, DdpstatsError
-from ddpstats.guard.diagnosis import GuardFinding, RankStatus
+from ddpstats.guard.diagnosis import Alarm, GuardFinding, RankStatus
 from ddpstats.guard.event import decode
-from ddpstats.guard.failure_agreement import Alarm
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.report import _report
 from tests.report.records import recording_of
@@ -117,8 +116,9 @@ def test_a_record_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.Captu
 
 FINDING: dict[str, Any] = {"kind": "mismatch", "message": "", "group": "", "seq": 1, "missing": [], "culprits": []}
 FINDING |= {"doubts": [], "printer": 0}
+ALARM = {"group": "0", "words": "w", "ranks": [0], "overdue": True, "tentative": True, "seq": 1}
 STATUS: dict[str, Any] = {"rank": 3, "events": [], "count": 1, "waits_in": None, "last": None, "left": None}
-STATUS |= {"stack": None, "slept_sec": 0.0, "messages": []}
+STATUS |= {"dead": False, "stack": None, "slept_sec": 0.0, "messages": []}
 DEEP = b"[" * 100_000
 
 
@@ -134,8 +134,8 @@ def packed(value: Any, count: str = "1") -> bytes:
         (GuardFinding.unpack, packed({**FINDING, "by_rank": 3})),
         (GuardFinding.unpack, packed({**FINDING, "by_rank": {}}, "1e999")),
         (GuardFinding.unpack, DEEP),
-        (Alarm.unpack, b'["0", "w", [0], 1e999, true, true]'),
-        (Alarm.unpack, b'["0", "w", 3, 1, true, true]'),
+        (Alarm.unpack, packed(ALARM, "1e999")),
+        (Alarm.unpack, packed({**ALARM, "ranks": 3})),
         (Alarm.unpack, b'["0"]'),
         (Alarm.unpack, DEEP),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpstats._base.config import GuardMode
-from ddpstats.guard.diagnosis import LEFT, MISSING, RankStatus, find
+from ddpstats.guard.diagnosis import LEFT, MISSING, NOTHING, RankStatus, find
 from ddpstats.guard.event import Event, Signature, digest_of
 from ddpstats.testing import run_ranks
 from tests.guard import missing_runs as runs
@@ -66,7 +66,9 @@ def test_rank_without_a_status_is_missing_where_the_others_wait(stack: str | Non
 
 
 def test_no_rank_is_missing_where_only_labels_differ() -> None:
-    assert find("0", "the default group", [status(0, 6), status(1, 2)], tentative=True) is None
+    finding = find("0", "the default group", [status(0, 6), status(1, 2)], tentative=True)
+    assert finding is not None
+    assert finding.kind == NOTHING
     finding = find("0", "the default group", [status(0, 6), status(1, 2)])
     assert finding is not None
     assert finding.missing == (1,)
@@ -110,4 +112,4 @@ def test_stopped_process_knows_for_how_long_it_was_stopped(seconds: float, in_lo
 def test_limit_is_the_process_groups_where_no_timeout_is_given(mode: GuardMode) -> None:
     assert run_ranks(runs.slow, 2, mode, None, timeout_sec=60).values() == ["nothing"] * 2
     for message in run_ranks(runs.slow, 2, mode, 2.0, timeout_sec=60).values():
-        assert "rank 0: did not come" in message
+        assert "rank 0: did not take part" in message
