@@ -20,7 +20,6 @@ from ddpstats.guard.group import FindLimit, Group, Session, Settings, Standing
 from ddpstats.guard.notes import Note, Overrun, agree, share
 from ddpstats.guard.verdicts import GivenUp, Silenced, Verdicts
 
-_MAX_PENDING = 64
 _END = 0x454E44  # rolled in place of a collective by a rank that leaves
 _SHARES = 1 << 36  # shares of a step's question are added up modulo this: float64 sums of 2**17 ranks are exact
 
@@ -57,16 +56,16 @@ class Comparing:
     def take_in(self, group: Group, event: Event, check_every: int) -> None:
         """step: note what is about to be issued, and compare the digests now and then."""
         assert group.exchange is not None
-        group.pending.append(event)
+        group.rolling = roll(group.rolling, event.digest)
+        group.labels = roll(group.labels, event.word)
+        group.balance += event.balance
         if group.settled < group.posted and (group.exchange.is_quick or group.seq % 8 == 0):
             self.settle(group, group.posted)
         if group.seq % check_every == 0:
             self._post_digests(group)  # settled when all have posted it, and at `step` at the latest
-        elif len(group.pending) >= _MAX_PENDING:
-            _roll_pending(group)
 
     def _post_digests(self, group: Group) -> None:
-        note, group.noted = _digests_of(group), group.seq
+        note, group.noted = _take_digests(group), group.seq
         self._post(group, group.posted + 1, note)
 
     def _post(self, group: Group, number: int, note: Note) -> None:
@@ -96,10 +95,10 @@ class Comparing:
                 group.lock.release()
         return group.is_given_up
 
-    def settle_all(self, waits: bool) -> None:
-        """Compare all that this rank has posted; unless it ``waits``, as far as all ranks have posted it by now."""
+    def settle_all(self) -> None:
+        """Compare all that this rank has posted; waits for the others."""
         for group in self.session.groups():
-            self.settle(group, group.posted, group.limit if waits else None)
+            self.settle(group, group.posted, group.limit)
 
     def _settle_one(self, group: Group, find_limit: FindLimit | None) -> bool:
         """Compare the next note with those of all ranks. False where it is not there, or nothing more is compared."""
@@ -148,7 +147,7 @@ class Comparing:
         """Compare all groups as far as they are."""
         for group in self.session.groups() if not self._strict else ():
             self._post_digests(group)
-        self.settle_all(waits=True)
+        self.settle_all()
 
     def ask(self) -> int:
         """`step` by a sum over all ranks: what this one adds to it. It is 0 modulo 2**64 if all agree. Never waits.
@@ -158,7 +157,7 @@ class Comparing:
         self._asked, total = [], 0
         for group in self.session.groups():
             self.settle(group, group.posted)
-            note, ranks = _digests_of(group, strict=self._strict), group.view.ranks
+            note, ranks = _take_digests(group), group.view.ranks
             self._asked.append((group, group.seq, note))
             if group.seq > group.proved:
                 total += share(group.name, ranks.index(group.view.rank), len(ranks), note)
@@ -186,22 +185,10 @@ class Comparing:
                 self._post_digests(group)
 
 
-def _roll_pending(group: Group) -> None:
-    with suppress(IndexError):  # there are no more, or another thread has taken the last
-        while True:
-            event = group.pending.popleft()
-            group.rolling = roll(group.rolling, event.digest)
-            group.labels = roll(group.labels, event.word)
-            group.balance += event.balance
-
-
-def _digests_of(group: Group, strict: bool = False) -> Note:
-    _roll_pending(group)
-    rolling = roll(group.rolling, group.seq)
-    if strict:  # where labels and balances are compared one by one
-        return Note(rolling)
-    labels, group.labels = group.labels, 0  # each comparison has the labels since the one before
-    return Note(rolling, group.balance & MASK, labels)
+def _take_digests(group: Group) -> Note:
+    """Return what stands for all that this rank did; the labels are those since the comparison before."""
+    labels, group.labels = group.labels, 0
+    return Note(roll(group.rolling, group.seq), group.balance & MASK, labels)
 
 
 def alarms_of(reports: Iterable[Iterable[Digests]]) -> list[Alarm]:

@@ -386,6 +386,3 @@ class Ring:
     def last(self) -> Event | None:
         """Return the newest event."""
         return event_of(self._entries[-1]) if self._entries else None
-
-    def __len__(self) -> int:
-        return len(self._entries)

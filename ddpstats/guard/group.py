@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -142,7 +142,6 @@ class Group:
         self.seq = 0  # of the last collective begun
         self.posted = 0  # the last note: of a collective in strict mode, else of what was done so far
         self.settled = 0  # the last note that was compared
-        self.pending: deque[Event] = deque()  # step: what this rank did since it was last rolled into the digests
         self.rolling = 0  # digest of all that this rank did
         self.labels = 0  # digest of all its labels
         self.balance = 0

@@ -25,7 +25,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ContextDecorator, suppress
 from pathlib import Path
 from types import TracebackType
@@ -48,7 +47,6 @@ from ddpstats.guard.verdicts import Unfinished, is_broken
 
 MismatchPolicy = Literal["raise", "warn"]
 
-_NEVER = 1 << 62
 _AFTER_ERROR_SEC = 5.0  # how long the ranks of a program that has failed here are waited for
 
 log = logging.getLogger("ddpstats")
@@ -103,12 +101,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if mode == "record" and record_dir is None:
             raise ConfigError("mode='record' needs record_dir=, where the records are written")
         self.mode, self._record_dir, self._timeout_sec = mode, record_dir, config.timeout_sec(timeout_sec)
-        every = check_every if mode == "step" else _NEVER
-        has_timeout = config.has_timeout(timeout_sec)
-        self._settings = Settings(
-            mode, on_mismatch == "warn", infer_labels, every, self._timeout_sec, has_timeout, record_dir
-        )
-        self._has_record = False
+        warn, has_timeout = on_mismatch == "warn", config.has_timeout(timeout_sec)
+        self._settings = Settings(mode, warn, infer_labels, check_every, self._timeout_sec, has_timeout, record_dir)
         self._idle_entries = 0  # while another guard was active, or this one
         self._reset()
 
@@ -131,9 +125,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             return self
         if _active:
             self._idle_entries += 1
-            _log_once(
-                logging.WARNING, f"a collective_guard of mode {_active[0].mode!r} is active: this one does nothing."
-            )
+            outer = f"a collective_guard of mode {_active[0].mode!r}"
+            _log_once(logging.WARNING, f"{outer} is active: this one does nothing.")
             return self
         self._reset()
         check_reduce_ops()
@@ -178,17 +171,17 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         standing, comparing = self._watching.standing, self._watching.comparing
         if comparing is None or standing.verdict is not None or comparing.session.has_given_up():
             return None
-        behind = list(_errors_behind(error))
+        behind = _errors_behind(error)
         if comparing.verdicts.passed_on in behind or not any(map(is_broken, behind)):
             return None
         return comparing.verdicts.explain(self._watching.ring.last())
 
-    def _compare_last(self, error: BaseException | None, within_sec: float | None = None) -> None:
+    def _compare_last(self, error: BaseException | None, at_end: bool = False) -> None:
         """Make the last comparison of this process group, if that is possible, and was not done. Raises what it finds.
 
-        ``error``: what the program itself ends with. ``within_sec``: where the program destroys its process group, or
-        has come to its own end, ranks may come here at different times, and some never. If the comparison cannot go to
-        its end in that time, the last line of the guard says so. Otherwise every rank is to come.
+        ``error``: what the program itself ends with. ``at_end``: the program destroys its process group, or has come to
+        its own end. There ranks may come here at different times, and some never: where the comparison cannot go to its
+        end in time, the last line of the guard says so. Otherwise every rank is to come.
         """
         comparing, standing = self._watching.comparing, self._watching.standing
         if comparing is None or standing.silent or standing.verdict is not None:
@@ -197,11 +190,12 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if session.is_concluded or not session.is_reachable():
             return
         session.is_concluded = True
-        if within_sec is not None:
+        if at_end:
+            within_sec = self._timeout_sec if error is None else _AFTER_ERROR_SEC
             comparing.verdicts.ends_by = time.monotonic() + within_sec
         try:
             self._watching.leave(error, compares=True)
-            comparing.settle_all(waits=True)
+            comparing.settle_all()
             comparing.agreement.say_done()
         except Unfinished as reason:
             session.unfinished = str(reason)
@@ -218,12 +212,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         cause = None if error is None else self._explain(error)
         if cause is None:
             with suppress(DdpstatsError):
-                self._compare_last(error, self._sec_for_others(error))
+                self._compare_last(error, at_end=True)
         return cause or self._found_late
-
-    def _sec_for_others(self, error: BaseException | None) -> float:
-        """Return how long other ranks may take until they have come to the end, too."""
-        return self._timeout_sec if error is None else _AFTER_ERROR_SEC
 
     def _at_destroy(self, group: Any) -> None:
         if group is not dist.group.WORLD:
@@ -234,7 +224,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             return
         error = sys.exc_info()[1]
         try:
-            self._compare_last(error, self._sec_for_others(error))
+            self._compare_last(error, at_end=True)
         except DdpstatsError as found:
             # An exit handler may have called, whose errors are not caught: `ending` reports what was found.
             if threading.main_thread().is_alive() and (error is None or isinstance(found, CollectiveMismatch)):
@@ -263,7 +253,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         before_destroying(None)
         _active.remove(self)
         self._watching.close()
-        self._has_record |= self._watching.recording.has_begun
 
     # -- the user's side ----------------------------------------------------------------------------------------------
 
@@ -290,24 +279,20 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def counters(self) -> GuardCounters:
         """Return what this guard has seen so far; a frozen copy."""
         standing, tally = self._watching.standing, self._watching.tally()
-        return GuardCounters(
-            standing.collectives,
-            tally.compared,
-            standing.collectives - tally.compared,
-            standing.steps,
-            self.mode,
-            tally.not_compared,
-            len(tally.agreeing),
-        )
+        seen, reasons = standing.collectives, tally.not_compared
+        left = seen - tally.compared
+        return GuardCounters(seen, tally.compared, left, standing.steps, self.mode, reasons, len(tally.agreeing))
 
     def last_line(self) -> tuple[int, str] | None:
         """(level, text) of what there is to say at the end; None on all ranks but rank 0."""
-        session = self._watching.session
+        session, standing = self._watching.session, self._watching.standing
         if (str(session.rank) if session is not None else os.environ.get("RANK", "0")) != "0":
             return None
-        record_dir = str(self._record_dir) if self._has_record else None
-        amiss, line = last_line(self.counters, self._nothing(), self._verdict_name(), record_dir)
-        return logging.WARNING if amiss else logging.INFO, line
+        verdict = "" if standing.verdict is None else in_short(standing.verdict)
+        verdict = "a mismatch that was warned of" if standing.silent else verdict
+        record_dir = str(self._record_dir) if self._watching.recording.has_begun else None
+        is_amiss, line = last_line(self.counters, self._nothing(), verdict, record_dir)
+        return logging.WARNING if is_amiss else logging.INFO, line
 
     def say_end(self) -> None:
         """Log the last line; of guards with nothing to compare the first alone, for there may be one at each step."""
@@ -316,12 +301,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             _log_once(*said)
         elif said is not None:
             log.log(said[0], "%s", said[1])
-
-    def _verdict_name(self) -> str:
-        standing = self._watching.standing
-        if standing.silent:
-            return "a mismatch that was warned of"
-        return "" if standing.verdict is None else in_short(standing.verdict)
 
     def _nothing(self) -> str:
         """Why there was nothing to compare, where that is known."""
@@ -333,13 +312,13 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         return f"the program runs on one rank. {TO_RUN}" if session.agreement is None else ""
 
 
-def _errors_behind(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield it, and what was being handled when it was raised: a program may catch torch's error and call sys.exit."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
+def _errors_behind(error: BaseException | None) -> list[BaseException]:
+    """Return it, and what was being handled when it was raised: a program may catch torch's error and call sys.exit."""
+    errors: list[BaseException] = []
+    while error is not None and error not in errors:
+        errors.append(error)
         error = error.__cause__ or error.__context__
+    return errors
 
 
 _active: list[collective_guard] = []

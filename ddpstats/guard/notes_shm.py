@@ -32,7 +32,7 @@ from ddpstats.guard.event import EVENT_BYTES, MASK
 from ddpstats.guard.notes import NOTES_KEPT, Note, Overrun, StoreNotes
 
 _SALT = 0xD1B54A32D192ED03
-_SPINS = 2000  # and no longer than _WATCH_SEC: on a machine with much else to do each may take a time slice
+_SPIN_SEC = 0.005
 _LONGEST_POLL_SEC = 0.005
 _WATCH_SEC = 0.05
 _NOWHERE = bytes(16)
@@ -103,15 +103,15 @@ class Exchange:
 
     def wait(self, seq: int, watch: Watch) -> list[Note]:
         """Return all ranks' notes; waits until they are there, or ``watch`` raises."""
-        spins, poll_sec, looked = 0, 2e-5, time.monotonic()
+        poll_sec, looked = 2e-5, time.monotonic()
+        spins_until = looked + _SPIN_SEC if self.is_quick else looked
         longest_sec = _LONGEST_POLL_SEC if self.is_quick else shared_poll(_LONGEST_POLL_SEC, self._size)
         watch_sec = shared_poll(_WATCH_SEC, self._size)
         while True:
             notes = self.look(seq)
             if notes is not None:
                 return notes
-            spins += 1
-            if spins < _SPINS and self.is_quick and time.monotonic() - looked < _WATCH_SEC:
+            if time.monotonic() < spins_until:
                 os.sched_yield()
                 continue
             time.sleep(poll_sec)

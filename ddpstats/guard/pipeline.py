@@ -88,9 +88,8 @@ class Watching:
         session = Session(self._settings, self._report_status, self._position, self._heard)
         self.session = session
         self.recording.begin(Identity(session.run, session.rank, dist.get_world_size()))
-        self.comparing = None
-        if session.agreement is not None:
-            self.comparing = Comparing(session, self.standing, self._settings)
+        compares = session.agreement is not None
+        self.comparing = Comparing(session, self.standing, self._settings) if compares else None
         return session
 
     # -- subscriber of `collectives` -----------------------------------------------------------------------------------
@@ -150,14 +149,13 @@ class Watching:
         if call.blocking:
             self.comparing.verdicts.wait_for(work, group, entry, lambda: group.limit(call.own_timeout_sec))
             return
-        with self._lock:
-            # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
-            # tensors alive. It is settled with the next one of its group.
-            for key in [key for key, known in self._works.items() if known.is_done()]:
-                del self._works[key]
-            while len(self._works) >= _KEPT_WORKS:
-                del self._works[next(iter(self._works))]
-            self._works[id(work)] = _Work(work, group, entry, call.own_timeout_sec)
+        # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
+        # tensors alive. It is settled with the next one of its group.
+        for key in [key for key, known in list(self._works.items()) if known.is_done()]:
+            self._works.pop(key, None)
+        if len(self._works) >= _KEPT_WORKS:
+            self._works.pop(next(iter(list(self._works))), None)
+        self._works[id(work)] = _Work(work, group, entry, call.own_timeout_sec)
 
     def waiting(self, work: Any, limited: bool) -> bool:
         """The program waits for an asynchronous collective, or a message: now it must be settled.
@@ -167,28 +165,23 @@ class Watching:
         comparing = self.comparing
         if comparing is None or self.standing.silent:
             return False
-        found = None
-        if not limited and self._works:
-            with self._lock:
-                found = self._works.pop(id(work), None)
-        if found is None or found.work is not work:
-            if self._mode == "strict" and self.standing.verdict is None:
-                comparing.settle_all(waits=False)
+        known = None if limited else self._works.pop(id(work), None)
+        if known is None:
             return False
-        _, group, entry, _ = found
+        _, group, entry, _ = known
         if entry[0].is_message:
             comparing.verdicts.wait_for_message(work, group, event_of(entry))
             return True
-        if group.is_given_up or (self._mode == "strict" and comparing.settle(group, entry[1], found.limit)):
+        if group.is_given_up or (self._mode == "strict" and comparing.settle(group, entry[1], known.limit)):
             return False
         if not self.standing.silent:
-            comparing.verdicts.wait_for(work, group, entry, found.limit)
+            comparing.verdicts.wait_for(work, group, entry, known.limit)
         return False
 
     def has_waited(self, work: Any, error: RuntimeError | None) -> None:
         """Note that the program's own wait for ``work``, with a timeout that it gave, has failed; it may wait again."""
         known = self._works.get(id(work))
-        if error is not None and known is not None and known.work is work:
+        if error is not None and known is not None:
             self._unfinished.append(known)
 
     # -- describing ---------------------------------------------------------------------------------------------------
@@ -318,10 +311,8 @@ class Watching:
 
     def _heard(self, finding: GuardFinding) -> None:
         """A verdict has come. Labels that may differ are not compared on their lines any more, on any rank."""
-        if finding.kind == DOUBT and self.session is not None:
-            group = self.session.named.get(finding.group)
-            if group is not None and group.view.rank == min(group.view.ranks):
-                log.warning("%s", finding.message)
+        if finding.kind == DOUBT and self.session is not None and self.session.rank == min(finding.by_rank):
+            log.warning("%s", finding.message)
         events = self.ring.silence(finding.group, finding.doubts)
         self._silenced.update(e.evidence_source.chain for e in events if isinstance(e.evidence_source, Inferred))
         if finding.kind == DOUBT:  # of two lines in swapped order one warning is enough
