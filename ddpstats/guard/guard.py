@@ -42,7 +42,7 @@ from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard.compare import StepQuestion
 from ddpstats.guard.group import Settings, before_destroying, had_ranks, next_turn
 from ddpstats.guard.pipeline import Watching
-from ddpstats.guard.printing import NO_GROUP, RECORDED, TO_RUN, GuardCounters, in_short, last_line
+from ddpstats.guard.printing import NO_GROUP, RECORDED, TO_RUN, GuardCounters, errors_behind, in_short, last_line
 from ddpstats.guard.verdicts import Unfinished, is_broken
 
 MismatchPolicy = Literal["raise", "warn"]
@@ -100,7 +100,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         check_count("check_every", check_every, 1)
         if mode == "record" and record_dir is None:
             raise ConfigError("mode='record' needs record_dir=, where the records are written")
-        self.mode, self._record_dir, self._timeout_sec = mode, record_dir, config.timeout_sec(timeout_sec)
+        self.mode, self._timeout_sec = mode, config.timeout_sec(timeout_sec)
         warn, has_timeout = on_mismatch == "warn", config.has_timeout(timeout_sec)
         self._settings = Settings(mode, warn, infer_labels, check_every, self._timeout_sec, has_timeout, record_dir)
         self._idle_entries = 0  # while another guard was active, or this one
@@ -171,7 +171,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         standing, comparing = self._watching.standing, self._watching.comparing
         if comparing is None or standing.verdict is not None or comparing.session.has_given_up():
             return None
-        behind = _errors_behind(error)
+        behind = errors_behind(error)
         if comparing.verdicts.passed_on in behind or not any(map(is_broken, behind)):
             return None
         return comparing.verdicts.explain(self._watching.ring.last())
@@ -290,8 +290,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             return None
         verdict = "" if standing.verdict is None else in_short(standing.verdict)
         verdict = "a mismatch that was warned of" if standing.silent else verdict
-        record_dir = str(self._record_dir) if self._watching.recording.has_begun else None
-        is_amiss, line = last_line(self.counters, self._nothing(), verdict, record_dir)
+        is_amiss, line = last_line(self.counters, self._nothing(), verdict)
         return logging.WARNING if is_amiss else logging.INFO, line
 
     def say_end(self) -> None:
@@ -310,15 +309,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if session is None:
             return "" if had_ranks() else NO_GROUP
         return f"the program runs on one rank. {TO_RUN}" if session.agreement is None else ""
-
-
-def _errors_behind(error: BaseException | None) -> list[BaseException]:
-    """Return it, and what was being handled when it was raised: a program may catch torch's error and call sys.exit."""
-    errors: list[BaseException] = []
-    while error is not None and error not in errors:
-        errors.append(error)
-        error = error.__cause__ or error.__context__
-    return errors
 
 
 _active: list[collective_guard] = []

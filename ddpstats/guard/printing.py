@@ -117,15 +117,20 @@ def _leave_for_torchrun(text: str, error: BaseException) -> None:
             json.dump({"message": content}, file)
 
 
-def strip(error: BaseException | None) -> TracebackType | None:
+def strip(error: BaseException) -> TracebackType | None:
     """Take the frames of the guard out of the traceback of ``error``, and of what led to it; its new traceback."""
-    seen: set[int] = set()
-    first = error
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        error.__traceback__ = _without_own_frames(error.__traceback__)
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return None if first is None else first.__traceback__
+    for cause in errors_behind(error):
+        cause.__traceback__ = _without_own_frames(cause.__traceback__)
+    return error.__traceback__
+
+
+def errors_behind(error: BaseException | None) -> list[BaseException]:
+    """Return it, and what was being handled when it was raised: a program may catch torch's error and call sys.exit."""
+    errors: list[BaseException] = []
+    while error is not None and error not in errors:
+        errors.append(error)
+        error = error.__cause__ or error.__context__
+    return errors
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -187,7 +192,7 @@ def end_process(status: int) -> None:
 
 # -- the line that a guard ends with ----------------------------------------------------------------------------------
 
-RECORDED = "mode 'record' compares nothing while it runs"
+RECORDED = "mode 'record' compares nothing while it runs; `ddpstats report DIR` does"
 WITHOUT_OTHERS = "of groups of one rank"
 UNSETTLED = "since the last comparison"
 GIVEN_UP = "torch's own timeout ended a collective of that group"
@@ -235,19 +240,18 @@ class GuardCounters:
     ranks_agreeing: int = 0
 
 
-def last_line(counters: GuardCounters, nothing: str, verdict: str, record_dir: str | None = None) -> tuple[bool, str]:
+def last_line(counters: GuardCounters, nothing: str, verdict: str) -> tuple[bool, str]:
     """Return whether something is wrong, and the line.
 
     ``nothing``: why there was nothing to compare, where that is known. ``verdict``: what was raised, in short.
     """
     seen = f"collective guard, mode {counters.mode}: {count_of(counters.collectives, 'collectives')} seen"
-    then = f" Next: ddpstats report {record_dir}" if record_dir is not None and counters.mode == "record" else ""
     reasons = "; ".join(f"{count:,}: {why}" for why, count in counters.reasons.items())
     if len(counters.reasons) == 1:
         (reasons,) = counters.reasons
     if counters.compared == 0 and not verdict:
         why = nothing or reasons or "the program itself issued none while the guard was on"
-        return why != MESSAGES_SEEN, f"{seen}, nothing was compared: {why}.{then}"
+        return why != MESSAGES_SEEN, f"{seen}, nothing was compared: {why}."
     left = f"{counters.not_compared:,} not" + (f" ({reasons})" if reasons else "")
     end = f"it ended in {verdict.rstrip('.')}" if verdict else f"{counters.ranks_agreeing} ranks agree"
-    return False, f"{seen}, {counters.compared:,} compared, {left}; {end}.{then}"
+    return False, f"{seen}, {counters.compared:,} compared, {left}; {end}."

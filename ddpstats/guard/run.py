@@ -199,9 +199,8 @@ def _run_to_its_end(command: Sequence[str], watched: str | None) -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(EVERY_SEC)
             with contextlib.suppress(DdpstatsError, OSError):  # records of another machine, a closed stderr: it goes on
-                ranks = [] if records is None else records.look()
-                if ranks:
-                    view.show(picture_of(ranks))
+                if records is not None:
+                    view.show(picture_of(records.look()))
         return process.returncode
     except KeyboardInterrupt:
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):

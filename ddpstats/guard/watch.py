@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import struct
 import sys
 import time
@@ -18,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from ddpstats._base.files import open_regular
+from ddpstats._base.files import open_regular, parse_json
 from ddpstats._base.text import VerbReport, count_of, holders_lines, printable, ranks_text
 from ddpstats._ranks.failure import ProcessId
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard.diagnosis import LEFT
-from ddpstats.guard.event import MESSAGES, Event
-from ddpstats.guard.record import MAX_BYTES, MAX_LINE_BYTES, checked_group, checked_head, parsed
+from ddpstats.guard.event import Event
+from ddpstats.guard.record import MAX_BYTES, MAX_LINE_BYTES, checked_group, checked_head
 
 EVERY_SEC = 0.5
 _LINES_EVERY_SEC = 10.0
@@ -36,29 +35,36 @@ _PROBLEMS = (OSError, ValueError, LookupError, TypeError, AttributeError, Overfl
 # -- what a record says now -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankNow:
-    """A rank's newest state. ``is_gone``: its process has ended; False where that is not known.
+    """A rank's newest state, as far as its record was read.
 
-    ``groups``: the number of its last collective in each group. ``members``: the ranks of each group.
-    ``waits_since``: of a wait that goes on; None otherwise. ``remarks``: all other state that it records.
+    ``process``: None where it is not known. ``groups``: the number of its last collective in each group. ``members``:
+    the ranks of each group. ``waits_since``: of a wait that goes on. ``remarks``: all other state that it records.
     """
 
     rank: int
     world_size: int
-    is_gone: bool = False
-    groups: Mapping[str, int] = field(default_factory=dict)
-    members: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    run: str = ""
+    began: float = 0.0
+    process: ProcessId | None = None
+    groups: dict[str, int] = field(default_factory=dict)
+    members: dict[str, list[int]] = field(default_factory=dict)
     event: Event | None = None
     left: str = ""
     steps: int = 0
     waits_since: float | None = None
-    remarks: Mapping[str, str] = field(default_factory=dict)
+    remarks: dict[str, str] = field(default_factory=dict)
 
     @property
     def alarms(self) -> list[str]:
         """The names of its remarks that are alarms."""
         return [name for name in self.remarks if name.startswith("ALARM")]
+
+    @property
+    def is_gone(self) -> bool:
+        """True where its process is known to have ended."""
+        return self.process is not None and self.process.is_dead()
 
     @property
     def state(self) -> str:
@@ -69,69 +75,58 @@ class RankNow:
 
 
 class _Follower:
-    """One rank's record, of which each look reads what was appended since."""
+    """One rank's record, of which each look reads what was appended since. ``now``: None before its first line."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
-        self._first_line = b""
-        self.head: Mapping[str, Any] = {}
-        self._forget()
-
-    def _forget(self) -> None:
-        self._groups: dict[str, int] = {}
-        self._members: dict[str, Sequence[int]] = {}
-        self._last: dict[str, Any] = {}
-        self._left = ""
-        self._now: dict[str, Any] = {}
+        self._path, self._offset, self._first_line = path, 0, b""
+        self.now: RankNow | None = None
 
     def look(self) -> None:
-        """Raises OSError or ValueError for what is no record."""
+        """Raises `_PROBLEMS` for what is no record, or that of another machine."""
         with open_regular(self._path, follow=False) as file:
-            if os.fstat(file.fileno()).st_size > 2 * MAX_BYTES:
-                raise ValueError("too long for a record")
             first_line = file.readline(MAX_LINE_BYTES)
             if first_line != self._first_line:  # another file has taken its place
                 self._first_line, self._offset = first_line, 0
             file.seek(self._offset)
-            whole_lines, newline, _ = file.read(2 * MAX_BYTES).rpartition(b"\n")
+            whole_lines, newline, _ = file.read(MAX_BYTES).rpartition(b"\n")
         self._offset += len(whole_lines) + len(newline)
+        event: dict[str, Any] | None = None
         for line in whole_lines.splitlines():
-            self._take(parsed(line))
+            entry = parse_json(line, strict=False)
+            if "ddpstats" in entry:
+                self._begin(checked_head(entry))
+            elif self.now is None:
+                raise ValueError("it does not begin as a record does")
+            elif "seq" in entry:
+                event, self.now.groups[str(entry["group"])] = entry, int(entry["seq"])
+            else:
+                _take(self.now, entry)
+        if event is not None and self.now is not None:
+            event.pop("evidence", None)  # omitted where it is that of the event before
+            self.now.event = Event.from_dict(event)
 
-    def _take(self, entry: dict[str, Any]) -> None:
-        if "seq" in entry:
-            entry.pop("evidence", None)  # omitted where it is that of the line before
-            self._groups[str(entry["group"])], self._last = int(entry["seq"]), entry
-        elif "ddpstats" in entry:
-            head = checked_head(entry)
-            if head.get("run") != self.head.get("run"):
-                self._forget()
-            self.head, self._left = head, ""
-        elif "new_group" in entry:
-            self._members[str(entry["new_group"])] = checked_group(entry)["ranks"]
-        elif "end" in entry:
-            self._left = LEFT if entry["end"] == "left" else f"{LEFT} by {entry['end']}"
-        elif "now" in entry:
-            self._now.update(entry["now"])
-
-    def rank_now(self) -> RankNow:
-        """Raises `_PROBLEMS` for a record that is malformed, or of another machine."""
-        now, process = dict(self._now), ProcessId.unpack(bytes.fromhex(self.head["process"]))
+    def _begin(self, head: Mapping[str, Any]) -> None:
+        process = ProcessId.unpack(bytes.fromhex(head["process"]))
         if process.machine != ProcessId.mine().machine:
             raise ValueError("the ranks are on another machine, or in another container: watch them there")
-        steps, waits_since = int(now.pop("steps", 0)), now.pop("waits_since", None)
-        return RankNow(
-            self.head["rank"],
-            self.head["world_size"],
-            process.is_dead(),
-            {name: number for name, number in self._groups.items() if not name.endswith(MESSAGES)},
-            self._members.copy(),
-            Event.from_dict(self._last) if self._last else None,
-            self._left,
-            steps,
-            None if waits_since is None else float(waits_since),
-            {name: str(text) for name, text in now.items() if text},
-        )
+        if self.now is None or self.now.run != head.get("run", ""):
+            self.now = RankNow(head["rank"], head["world_size"], head.get("run", ""))
+        self.now.began, self.now.process, self.now.left = head.get("time", 0.0), process, ""
+
+
+def _take(rank: RankNow, entry: Mapping[str, Any]) -> None:
+    """Take a line that is no collective."""
+    if "new_group" in entry:
+        rank.members[str(entry["new_group"])] = checked_group(entry)["ranks"]
+    elif "end" in entry:
+        rank.left = LEFT if entry["end"] == "left" else f"{LEFT} by {entry['end']}"
+    for name, value in entry.get("now", {}).items():
+        if name == "steps":
+            rank.steps = int(value)
+        elif name == "waits_since":
+            rank.waits_since = None if value is None else float(value)
+        else:
+            rank.remarks[name] = str(value)
 
 
 class Records:
@@ -144,24 +139,23 @@ class Records:
     def look(self) -> list[RankNow]:
         """Return the ranks of the newest run, by rank, without what cannot be read.
 
-        Raises `DdpstatsError` where no record can be read, or all are of another machine, or container.
+        Raises `DdpstatsError` where there is no record that can be read, or all are of another machine, or container.
         """
-        ranks: list[tuple[Mapping[str, Any], RankNow]] = []
+        ranks: list[RankNow] = []
         refused: DdpstatsError | None = None
-        for path in self._directory.glob("rank*.jsonl"):
-            if path.name.endswith(".old.jsonl"):
-                continue
+        for path in self._directory.glob("rank*[0-9].jsonl"):
             follower = self._followers.setdefault(path, _Follower(path))
             try:
                 follower.look()
-                if follower.head:
-                    ranks.append((follower.head, follower.rank_now()))
+                if follower.now is not None:
+                    ranks.append(follower.now)
             except _PROBLEMS as error:
                 refused = DdpstatsError(f"{path} cannot be read as a record: {error}")
-        if refused is not None and not ranks:
-            raise refused
-        run = max(ranks, key=lambda pair: pair[0].get("time", 0.0))[0].get("run") if ranks else None
-        return sorted((rank for head, rank in ranks if head.get("run") == run), key=lambda rank: rank.rank)
+        if not ranks:
+            how = "Ranks write them: torchrun ... -m ddpstats run --watch-dir DIR train.py; give that DIR."
+            raise refused or DdpstatsError(f"{self._directory} holds no records of ranks. {how}")
+        newest = max(ranks, key=lambda rank: rank.began).run
+        return sorted((rank for rank in ranks if rank.run == newest), key=lambda rank: rank.rank)
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------
@@ -190,11 +184,11 @@ class Picture(NamedTuple):
 def picture_of(ranks: Sequence[RankNow]) -> Picture:
     """Return what is shown of these; the ranks that are furthest behind where there are too many."""
     members = {name: group for rank in ranks for name, group in rank.members.items()}
-    newest = {name: max(rank.groups.get(name, 0) for rank in ranks) for name in members}
+    furthest = {name: max(rank.groups.get(name, 0) for rank in ranks) for name in members}
     rows = []
     for rank in ranks:
         groups = [name for name, group in members.items() if rank.rank in group]
-        rows.append(_row(rank, max((newest[name] - rank.groups.get(name, 0) for name in groups), default=0)))
+        rows.append(_row(rank, max((furthest[name] - rank.groups.get(name, 0) for name in groups), default=0)))
     waiting = [rank.rank for rank in ranks if rank.state == "waits"]
     late = [row.rank for row in rows if waiting and row.behind and row.rank not in waiting]
     heading = f"{len(ranks)} of {ranks[0].world_size} ranks, step {max(rank.steps for rank in ranks)}"
@@ -202,7 +196,7 @@ def picture_of(ranks: Sequence[RankNow]) -> Picture:
         heading += f"; {ranks_text(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for {ranks_text(late)}"
     remarks = []
     for name in sorted({name for rank in ranks for name in rank.remarks}):  # alarms come first
-        texts = {rank.rank: rank.remarks[name] for rank in ranks if name in rank.remarks}
+        texts = {rank.rank: rank.remarks[name] for rank in ranks if rank.remarks.get(name)}
         remarks += [f"{name}, {line.strip()}" for line in holders_lines(texts)]
     if len(rows) > _MOST_ROWS:
         remarks.append(f"{count_of(len(rows) - _MOST_ROWS, 'more ranks')} no further behind")
@@ -297,9 +291,6 @@ def run(args: argparse.Namespace) -> int:
     """Watch until the ranks have ended. Raises `DdpstatsError` where there are no records."""
     records = Records(args.directory)
     ranks = records.look()
-    if not ranks:
-        how = "Ranks write them: torchrun ... -m ddpstats run --watch-dir DIR train.py; give that DIR."
-        raise DdpstatsError(f"{args.directory} holds no records of ranks. {how}")
     if args.json:
         picture = picture_of(ranks)
         shown = {"ranks": [row._asdict() for row in picture.rows], "late": picture.late, "remarks": picture.remarks}
@@ -310,8 +301,6 @@ def run(args: argparse.Namespace) -> int:
         while not all(rank.is_gone for rank in ranks):
             time.sleep(EVERY_SEC)
             ranks = records.look()
-            if not ranks:
-                raise DdpstatsError(f"the records in {args.directory} are gone: another process has removed them.")
             show(picture_of(ranks))
     return _status(ranks)
 

@@ -244,9 +244,7 @@ def record(data: bytes) -> None:
             argparse.Namespace(directories=[directory], json=bool(data[:1] > b"\x7f"), html=None, perfetto=None)
         )
     with contextlib.suppress(DdpstatsError):
-        ranks = Records(directory).look()
-        if ranks:
-            lines_of(picture_of(ranks))
+        lines_of(picture_of(Records(directory).look()))
 
 
 def _record_seeds() -> list[bytes]:
