@@ -11,7 +11,7 @@ For live verdicts and for records. Pure: the same statuses give the same text on
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,38 +44,21 @@ def message_place(event: Event) -> int:
     return int(event.started * 1e6)
 
 
-def _read_ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(map(int, ranks))
-
-
 _READERS: Mapping[str, Callable[[Any], Any]] = {
-    "rank": int,
-    "events": lambda events: newest_in_a_row(map(Event.from_dict, events)),
-    "count": int,
-    "waits_in": lambda place: None if place is None else (str(place[0]), int(place[1])),
-    "last": text_or_none,
-    "left": text_or_none,
-    "dead": bool,
-    "stack": text_or_none,
-    "slept_sec": float,
-    "messages": lambda messages: tuple(map(Event.from_dict, messages)),
-    "kind": str,
-    "message": str,
-    "group": str,
-    "words": str,
-    "seq": int,
-    "missing": _read_ranks,
-    "culprits": _read_ranks,
-    "by_rank": lambda events: {int(rank): Event.from_dict(event) for rank, event in events.items()},
-    "doubts": _read_ranks,
-    "printer": lambda rank: None if rank is None else int(rank),
-    "ranks": _read_ranks,
-    "overdue": bool,
-    "tentative": bool,
-    "how": str,
-    "counts": lambda counts: {str(group): int(count) for group, count in counts.items()},
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "int | None": lambda value: None if value is None else int(value),
+    "str | None": text_or_none,
+    "tuple[int, ...]": lambda values: tuple(map(int, values)),
+    "tuple[str, int] | None": lambda place: None if place is None else (str(place[0]), int(place[1])),
+    "tuple[Event, ...]": lambda events: tuple(map(Event.from_dict, events)),
+    "Sequence[Event]": lambda events: newest_in_a_row(map(Event.from_dict, events)),
+    "Mapping[int, Event]": lambda events: {int(rank): Event.from_dict(event) for rank, event in events.items()},
+    "Mapping[str, int]": lambda counts: {str(name): int(count) for name, count in counts.items()},
 }
-"""How each field of what travels through the store is read."""
+"""How a field of each type is read from JSON."""
 
 T = TypeVar("T", bound="Packed")
 
@@ -93,7 +76,7 @@ class Packed:
             if len(payload) > _MAX_BYTES:
                 raise ValueError("too long")
             values = parse_json(payload)
-            return cls(**{name: _READERS[name](values[name]) for name in cls.__annotations__})
+            return cls(**{name: _READERS[kind](values[name]) for name, kind in cls.__annotations__.items()})
         except (LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"no {cls.__name__}: {error!r}") from None
 
@@ -117,7 +100,7 @@ class RankStatus(Packed):
     dead: bool = False
     stack: str | None = None
     slept_sec: float = 0.0
-    messages: Sequence[Event] = ()
+    messages: tuple[Event, ...] = ()
 
     @property
     def is_silent(self) -> bool:
@@ -275,10 +258,9 @@ def name_of(group: str, seq: int) -> str:
 
 def _doubt(group: str, words: str, by_rank: ByRank, judged: Mapping[int, Judgement]) -> GuardFinding:
     """Warn of the first labels that are in doubt; say nothing where all are each rank's own data."""
-    doubtful = [seq for seq, judgement in judged.items() if judgement == "doubt"]
-    if not doubtful:
+    seq = next((seq for seq, judgement in judged.items() if judgement == "doubt"), None)
+    if seq is None:
         return GuardFinding(NOTHING, "", group, min(judged), doubts=tuple(judged))
-    seq = doubtful[0]
     events = _events_at(by_rank, seq)
     lines = [f"ranks of {words} combine values under different names (collective number {seq} of this group):"]
     lines += _table(_parties(events), events)
@@ -305,15 +287,11 @@ class Difference(NamedTuple):
 _ORDER = "Make all ranks issue the same collectives in the same order."
 _OPERATION = Difference("the operation", _ORDER, lambda signature: signature.op)
 _COUNT = Difference(
-    "the number of tensors",
-    "Pass as many tensors on all ranks: where a rank lacks one, zeros in its place.",
-    lambda signature: len(signature.sizes),
+    "the number of tensors", "Pass as many of them on all ranks.", lambda signature: len(signature.sizes)
 )
 _ARGUMENTS = (
     Difference("the reduce op", "Pass the same op= on all ranks.", lambda signature: signature.reduce_op),
-    Difference(
-        "the root", "Pass the same src= or dst=, a global rank, on all ranks.", lambda signature: signature.root
-    ),
+    Difference("the root", "Pass the same src= or dst= on all ranks.", lambda signature: signature.root),
     Difference("the dtype", "Convert to one dtype on all ranks before the call.", lambda signature: signature.dtypes),
     Difference(
         "the shape",

@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -100,7 +100,7 @@ class FailureAgreement:
         if known is not None:
             return known.alarm
         try:
-            with self.glancing():
+            with self.store.within(GLANCE_SEC):
                 alarm = self.store.find(f"alarm/{self.verdicts}")
             self.is_lost = False
             return None if alarm is None else Alarm.unpack(alarm)
@@ -109,10 +109,6 @@ class FailureAgreement:
         except STORE_ERRORS:
             self.is_lost = True
             return None
-
-    def glancing(self) -> AbstractContextManager[None]:
-        """Limit questions that are asked again and again: `StoreSilent` is raised soon, and says nothing yet."""
-        return self.store.within(GLANCE_SEC)
 
     def raise_alarm(self, alarm: Alarm, at_least_sec: float = 0.0) -> GuardFinding:
         """Raise the alarm, unless one is on already; return the verdict on the one that is on.

@@ -253,8 +253,7 @@ class Session:
 
         A group in which this rank has only sent and received is not among them: its other ranks may never come to it.
         """
-        used = [group for group in self.named.values() if group.exchange is not None and group.seq > 0]
-        used = [group for group in used if not group.is_given_up]
+        used = [group for group in self.named.values() if group.exchange and group.seq and not group.is_given_up]
         return sorted(used, key=lambda group: group.name)
 
     def has_given_up(self) -> bool:

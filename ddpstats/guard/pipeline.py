@@ -300,7 +300,7 @@ class Watching:
             False,
             main_stack(_STACK_FRAMES),
             self._slept_sec(),
-            self.ring.of(name + MESSAGES)[-_REPORTED_MESSAGES:],
+            tuple(self.ring.of(name + MESSAGES)[-_REPORTED_MESSAGES:]),
         )
 
     def _slept_sec(self) -> float:

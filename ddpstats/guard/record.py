@@ -383,7 +383,7 @@ def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:
         None,
         record.events[-1].in_full() if record.events else None,
         left,
-        messages=[event for _, event in record.messages],
+        messages=tuple(event for _, event in record.messages),
     )
 
 

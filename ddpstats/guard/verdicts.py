@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 from ddpstats._base.text import ranks_text
 from ddpstats._observe import collectives
 from ddpstats._observe.operators import Collective
-from ddpstats._ranks.store import STORE_ERRORS, StoreSilent, shared_poll
+from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, GuardFinding, message_place
 from ddpstats.guard.event import MESSAGES, Entry, Event, event_of, stable_hash
-from ddpstats.guard.failure_agreement import FailureAgreement, wait_until
+from ddpstats.guard.failure_agreement import wait_until
 from ddpstats.guard.group import FindLimit, Group, Limit, Session, Settings, Standing
 from ddpstats.guard.printing import leave_running, print_once, sigterm_deferred
 
@@ -64,16 +64,12 @@ class Verdicts:
     """The verdicts of one session."""
 
     def __init__(self, session: Session, standing: Standing, settings: Settings) -> None:
-        self._session, self._standing = session, standing
+        assert session.agreement is not None
+        self._session, self.agreement, self._standing = session, session.agreement, standing
         self._warn, self._strict, self.timeout_sec = settings.warn, settings.mode == "strict", settings.timeout_sec
         self.ends_by: float | None = None  # the program has ended: until when others are waited for
         self.has_ended = False  # this rank has posted its ends: it issues nothing more that is compared
         self.passed_on: BaseException | None = None  # torch's own error of a message, which the program gets
-
-    @property
-    def agreement(self) -> FailureAgreement:
-        assert self._session.agreement is not None
-        return self._session.agreement
 
     # -- coming to a verdict ------------------------------------------------------------------------------------------
 
@@ -108,15 +104,15 @@ class Verdicts:
             raise
         raise AssertionError("a missing rank is always raised")
 
-    def explain(self, last: Event | None, group: Group | None = None, is_overdue: bool = True) -> DdpstatsError | None:
+    def explain(self, last: Event | None, group: Group | None = None, overdue: bool = True) -> DdpstatsError | None:
         """Return the verdict on a wait that has failed: what differs or who is missing; None where nothing is known.
 
-        ``last``: this rank's last event. ``is_overdue``: the others have had time to come.
+        ``last``: this rank's last event. ``overdue``: the others have had time to come.
         """
         group = group or (self._session.named.get(last.group.removesuffix(MESSAGES)) if last is not None else None)
         if group is None:
             return None
-        alarm = self.agreement.alarm() or alarm_of(group, group.seq, overdue=is_overdue, tentative=True)
+        alarm = self.agreement.alarm() or alarm_of(group, group.seq, overdue, tentative=True)
         try:
             # It waited until now. A rank that did not wait there is the missing one.
             with self._standing.waiting(group, group.seq):
@@ -151,7 +147,7 @@ class Verdicts:
     def has_given_up(self, group: Group) -> bool:
         """Return whether torch's own timeout has ended a collective of the group on some rank."""
         if not group.is_given_up:
-            with suppress(*STORE_ERRORS), self.agreement.glancing():
+            with suppress(*STORE_ERRORS), self.agreement.store.within(GLANCE_SEC):
                 group.is_given_up = self.agreement.store.check([f"given up/{group.name}"])
         return group.is_given_up
 
@@ -198,7 +194,7 @@ class Verdicts:
         """Return the verdict on torch's error; None where that is what the program is to see."""
         if not self._strict and _REFUSED.search(str(error)):  # gloo does so before the other ranks have to come
             wait_until(lambda: not self._behind(group, event.seq), _REFUSED_SEC)
-            return self.explain(event, group, is_overdue=False)
+            return self.explain(event, group, overdue=False)
         if not is_broken(error):
             return None
         if self.is_own_timeout(error, group, limit):
@@ -257,7 +253,7 @@ class Verdicts:
         """Return whether a rank that this one waits for has died, or left before this collective."""
         agreement = self.agreement
         others = [rank for rank in group.view.ranks if rank != group.view.rank]
-        with agreement.glancing():
+        with agreement.store.within(GLANCE_SEC):
             left = {} if agreement.is_lost else agreement.left()  # deaths are known without the store
             gone = [rank for rank in others if rank in left]
             return (
@@ -270,7 +266,7 @@ class Verdicts:
         """Return the ranks whose next note is missing; none where that of this one is, or the store is silent."""
         assert group.exchange is not None
         try:
-            with self.agreement.glancing():
+            with self.agreement.store.within(GLANCE_SEC):
                 absent = tuple(group.view.ranks[index] for index in group.exchange.absent(group.settled + 1))
         except STORE_ERRORS:
             return ()
