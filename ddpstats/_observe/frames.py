@@ -103,11 +103,11 @@ def calls_step(function: Function) -> Function:
 
 def step_frames() -> Iterator[FrameType]:
     """Yield the program's frames, innermost first, up to the function that calls the step, if there is one."""
-    for frame in _outwards(sys._getframe(1)):
-        if frame.f_code in _step_callers:
-            return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _step_callers:
         if not plan_of(frame).internal:
             yield frame
+        frame = frame.f_back
 
 
 def main_stack(limit: int) -> str:
@@ -122,12 +122,6 @@ def main_stack(limit: int) -> str:
 def _lines_of(entry: traceback.FrameSummary) -> list[str]:
     where = f"{entry.filename}:{entry.lineno} in {entry.name}"
     return [where, "   " + entry.line] if entry.line else [where]
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 # -- call sites -------------------------------------------------------------------------------------------------------

@@ -37,17 +37,9 @@ def measure(gradients: Sequence[Tensor | None]) -> Tensor:
 
 
 def any_bad(gradients: Sequence[Tensor | None], norms: Sequence[Tensor] = ()) -> bool:
-    """Return whether any element of a gradient, or any of ``norms``, is not finite. Waits once for each device."""
-    with torch.no_grad():
-        values = [elements(gradient) for gradient in gradients if gradient is not None]
-        vectors = [*([as_vector(norms_of(values))] if values else []), *norms]
-        if not vectors:
-            return False
-        device = vectors[0].device
-        if math.isfinite(torch.cat([vector.to(device, torch.float64) for vector in vectors]).sum().item()):
-            return False
-        on_host = [measure(values), *(vector.to("cpu", torch.float64) for vector in norms)]
-        return not bool(torch.cat(on_host).isfinite().all())
+    """Return whether any element of a gradient, or any of ``norms``, is not finite. Waits for the devices."""
+    on_host = [measure(gradients), *(vector.to("cpu", torch.float64) for vector in norms)]
+    return not bool(torch.cat(on_host).isfinite().all())
 
 
 def norm_kind(device: torch.device) -> str:
@@ -134,39 +126,51 @@ class BackwardPass:
 
     Attributes:
         first: the number of the micro-batch's first pass since the forward pass began.
-        measured: parameters, and the norms of their gradients.
+        measured: indices of parameters, and the norms of their gradients.
         exchanged: the gradients are reduced after this pass.
         issued: collectives since the forward pass began, when the pass had ended; None while it goes on.
         end: the counts at that time.
     """
 
     first: int
-    measured: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)
+    measured: list[tuple[list[int], Tensor]] = field(default_factory=list)
     exchanged: bool = False
     issued: Counts | None = None
     end: Counts = field(default_factory=dict)
 
+    def bad_indices(self) -> list[int]:
+        """Return the parameters whose gradient was not finite, as they came: the loss's end first."""
+        order: dict[int, None] = {}
+        for indices, norms in self.measured:
+            finite = norms.isfinite().tolist()
+            order.update({index: None for index, ok in zip(indices, finite, strict=True) if not ok})
+        return list(order)
+
 
 @dataclass
-class WatchedMicroBatch:
-    """A micro-batch under way.
+class BackwardNorms:
+    """The gradients of one micro-batch's backward passes: whose, how large. Read only when there is a reason to.
 
     Attributes:
-        tasks: autograd's graph tasks whose end has been asked for; the first one of a pass is the outermost.
+        parameters: all, of which a pass may bring gradients for some.
+        replicas: the model's DistributedDataParallel.
         at_once: each gradient is measured when it arrives, not at the end of the pass.
-        waiting: parameters whose gradient has arrived and is not yet measured.
-        local: index of a parameter -> its own gradient, kept because one was bad.
         start: collectives until the last forward pass began.
         first: how many backward passes there were by then.
+        tasks: autograd's graph tasks whose end has been asked for; the first one of a pass is the outermost.
+        waiting: indices of parameters whose gradient has arrived and is not yet measured.
+        kept: index of a parameter -> its own gradient, kept because one was bad.
     """
 
-    at_once: bool = False
-    start: Counts = field(default_factory=dict)
+    parameters: Sequence[Tensor]
+    replicas: Sequence[nn.parallel.DistributedDataParallel]
+    at_once: bool
+    start: Counts
     first: int = 0
     passes: list[BackwardPass] = field(default_factory=list)
     tasks: set[int] = field(default_factory=set)
-    waiting: list[Tensor] = field(default_factory=list)
-    local: dict[int, Tensor] = field(default_factory=dict)
+    waiting: list[int] = field(default_factory=list)
+    kept: dict[int, Tensor] = field(default_factory=dict)
 
     def count_from_here(self) -> None:
         """Start counting at a forward pass that begins."""
@@ -177,56 +181,43 @@ class WatchedMicroBatch:
         if self.passes and self.passes[-1].issued is None:
             self.passes[-1].issued, self.passes[-1].end = since(self.start), issued_counts()
 
-
-class BackwardNorms:
-    """The gradients of one micro-batch's backward passes: whose, how large. Read only when there is a reason to."""
-
-    def __init__(
-        self,
-        passes: list[BackwardPass],
-        index_of: dict[int, int],
-        local: dict[int, Tensor],
-        replicas: Sequence[nn.parallel.DistributedDataParallel],
-    ) -> None:
-        self._passes, self._index_of, self._local, self._replicas = passes, index_of, local, replicas
+    def note_reduction(self) -> None:
+        """Note, when the next micro-batch begins, that the program may have reduced gradients since the last pass."""
+        if self.passes and since(self.passes[-1].end):
+            self.passes[-1].exchanged = True
 
     @property
     def exchanged(self) -> list[bool]:
         """For each pass, whether its gradients were reduced afterwards, or meanwhile."""
-        return [it.exchanged or bool(self._foreign(number)) for number, it in enumerate(self._passes)]
-
-    def note_reduction(self) -> None:
-        """Note, when the next micro-batch begins, that the program may have reduced gradients since the last pass."""
-        if self._passes and since(self._passes[-1].end):
-            self._passes[-1].exchanged = True
+        return [it.exchanged or bool(self._foreign(number)) for number, it in enumerate(self.passes)]
 
     def shared_with(self) -> list[tuple[int, ...]]:
         """Return for each pass the ranks with which the program itself communicated; empty for this rank's own."""
-        return [ranks_of(self._foreign(number)) for number in range(len(self._passes))]
+        return [ranks_of(self._foreign(number)) for number in range(len(self.passes))]
 
     def _foreign(self, number: int) -> list[Any]:
         """Return the groups on which more was issued, until the end of that pass, than DDP issues until then."""
-        current = self._passes[number]
-        reductions = sum(earlier.exchanged for earlier in self._passes[current.first : number + 1])
+        current = self.passes[number]
+        reductions = sum(earlier.exchanged for earlier in self.passes[current.first : number + 1])
         return [
             group
             for group, count in (current.issued or {}).items()
-            if count is None or count > sum(_most_collectives(ddp, group, reductions) for ddp in self._replicas)
+            if count is None or count > sum(_most_collectives(ddp, group, reductions) for ddp in self.replicas)
         ]
 
     def indices(self) -> set[int]:
         """Return the indices of parameters that got a gradient."""
-        return {self._index_of[id(parameter)] for parameters, _ in self._measured() for parameter in parameters}
+        return {index for indices, _ in self._measured() for index in indices}
 
     def local(self) -> dict[int, Tensor] | None:
         """Return index of a parameter -> this rank's own gradient.
 
         None where not all of them could be kept, or the program's hooks on parameters may have reduced them.
         """
-        hooked = any(gradient_hooks(parameter) for parameters, _ in self._measured() for parameter in parameters)
-        if hooked and any(self.shared_with()):
+        indices = self.indices()
+        if any(self.shared_with()) and any(gradient_hooks(self.parameters[index]) for index in indices):
             return None
-        return self._local if self._local and self.indices() == self._local.keys() else None
+        return self.kept if self.kept and indices == self.kept.keys() else None
 
     def away(self) -> list[Tensor]:
         """Return the norms that are on an accelerator."""
@@ -236,18 +227,17 @@ class BackwardNorms:
         """Return one per parameter, float64 on the host, `NO_GRADIENT` where none came; None where no gradient came."""
         if not self._measured():
             return None
-        result = torch.full((len(self._index_of),), NO_GRADIENT, dtype=torch.float64, device="cpu")
-        for parameters, norms in self._measured():
-            indices = torch.tensor([self._index_of[id(parameter)] for parameter in parameters], device="cpu")
-            result[indices] = norms.to("cpu", torch.float64)
+        result = torch.full((len(self.parameters),), NO_GRADIENT, dtype=torch.float64, device="cpu")
+        for indices, norms in self._measured():
+            result[torch.tensor(indices, device="cpu")] = norms.to("cpu", torch.float64)
         return result
 
     def bad_indices(self) -> list[list[int]]:
-        """Return for each pass the parameters whose gradient was not finite, as they came: the loss's end first."""
-        return [_bad_indices(it, self._index_of) for it in self._passes]
+        """Return the `BackwardPass.bad_indices` of each pass."""
+        return [it.bad_indices() for it in self.passes]
 
-    def _measured(self) -> list[tuple[list[Tensor], Tensor]]:
-        return [measured for it in self._passes for measured in it.measured]
+    def _measured(self) -> list[tuple[list[int], Tensor]]:
+        return [measured for it in self.passes for measured in it.measured]
 
 
 def _most_collectives(replica: nn.parallel.DistributedDataParallel, group: Any, reductions: int) -> float:
@@ -257,11 +247,3 @@ def _most_collectives(replica: nn.parallel.DistributedDataParallel, group: Any, 
     if has_comm_hook(replica):
         return math.inf  # a hook may issue any number
     return reductions * (bucket_count(replica) + int(replica.find_unused_parameters))
-
-
-def _bad_indices(backward_pass: BackwardPass, index_of: dict[int, int]) -> list[int]:
-    order: dict[int, None] = {}
-    for parameters, norms in backward_pass.measured:
-        finite = norms.isfinite().tolist()
-        order.update({index_of[id(p)]: None for p, ok in zip(parameters, finite, strict=True) if not ok})
-    return list(order)

@@ -40,7 +40,6 @@ from ddpstats._base.lazy import breaks_graph
 from ddpstats._observe.gradient_norms import (
     BackwardNorms,
     BackwardPass,
-    WatchedMicroBatch,
     as_vector,
     elements,
     exact,
@@ -82,18 +81,15 @@ class GradientWatch:
         self.bad = False
         self.observer: Callable[[list[Tensor], list[Tensor]], None] | None = None
         self._module = module
-        self._index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._handles: list[Any] = []
-        self._unhooked = [parameter for parameter in self.parameters if self.sees_local]
+        self._unhooked = list(range(len(self.parameters))) if self.sees_local else []
         self._replicas: list[nn.parallel.DistributedDataParallel] | None = None
         self._static_graph_known = False
-        self._active = False
-        self._micro = WatchedMicroBatch()
+        self._micro: BackwardNorms | None = None
 
     def begin(self) -> None:
         """Begin a micro-batch: from now on gradients are measured."""
-        if self._unhooked:
-            self._hook()
+        self._hook()
         if self._replicas is None:
             self._replicas = replicas_in(self._module)
             inner = unwrapped(self._module)
@@ -101,18 +97,18 @@ class GradientWatch:
             self._handles.append(inner.register_forward_pre_hook(hook))
         if self.arrivals and not self._replicas:
             self.arrivals[-1].note_reduction()
-        self._micro = WatchedMicroBatch(at_once=self._has_to_be_quick(self._replicas), start=issued_counts())
-        self._active = True
+        at_once = self._has_to_be_quick(self._replicas)
+        self._micro = BackwardNorms(self.parameters, self._replicas, at_once, issued_counts())
 
     def end(self) -> None:
         """End the micro-batch: no gradient is measured any more."""
-        self._active = False
-        micro = self._micro
-        self._measure_waiting()  # a backward pass that ended by an error
+        micro, self._micro = self._micro, None
+        if micro is None:
+            return
+        self._measure_waiting(micro)  # a backward pass that ended by an error
         micro.close_pass()
         self._static_graph_known = self._static_graph_known or any(it.exchanged for it in micro.passes)
-        self.arrivals.append(BackwardNorms(micro.passes, self._index_of, micro.local, self._replicas or []))
-        self._micro = WatchedMicroBatch()
+        self.arrivals.append(micro)
 
     def forget(self) -> None:
         """End the step."""
@@ -121,7 +117,7 @@ class GradientWatch:
 
     def close(self) -> None:
         """Take the hooks away. Idempotent."""
-        self._active = False
+        self._micro = None
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -129,16 +125,15 @@ class GradientWatch:
 
     def _hook(self) -> None:
         """Hook the parameters that want a gradient for the first time: a frozen one takes no hook."""
-        arrived = _ArrivalHook(self)
-        frozen = []
-        for parameter in self._unhooked:
-            if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
-                _put_first(accumulated_hooks(parameter), handle.id)
-            else:
-                frozen.append(parameter)
-        self._unhooked = frozen
+        wanting = [index for index in self._unhooked if self.parameters[index].requires_grad]
+        for index in wanting:
+            parameter = self.parameters[index]
+            hook = _ArrivalHook(self, index)
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+            _put_first(accumulated_hooks(parameter), handle.id)
+        if wanting:
+            self._unhooked = [index for index in self._unhooked if index not in set(wanting)]
 
     def _has_to_be_quick(self, replicas: list[nn.parallel.DistributedDataParallel]) -> bool:
         if queue_callback is None or any(replica.gradient_as_bucket_view for replica in replicas):
@@ -147,19 +142,18 @@ class GradientWatch:
 
     def _forward_begins(self) -> None:
         """Count the program's own collectives from here: DDP has issued those that it issues before a forward pass."""
-        if self._active and not in_backward():
+        if self._micro is not None and not in_backward():
             self._micro.count_from_here()
 
-    def _arrived(self, parameter: Tensor) -> None:
-        micro, task = self._micro, graph_task()
+    def _arrived(self, micro: BackwardNorms, index: int) -> None:
+        task, parameter = graph_task(), self.parameters[index]
         if task not in micro.tasks:
             self._note_task(micro, task)
+        micro.waiting.append(index)
         if micro.at_once or _has_foreign_hooks(parameter) or is_sparse(parameter.grad):
-            self._measure([parameter])
-        else:
-            micro.waiting.append(parameter)
+            self._measure(micro, [micro.waiting.pop()])
 
-    def _note_task(self, micro: WatchedMicroBatch, task: int) -> None:
+    def _note_task(self, micro: BackwardNorms, task: int) -> None:
         """Note the first gradient of a graph task of autograd's."""
         if not micro.tasks:
             micro.close_pass()
@@ -168,59 +162,49 @@ class GradientWatch:
         if queue_callback is not None:
             queue_callback(lambda: self._task_ends(micro, task))
 
-    def _task_ends(self, micro: WatchedMicroBatch, task: int) -> None:
-        self._measure_waiting()
+    def _task_ends(self, micro: BackwardNorms, task: int) -> None:
+        self._measure_waiting(micro)
         micro.tasks.discard(task)
         if not micro.tasks:
             micro.close_pass()
 
-    def _measure_waiting(self) -> None:
-        waiting, self._micro.waiting = self._micro.waiting, []
-        self._measure(waiting)
+    def _measure_waiting(self, micro: BackwardNorms) -> None:
+        waiting, micro.waiting = micro.waiting, []
+        self._measure(micro, waiting)
 
-    def _measure(self, parameters: list[Tensor]) -> None:
-        parameters = [parameter for parameter in parameters if parameter.grad is not None]
-        if not parameters:
+    def _measure(self, micro: BackwardNorms, indices: list[int]) -> None:
+        indices = [index for index in indices if self.parameters[index].grad is not None]
+        if not indices:
             return
+        parameters: list[Tensor] = [self.parameters[index] for index in indices]
         if self.observer is not None:
             self.observer(parameters, [parameter.grad for parameter in parameters if parameter.grad is not None])
         with torch.no_grad():
             gradients = [elements(parameter.grad) for parameter in parameters]
             norms = as_vector(norms_of(gradients))
             if norms.is_cpu:
-                norms = self._check_norms(parameters, gradients, norms)
-        current = self._micro.passes[-1]
-        current.measured.append((parameters, norms))
+                if not math.isfinite(norms.sum().item()):
+                    norms = exact(gradients, norms)
+                    self.bad = self.bad or not bool(norms.isfinite().all())
+                if self.bad:  # kept before they are reduced
+                    kept = zip(indices, parameters, strict=True)
+                    micro.kept.update({index: p.grad.detach().clone() for index, p in kept if p.grad is not None})
+        current = micro.passes[-1]
+        current.measured.append((indices, norms))
         # DDP sets it to False in no_sync().
-        current.exchanged |= any(replica.require_backward_grad_sync for replica in self._replicas or ())
-
-    def _check_norms(self, parameters: list[Tensor], gradients: list[Tensor], norms: Tensor) -> Tensor:
-        """Return exact norms, on the CPU. If one is bad, keep the gradients now, before they are reduced."""
-        if math.isfinite(norms.sum().item()):
-            if self.bad:
-                self._keep(parameters)
-            return norms
-        norms = exact(gradients, norms)
-        if not bool(norms.isfinite().all()):
-            self.bad = True
-            self._keep(parameters)
-        return norms
-
-    def _keep(self, parameters: list[Tensor]) -> None:
-        kept = {self._index_of[id(p)]: p.grad.detach().clone() for p in parameters if p.grad is not None}
-        self._micro.local.update(kept)
+        current.exchanged |= any(replica.require_backward_grad_sync for replica in micro.replicas)
 
 
 class _ArrivalHook:
     """The hook on every parameter; it must not keep the watch alive."""
 
-    def __init__(self, watch: GradientWatch) -> None:
-        self._watch = weakref.ref(watch)
+    def __init__(self, watch: GradientWatch, index: int) -> None:
+        self._watch, self._index = weakref.ref(watch), index
 
     def __call__(self, parameter: Tensor) -> None:
         watch = self._watch()
-        if watch is not None and watch._active:
-            watch._arrived(parameter)
+        if watch is not None and watch._micro is not None:
+            watch._arrived(watch._micro, self._index)
 
 
 def _put_first(hooks: Any, number: int) -> None:

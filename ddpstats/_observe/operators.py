@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -228,16 +228,11 @@ def _even(splits: Sequence[int], tensor: torch.Tensor, size: int) -> tuple[int, 
     return tuple(splits) or (rows // size,) * size
 
 
-_REDUCE_OPS: dict[Any, str] = {}
-
-
+@cache
 def reduce_op_name(kind: Any) -> str:
     """Return the name of a reduce op, given its number or the member of ``RedOpType``."""
-    name = _REDUCE_OPS.get(kind)
-    if name is None:
-        kinds: Any = dist.ReduceOp.RedOpType
-        name = _REDUCE_OPS[kind] = kinds(kind).name.lower()
-    return name
+    kinds: Any = dist.ReduceOp.RedOpType
+    return str(kinds(kind).name).lower()
 
 
 # -- what this torch has ----------------------------------------------------------------------------------------------

@@ -245,44 +245,28 @@ function_modes: Callable[[], list[Any]] = find("overrides._get_current_function_
 
 # Sees every operation of a step, forward and backward; and every leaf in the arguments of one. Without them no origin
 # of a value is traced in a replay.
-tree_leaves: Callable[[Any], Iterable[Any]] = find(
-    "utils._pytree.tree_leaves", lambda value: refuse("arguments of operations cannot be flattened")
-)
-DispatchMode: Any = find("utils._python_dispatch.TorchDispatchMode")
-if DispatchMode is None:
-
-    class DispatchMode:  # type: ignore[no-redef]
-        def __init__(self) -> None:
-            refuse("operations of a step cannot be seen one by one")
+tree_leaves: Callable[[Any], Iterable[Any]] = find("utils._pytree.tree_leaves")
+DispatchMode: Any = find("utils._python_dispatch.TorchDispatchMode", object)
 
 
 class no_dispatch_no_grad:
     """Around what we compute: it makes no graph, autocast (of cpu and cuda) is off, no mode of the program sees it."""
 
-    __slots__ = ("_autocast", "_function", "_grad", "_modes")
+    __slots__ = ("_contexts",)
 
     def __enter__(self) -> None:
-        self._function = _without_torch_function()
-        self._function.__enter__()
-        self._grad = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
-        self._autocast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        for kind in self._autocast:
-            torch.set_autocast_enabled(kind, False)
-        self._modes: Any = None
+        self._contexts: list[Any] = [_without_torch_function(), torch.no_grad()]
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                self._contexts.append(torch.autocast(kind, enabled=False))
         if dispatch_mode_count():
-            self._modes = _without_dispatch_modes()
-            self._modes.__enter__()
+            self._contexts.append(_without_dispatch_modes())
+        for context in self._contexts:
+            context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        try:
-            if self._modes is not None:
-                self._modes.__exit__(None, None, None)
-        finally:
-            for kind in self._autocast:
-                torch.set_autocast_enabled(kind, True)
-            torch.set_grad_enabled(self._grad)
-            self._function.__exit__(None, None, None)
+        for context in reversed(self._contexts):
+            context.__exit__(None, None, None)
 
 
 def is_tracing() -> bool:
