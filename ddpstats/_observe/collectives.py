@@ -279,11 +279,9 @@ _ALL_REDUCE = OPERATORS["allreduce_"]
 
 
 def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if kwargs or torch.compiler.is_compiling() or not _is_plain(*args):
+    view = None if kwargs or torch.compiler.is_compiling() or not _is_plain(*args) else view_of(self)
+    if view is None or not view.has_host:
         return _original_all_reduce.__get__(self)(*args, **kwargs)
-    view = view_of(self)
-    if not view.has_host:
-        return _original_all_reduce.__get__(self)(*args)
     tensors, options = args
     call = Collective(_ALL_REDUCE, view, tensors, tensors)
     call.reduce_op, call.blocking = reduce_op_name(options.reduceOp.op), not getattr(options, "asyncOp", True)

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpstats._observe.torch_compat import find, lacking as lacking, note_lack, refuse
+from ddpstats._observe.torch_compat import find, lacking as lacking, note_lack
 from ddpstats._ranks.gloo import OWN_GROUP, gloo_backend, group_around, store_of
 
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
@@ -89,9 +88,7 @@ operators_name_reduce_op = dist.is_available() and _operators_name_reduce_op()
 if not operators_name_reduce_op:
     note_lack("torch.classes.c10d.ReduceOp.op")
 
-backend_of: Callable[[Any, torch.device], Any] = find(
-    "distributed.ProcessGroup._get_backend", lambda group, device: refuse("a process group does not name its backends")
-)
+backend_of: Callable[[Any, torch.device], Any] = find("distributed.ProcessGroup._get_backend")
 """The backend of a group for a kind of device. Raises ``RuntimeError`` where it has none."""
 
 
@@ -168,35 +165,29 @@ class GroupView:
         return group is not None and (not self.is_registered or is_registered(group))
 
 
-_views: dict[int, GroupView] = {}  # by the id of the group, while it is there
+_views: weakref.WeakKeyDictionary[Any, GroupView] = weakref.WeakKeyDictionary()
 
 
 def view_of(group: Any) -> GroupView:
     """Return the view of a process group; always the same one."""
-    view = _views.get(id(group))
-    if view is None or view.group() is not group:
+    view = _views.get(group)
+    if view is None:
         try:
             ranks = tuple(map(int, dist.get_process_group_ranks(group)))  # who made it may have given numpy's
         except (KeyError, ValueError, RuntimeError):
             ranks = tuple(range(group.size()))  # a group that torch's registry does not know
         is_internal = group.group_desc == OWN_GROUP
-        view = _views[id(group)] = GroupView(
+        view = _views[group] = GroupView(
             group.group_name,
             group.group_desc,
             ranks,
             ranks[group.rank()],
             is_internal,
             not is_internal and _has_host(group),
-            weakref.ref(group, partial(_forget, _views, id(group))),
+            weakref.ref(group),
             is_registered(group),
         )
     return view
-
-
-def _forget(views: dict[int, GroupView], number: int, reference: Any) -> None:
-    """Remove a view. ``views`` is `_views`, a name that this module has lost when the interpreter ends."""
-    if number in views and views[number].group is reference:
-        del views[number]
 
 
 def _has_host(group: Any) -> bool:

@@ -125,6 +125,7 @@ _TABLE = (
 OPERATORS = {operator.name: operator for operator in _TABLE}
 
 
+@dataclass(slots=True, eq=False)
 class Collective:
     """One collective that is about to run on this rank.
 
@@ -143,23 +144,20 @@ class Collective:
         subscriber_state: what a subscriber keeps of the call between `before` and `after`.
     """
 
-    __slots__ = (
-        "blocking", "inputs", "limit", "on_failure", "operator", "outputs", "peer", "reduce_op", "root", "splits",
-        "subscriber_state", "tag", "timeout_ms", "view",
-    )  # fmt: skip
-
-    def __init__(self, operator: Operator, view: GroupView, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        self.operator, self.view, self.inputs, self.outputs = operator, view, inputs, outputs
-        self.reduce_op: str | None = None
-        self.root: int | None = None
-        self.splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-        self.peer: int | None = None
-        self.tag: int | None = None
-        self.blocking = False
-        self.timeout_ms: int | None = None
-        self.limit: Any = None
-        self.on_failure: Callable[[Collective, RuntimeError], None] | None = None
-        self.subscriber_state: Any = None
+    operator: Operator
+    view: GroupView
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    reduce_op: str | None = None
+    root: int | None = None
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    peer: int | None = None
+    tag: int | None = None
+    blocking: bool = False
+    timeout_ms: int | None = None
+    limit: Any = None
+    on_failure: Callable[[Collective, RuntimeError], None] | None = None
+    subscriber_state: Any = None
 
     @property
     def own_timeout_sec(self) -> float | None:

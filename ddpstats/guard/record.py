@@ -125,20 +125,20 @@ def _read_rank(path: Path) -> RankRecord:
     groups: dict[str, Mapping[str, Any]] = {}
     events: list[Event] = []
     marks: list[Mark] = []
-    known: dict[tuple[bytes, ...], Event] = {}
+    known: dict[Any, Event] = {}
     sources = [source for source in (old, path) if os.path.lexists(source)]
     for source in sources:
         for number, line in raw_lines(source):
-            numbers, rest = _split_numbers(line)
-            if (event := known.get(rest)) is not None:
-                events.append(event_of((event, int(numbers[0]), float(numbers[1]))))
+            match = _NUMBERED.fullmatch(line)
+            rest = match and match.group(1, 3, 5)  # which most lines share
+            if match is not None and rest in known:
+                events.append(event_of((known[rest], int(match[2]), float(match[4]))))
                 continue
             try:
                 entry = parsed(line)
                 if "op" in entry:
                     events.append(Event.from_dict(entry))
-                    if numbers:
-                        known[rest] = events[-1]
+                    known[rest] = events[-1]
                 elif "mark" in entry:
                     marks.append(mark_from_dict(entry))
                 elif "ddpstats" in entry:
@@ -205,12 +205,6 @@ def parsed(line: bytes) -> dict[str, Any]:
     if not isinstance(entry, dict):
         raise ValueError("not a record")
     return entry
-
-
-def _split_numbers(line: bytes) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-    """Return number and time of an event, and the rest, which most lines share; both empty for other lines."""
-    match = _NUMBERED.fullmatch(line)
-    return ((), ()) if match is None else ((match[2], match[4]), (match[1], match[3], match[5]))
 
 
 # -- marks ------------------------------------------------------------------------------------------------------------
