@@ -133,7 +133,7 @@ def label_costs(rounds: int) -> dict[str, list[float]]:
 
 
 def _label(tensor: torch.Tensor) -> None:
-    infer(tensor, sys._getframe(1))
+    infer(sys._getframe(1))
 
 
 def _unnamed(stats: dict[str, torch.Tensor]) -> None:

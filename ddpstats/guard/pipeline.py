@@ -198,7 +198,7 @@ class Watching:
         if found is None and by_torch:
             found = BY_TORCH if call.operator.combines else None
         elif found is None and self._settings.infer_labels and is_api and frame is not None and _may_have_name(call):
-            found = infer(call.inputs[0], frame)
+            found = infer(frame)
         call_site = (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
         key = group, parts, pieces, call.peer, call.tag, found, call_site
         event = self._known.get(key)

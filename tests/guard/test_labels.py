@@ -40,8 +40,12 @@ _file_numbers = itertools.count()
 
 def reduce(tensor: T) -> T:
     """Infer the label in place of a collective."""
-    _inferred.append(infer(tensor, sys._getframe(1)))
+    _inferred.append(infer(sys._getframe(1)))
     return tensor
+
+
+def infer_for(_: T) -> Inferred | None:
+    return infer(sys._getframe(1))
 
 
 def number() -> T:
@@ -204,6 +208,8 @@ USE = """
         ("reduce(value)", "", "element"),
         ("reduce(value.div_(2))", "", "element"),
         ("reduce(value); total += value", "", "pooled element"),
+        ("reduce(value); total = total + value * len(key)", "", "pooled element"),
+        ("reduce(value); worst = value if key else 0; total = max(total, worst)", "", "pooled element"),
         ("reduce(value)", "sum(stats.values())", "pooled element"),
         ("reduce(value)", "print(stats, sum(stats.values()))", "pooled element"),
         ("reduce(value)", "print(stats)", "element"),
@@ -269,9 +275,7 @@ GATHERED = """
 @pytest.mark.parametrize(("folded", "labels"), [("sum(sent)", ["a", "b"]), ("torch.cat(sent)", [None, None])])
 def test_what_is_gathered_has_a_label_where_the_program_adds_it_up(folded: str, labels: list[str | None]) -> None:
     program = program_of(GATHERED % folded)
-    inspect.unwrap(program).__globals__["all_gather"] = lambda sent, value: _inferred.append(
-        infer(value, sys._getframe(1))
-    )
+    inspect.unwrap(program).__globals__["all_gather"] = lambda sent, value: _inferred.append(infer(sys._getframe(1)))
     assert labels_of(program) == labels
 
 
@@ -424,11 +428,12 @@ def test_local_variables_stay_as_they_are_where_the_program_asks_for_them() -> N
 
 
 def test_local_variables_stay_as_they_are_where_the_frame_is_held() -> None:
-    stats, frame, inferred = {"loss": torch.zeros(1)}, sys._getframe(), None
-    held = frame.f_locals
+    stats, held = {"loss": torch.zeros(1)}, sys._getframe().f_locals
+    assert "stats" not in held
+    _inferred.clear()
     for key in stats:
-        inferred = infer(stats[key], frame)
-    assert inferred is not None
+        reduce(stats[key])
+    assert _inferred[0] is not None
     assert held["stats"] is stats
 
 
@@ -487,7 +492,7 @@ def test_call_site_is_right_in_several_threads() -> None:
 
     def walk(stats: Stats) -> None:
         for key, value in stats.items():
-            inferred = infer(value, sys._getframe())
+            inferred = infer_for(value)
             if inferred is None or inferred.path != key or inferred.levels[0].names != tuple(stats):
                 wrong.append((key, inferred))
 

@@ -244,11 +244,12 @@ def _siblings_in(container: Any) -> Siblings:
 
 def _aliases_in(entries: Any) -> dict[str, tuple[str, ...]]:
     """Return the names of tensors that a dict holds under several: tied weights."""
-    keys_of: dict[int, list[Any]] = {}
-    for key, value in itertools.islice(dict.items(entries), _MAX_SEARCHED):
-        if kind_of(value).__name__ in ("Tensor", "Parameter"):
-            keys_of.setdefault(id(value), []).append(key)
-    names = [_texts(keys) for keys in keys_of.values() if len(keys) > 1]
+    pairs_of: dict[int, list[tuple[Any, Any]]] = {}
+    for pair in itertools.islice(dict.items(entries), _MAX_SEARCHED):
+        pairs_of.setdefault(id(pair[1]), []).append(pair)
+    tied = [pairs for pairs in pairs_of.values() if len(pairs) > 1]
+    tensors = [pairs for pairs in tied if kind_of(pairs[0][1]).__name__ in ("Tensor", "Parameter")]
+    names = [_texts(key for key, _ in pairs) for pairs in tensors]
     return {name: of_tensor for of_tensor in names for name in of_tensor}
 
 
@@ -390,8 +391,8 @@ class _Path:
     is_fresh: bool = False
 
 
-def infer(tensor: Any, frame: FrameType) -> Inferred | None:
-    """Return the label of ``tensor`` in the collective that ``frame`` calls; None where the text gives it no name."""
+def infer(frame: FrameType) -> Inferred | None:
+    """Return the label of the tensor that ``frame`` calls a collective with; None where the text gives it no name."""
     try:
         call = call_routes(frame, None, frame.f_code)
         path = _follow(_Path((call,)), activation(frame)) if call.routes else None

@@ -204,7 +204,8 @@ def variable_of(expr: ast.expr | None) -> str:
 
 def parameters_given(call: ast.expr, callee: CodeType, names: Collection[str]) -> frozenset[str]:
     """Return the parameters of ``callee`` to which the call passes an expression with one of these variables."""
-    given = ((name, argument_for(call, callee, name)) for name in callee.co_varnames[: callee.co_argcount])
+    parameters = callee.co_varnames[: callee.co_argcount + callee.co_kwonlyargcount]
+    given = ((name, argument_for(call, callee, name)) for name in parameters)
     return frozenset(name for name, argument in given if argument is not None and mentions(argument, names))
 
 

@@ -40,6 +40,7 @@ _OTHER_THAN_VALUES = frozenset({"device", "dtype", "shape", "layout", "ndim", "g
 # Expressions that hand on their operands, and operators, which make a new value of them.
 _HANDS_ON = (ast.Attribute, ast.NamedExpr, ast.Await, ast.Starred, ast.BoolOp, ast.List, ast.Tuple)
 _OPERATORS = (ast.BinOp, ast.UnaryOp)
+_Assignment = (ast.Assign, ast.AnnAssign, ast.NamedExpr)
 _TOTALS = frozenset({"sum", "mean", "max", "min", "fsum", "prod", "any", "all", "median", "norm", "stack", "cat"})
 _KEEPERS = frozenset({"append", "extend", "insert", "appendleft", "put"})
 _STORERS = frozenset({"setattr", "update", "setdefault", "__setitem__"})
@@ -49,14 +50,12 @@ _STORERS = frozenset({"setattr", "update", "setdefault", "__setitem__"})
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """One statement that gives a variable its value.
+    """One statement that gives a variable its value: ``value``, or an element of it if there is a ``loop``.
 
-    ``kind`` "value": set to ``value``; "loop": an element of the iterable ``value``; "parameter": the caller's.
-    ``beside``: the other names of the same target, for ``for key, value in ...``.
+    ``value`` is None for a parameter. ``beside``: the other names of the same target, for ``for key, value in ...``.
     ``loop``: the statement or comprehension that loops.
     """
 
-    kind: Literal["value", "loop", "parameter"]
     name: ast.Name | None = None
     value: ast.expr | None = None
     beside: tuple[ast.Name, ...] = ()
@@ -65,6 +64,8 @@ class Binding:
     @property
     def position(self) -> tuple[int, int]:
         """Return from where on the variable has this value."""
+        if isinstance(self.loop, Comprehension):
+            return self.loop.lineno, self.loop.col_offset
         return (0, 0) if self.value is None else end_of(self.value)
 
 
@@ -76,7 +77,7 @@ def bindings_of(scope: ast.AST) -> Bindings:
     bindings: Bindings = {}
     if isinstance(scope, Function):
         for argument in (*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs):
-            bindings.setdefault(argument.arg, []).append(Binding("parameter"))
+            bindings.setdefault(argument.arg, []).append(Binding())
     for node in _own_nodes(scope):
         for name, binding in _bound_by(node):
             bindings.setdefault(name, []).append(binding)
@@ -90,16 +91,15 @@ def nearest(bindings: Bindings, name: str, at: ast.expr, file: SourceFile) -> Bi
 
     Branches are not distinguished. A loop binds its variables only inside of it.
     """
-    inside = [binding for binding in bindings.get(name, []) if binding.loop is None or file.is_inside(at, binding.loop)]
-    comprehended = [binding for binding in inside if isinstance(binding.loop, Comprehension)]
-    # The iterable of a comprehension is read before its variable is there.
-    bound = [binding for binding in comprehended if not (binding.value and file.is_inside(at, binding.value))]
-    if bound:
-        return bound[-1]
-    statements = [binding for binding in inside if binding not in comprehended]
-    before = [binding for binding in statements if binding.position <= (at.lineno, at.col_offset)]
+    before: list[Binding] = []
+    after: list[Binding] = []
+    for binding in bindings.get(name, []):
+        # The iterable of a comprehension is read before its variable is there.
+        is_iterable = isinstance(binding.loop, Comprehension) and binding.value and file.is_inside(at, binding.value)
+        if binding.loop is None or (file.is_inside(at, binding.loop) and not is_iterable):
+            (before if binding.position <= (at.lineno, at.col_offset) else after).append(binding)
     # Without one before: a value that an earlier turn of a loop has left.
-    return before[-1] if before else statements[-1] if statements else None
+    return before[-1] if before else after[-1] if after else None
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
@@ -136,7 +136,7 @@ def _targets(target: ast.expr, value: ast.expr, loop: ast.AST | None = None) -> 
     names = [name for name in names_in(target) if isinstance(name.ctx, ast.Store)]
     for name in names:
         beside = tuple(other for other in names if other is not name)
-        yield name.id, Binding("value" if loop is None else "loop", name, value, beside, loop)
+        yield name.id, Binding(name, value, beside, loop)
 
 
 # -- routes -----------------------------------------------------------------------------------------------------------
@@ -263,12 +263,10 @@ class LabelTracer:
     def _stored(self, call: ast.expr) -> Iterator[Route]:
         """Yield the names under which the program stores the result of a call."""
         loop = self.file.loop_around(call)
-        nodes = list(ast.walk(loop or self.file.scope_of(call)))
         carriers = {variable_of(tensor_argument(call))}
-        for node in nodes:
-            if isinstance(node, ast.Assign) and self.file.is_inside(call, node):
-                carriers.update(_plain_targets(node))
-        for node in nodes:
+        for around in self.file.around(call):
+            carriers.update(_plain_targets(around) if isinstance(around, _Assignment) else ())
+        for node in ast.walk(loop or self.file.scope_of(call)):
             if isinstance(node, ast.Assign) and (self.file.is_inside(call, node) or mentions(node.value, carriers)):
                 for target in node.targets:
                     if isinstance(target, ast.Subscript):
@@ -341,8 +339,7 @@ def _turns_of(
     step: Step, calls: Sequence[tuple[SourceFile | None, ast.expr | None, CodeType]], is_element: bool
 ) -> list[Turn]:
     """Return the part of each function, from the one that takes the step to the collective."""
-    keys = step.names or ([] if is_element or step.element is None else [step.element])
-    names = frozenset(node.id for key in keys for node in names_in(key))
+    names = frozenset(node.id for key in step.names for node in names_in(key))
     loop, turns = step.loop, list[Turn]()
     for index, (file, call, _) in reversed(list(enumerate(calls))):
         if file is not None and isinstance(call, ast.Call):
@@ -359,11 +356,12 @@ def _turns_of(
 
 def _further(results: set[str], file: SourceFile, call: ast.expr, within: ast.AST) -> set[str]:
     """Return the results, and the variables that are assigned from them."""
-    nodes = list(ast.walk(within))
+    nodes = [node for node in ast.walk(within) if isinstance(node, _Assignment)]
+    assignments = [(node, node.value) for node in nodes if node.value is not None]
     for _ in range(2):  # twice: a chain of assignments, whatever order they are visited in
-        for node in nodes:
-            value = getattr(node, "value", None)
-            if isinstance(value, ast.expr) and (_has_text(value, results) or file.is_inside(call, value)):
+        for node, value in assignments:
+            parts = list(ast.walk(value))
+            if call in parts or any(_is_one_of(part, results) for part in parts):
                 results |= {name for name in _plain_targets(node) if not _goes_on(name, value, file, call)}
     return results
 
@@ -375,14 +373,13 @@ def _goes_on(name: str, value: ast.expr, file: SourceFile, call: ast.expr) -> bo
 
 def _reads(node: ast.AST, turn: Turn) -> Iterator[_Read]:
     """Yield what becomes of a result where this node reads it."""
-    is_load = isinstance(getattr(node, "ctx", None), ast.Load) and _is_after(node, turn.call)
-    if node is not turn.call and not (is_load and ast.unparse(node) in turn.results):
+    if node is not turn.call and not (_is_after(node, turn.call) and _is_one_of(node, turn.results)):
         return
-    inner, is_receiver = node, True
+    inner, is_receiver, has_key_beside = node, True, False
     for outer in turn.file.around(node):
         if isinstance(outer, ast.stmt):
-            is_left = isinstance(outer, ast.Return) or (is_receiver and isinstance(outer, ast.Expr))
-            yield "kept" if is_left else _read_by_statement(outer, turn)
+            is_over = isinstance(outer, ast.Expr) and (is_receiver or has_key_beside)
+            yield "kept" if is_over or isinstance(outer, ast.Return) else _read_by_statement(outer, turn)
             return
         if outer is turn.within or isinstance(outer, Function):
             around = called_name(turn.file.parents.get(outer))
@@ -391,8 +388,9 @@ def _reads(node: ast.AST, turn: Turn) -> Iterator[_Read]:
             return
         beside = [part for part in ast.iter_child_nodes(outer) if part is not inner]
         name = called_name(outer)
-        if any(_has_key(part, turn) for part in beside):
-            yield "stored" if isinstance(outer, (ast.Tuple, ast.Dict)) or name in _KEEPERS | _STORERS else "kept"
+        has_key_beside = has_key_beside or any(_has_key(part, turn) for part in beside)
+        if has_key_beside and (isinstance(outer, (ast.Tuple, ast.Dict)) or name in _KEEPERS | _STORERS):
+            yield "stored"
             return
         if name in _KEEPERS and isinstance(outer, ast.Call) and isinstance(outer.func, ast.Attribute):
             yield "pooled" if _is_totalled(outer.func.value, turn) else "kept"
@@ -423,18 +421,15 @@ def _has_key(node: ast.AST, turn: Turn) -> bool:
     return mentions(node, turn.names)
 
 
-def _has_text(node: ast.AST, texts: Collection[str]) -> bool:
-    return any(isinstance(part, ast.expr) and ast.unparse(part) in texts for part in ast.walk(node))
+def _is_one_of(node: ast.AST, texts: Collection[str]) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Load) and ast.unparse(node) in texts
 
 
 def _is_totalled(collection: ast.expr, turn: Turn) -> bool:
     """Say whether the function combines the elements of a collection after the loop."""
     text = ast.unparse(collection)
-    reads = [
-        node
-        for node in ast.walk(turn.file.scope_of(turn.call))
-        if isinstance(node, type(collection)) and _is_after(node, turn.within) and ast.unparse(node) == text
-    ]
+    after = [node for node in ast.walk(turn.file.scope_of(turn.call)) if _is_after(node, turn.within)]
+    reads = [node for node in after if _is_one_of(node, {text})]
     return any(called_name(outer) in _TOTALS for node in reads for outer in turn.file.around(node))
 
 
@@ -444,12 +439,8 @@ def _is_after(node: ast.AST, other: ast.AST) -> bool:
     return (node.lineno, node.col_offset) >= end_of(other)
 
 
-def _plain_targets(node: ast.AST) -> Iterator[str]:
+def _plain_targets(node: ast.Assign | ast.AnnAssign | ast.NamedExpr) -> Iterator[str]:
     """Yield the variables that an assignment sets."""
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    if isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
-        targets = [node.target]
-    for target in targets:
-        for part in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:
-            if isinstance(part, ast.Name):
-                yield part.id
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    parts = (part for target in targets for part in getattr(target, "elts", [target]))
+    return (part.id for part in parts if isinstance(part, ast.Name))
