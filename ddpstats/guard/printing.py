@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddpstats._base.text import count_of
 from ddpstats.errors import DdpstatsError
@@ -37,61 +37,59 @@ _PRINTER_SEC = 2.0  # for the rank that prints the verdict whole, before another
 # -- an error that all ranks raise ------------------------------------------------------------------------------------
 
 
-class _Verdict(NamedTuple):
+@dataclass
+class _Verdict:
     """``has_printer_ended``: False where that is not known, as of a rank of another host."""
 
     error: DdpstatsError
     rank: int
     printer: int
     has_printer_ended: Callable[[], bool]
+    is_printed: bool = False
 
 
 _newest: _Verdict | None = None
-_is_printed = False
-_original_hook: Callable[..., Any] | None = None
+_original_hook: Callable[..., Any] = sys.__excepthook__
 
 
 def print_once(error: DdpstatsError, rank: int, printer: int, has_printer_ended: Callable[[], bool]) -> None:
     """From now on ``error``, which this ``rank`` is about to raise, is printed whole by rank ``printer`` alone."""
-    global _newest, _is_printed, _original_hook
-    _newest, _is_printed = _Verdict(error, rank, printer, has_printer_ended), False
+    global _newest, _original_hook
+    _newest = _Verdict(error, rank, printer, has_printer_ended)
     if sys.excepthook is not _excepthook:
         _original_hook, sys.excepthook = sys.excepthook, _excepthook
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    hook = _original_hook or sys.__excepthook__
-    if not print_verdict(error, lambda: hook(kind, error, strip(error))):
-        hook(kind, error, trace)
+    if not print_verdict(error, lambda: _original_hook(kind, error, strip(error))):
+        _original_hook(kind, error, trace)
 
 
 def print_verdict(error: BaseException, show: Callable[[], object]) -> bool:
     """Print the newest verdict, unless it is printed: whole, by ``show``, or in one line. False for another error."""
-    global _is_printed
-    if _newest is None or _newest.error is not error:
+    verdict = _newest
+    if verdict is None or verdict.error is not error:
         return False
-    if _is_printed:
+    if verdict.is_printed:
         return True
-    _is_printed = True
-    _, rank, printer, has_printer_ended = _newest
-    line = f"{in_short(_newest.error)} The output of rank {printer} has it in full."
+    verdict.is_printed, is_printer = True, verdict.rank == verdict.printer
+    line = f"{in_short(verdict.error)} The output of rank {verdict.printer} has it in full."
     with sigterm_deferred():
         _leave_for_torchrun(line, error)
-        if rank == printer:
+        if is_printer:
             show()
         else:
-            print(f"rank {rank}: {line}", file=sys.stderr)
+            print(f"rank {verdict.rank}: {line}", file=sys.stderr)
         sys.stderr.flush()
         deadline = time.monotonic() + _PRINTER_SEC
-        while rank != printer and not has_printer_ended() and time.monotonic() < deadline:
+        while not is_printer and not verdict.has_printer_ended() and time.monotonic() < deadline:
             time.sleep(0.02)
     return True
 
 
 def print_message(error: DdpstatsError) -> None:
     """Print a verdict that Python does not print, as it ends a traceback."""
-    text = "".join(traceback.format_exception_only(error)).rstrip()
-    print_verdict(error, lambda: print(text, file=sys.stderr))
+    print_verdict(error, lambda: traceback.print_exception(type(error), error, None, chain=False))
 
 
 def in_short(error: DdpstatsError) -> str:

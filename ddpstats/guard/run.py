@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ddpstats._base import config
 from ddpstats.errors import ConfigError, DdpstatsError
@@ -33,7 +33,7 @@ from ddpstats.guard.watch import EVERY_SEC, Lines, Records, picture_of
 if TYPE_CHECKING:
     from ddpstats.guard.guard import collective_guard
 
-_MODES = ("strict", "step", "record", "off")
+_MODES = get_args(config.GuardMode)
 ENDING_SEC = 40.0  # torchrun kills ranks that have not ended 30 s after an interrupt
 
 EPILOG = """examples:
@@ -49,18 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes = "strict (default), step, record, off"
     parser.add_argument("--guard", choices=_MODES, metavar="MODE", help=f"{modes}; DDPSTATS_GUARD where it is set")
     parser.add_argument("--no-labels", action="store_true", help="compare operations and shapes, not keys")
-    parser.add_argument(
-        "--timeout-sec",
-        type=float,
-        metavar="S",
-        help="how long a collective waits for other ranks (as long as its process group)",
-    )
+    timeout = "how long a collective waits for other ranks (as long as its process group)"
+    parser.add_argument("--timeout-sec", type=float, metavar="S", help=timeout)
     records = "each rank's flight record, for `ddpstats report` and `watch`"
     parser.add_argument("--record-dir", "--watch-dir", metavar="DIR", help=records)
     parser.add_argument("--watch", action="store_true", help="with --nproc: print on stderr what each rank is doing")
-    parser.add_argument(
-        "--nproc", type=int, metavar="N", help="start N ranks on this machine (without: be a rank of torchrun's)"
-    )
+    ranks = "start N ranks on this machine (without: be a rank of torchrun's)"
+    parser.add_argument("--nproc", type=int, metavar="N", help=ranks)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="the program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
@@ -75,10 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.guard == "record" and args.record_dir is None:
         raise ConfigError("--guard record needs --record-dir DIR, where the records are written")
     if args.nproc is None and args.watch:
-        raise ConfigError(
-            "--watch is for --nproc N, which starts the ranks. Where torchrun does, say --watch-dir DIR, and "
-            "`ddpstats watch DIR` in another terminal of that machine."
-        )
+        raise ConfigError("--watch is for --nproc N. With torchrun, say --watch-dir DIR, and run `ddpstats watch DIR`.")
     if args.nproc is not None and (args.nproc < 1 or "TORCHELASTIC_RUN_ID" in os.environ):
         raise ConfigError("--nproc starts N ranks, at least one, and not in a rank of torchrun's. Leave --nproc out.")
     return _run_here(args) if args.nproc is None else _launch(args)
@@ -92,10 +84,7 @@ def _run_here(args: argparse.Namespace) -> int:
     from ddpstats.guard.guard import collective_guard
 
     guard = collective_guard(
-        args.guard,
-        infer_labels=not args.no_labels,
-        timeout_sec=args.timeout_sec,
-        record_dir=args.record_dir,
+        args.guard, infer_labels=not args.no_labels, timeout_sec=args.timeout_sec, record_dir=args.record_dir
     )
     ending = Ending(guard, lambda: _print_last_line(guard, ending.error))
     if args.guard != "off":

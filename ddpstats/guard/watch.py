@@ -73,6 +73,20 @@ class RankNow:
             return self.left or "killed, or ended without a word"
         return "runs" if self.waits_since is None else "waits"
 
+    def take(self, entry: Mapping[str, Any]) -> None:
+        """Take a line of the record that is no collective."""
+        if "new_group" in entry:
+            self.members[str(entry["new_group"])] = checked_group(entry)["ranks"]
+        elif "end" in entry:
+            self.left = LEFT if entry["end"] == "left" else f"{LEFT} by {entry['end']}"
+        for name, value in entry.get("now", {}).items():
+            if name == "steps":
+                self.steps = int(value)
+            elif name == "waits_since":
+                self.waits_since = None if value is None else float(value)
+            else:
+                self.remarks[name] = str(value)
+
 
 class _Follower:
     """One rank's record, of which each look reads what was appended since. ``now``: None before its first line."""
@@ -100,7 +114,7 @@ class _Follower:
             elif "seq" in entry:
                 event, self.now.groups[str(entry["group"])] = entry, int(entry["seq"])
             else:
-                _take(self.now, entry)
+                self.now.take(entry)
         if event is not None and self.now is not None:
             event.pop("evidence", None)  # omitted where it is that of the event before
             self.now.event = Event.from_dict(event)
@@ -112,21 +126,6 @@ class _Follower:
         if self.now is None or self.now.run != head.get("run", ""):
             self.now = RankNow(head["rank"], head["world_size"], head.get("run", ""))
         self.now.began, self.now.process, self.now.left = head.get("time", 0.0), process, ""
-
-
-def _take(rank: RankNow, entry: Mapping[str, Any]) -> None:
-    """Take a line that is no collective."""
-    if "new_group" in entry:
-        rank.members[str(entry["new_group"])] = checked_group(entry)["ranks"]
-    elif "end" in entry:
-        rank.left = LEFT if entry["end"] == "left" else f"{LEFT} by {entry['end']}"
-    for name, value in entry.get("now", {}).items():
-        if name == "steps":
-            rank.steps = int(value)
-        elif name == "waits_since":
-            rank.waits_since = None if value is None else float(value)
-        else:
-            rank.remarks[name] = str(value)
 
 
 class Records:
@@ -185,10 +184,7 @@ def picture_of(ranks: Sequence[RankNow]) -> Picture:
     """Return what is shown of these; the ranks that are furthest behind where there are too many."""
     members = {name: group for rank in ranks for name, group in rank.members.items()}
     furthest = {name: max(rank.groups.get(name, 0) for rank in ranks) for name in members}
-    rows = []
-    for rank in ranks:
-        groups = [name for name, group in members.items() if rank.rank in group]
-        rows.append(_row(rank, max((furthest[name] - rank.groups.get(name, 0) for name in groups), default=0)))
+    rows = [_row(rank, [name for name, group in members.items() if rank.rank in group], furthest) for rank in ranks]
     waiting = [rank.rank for rank in ranks if rank.state == "waits"]
     late = [row.rank for row in rows if waiting and row.behind and row.rank not in waiting]
     heading = f"{len(ranks)} of {ranks[0].world_size} ranks, step {max(rank.steps for rank in ranks)}"
@@ -208,13 +204,13 @@ def picture_of(ranks: Sequence[RankNow]) -> Picture:
     return Picture(heading, rows, remarks[:_MOST_REMARKS], late, news)
 
 
-def _row(rank: RankNow, behind: int) -> Row:
-    event = rank.event
+def _row(rank: RankNow, groups: Sequence[str], furthest: Mapping[str, int]) -> Row:
+    event, now = rank.event, time.time()
+    behind = max((furthest[name] - rank.groups.get(name, 0) for name in groups), default=0)
     if event is None:
         return Row(rank.rank, rank.steps, behind, rank.state, "")
-    since = f"(last began {time.time() - event.started:.0f} s ago)"
-    if rank.state == "waits" and rank.waits_since is not None:
-        since = f"for {time.time() - rank.waits_since:.0f} s"
+    waits_since = rank.waits_since if rank.state == "waits" else None
+    since = f"(last began {now - event.started:.0f} s ago)" if waits_since is None else f"for {now - waits_since:.0f} s"
     return Row(rank.rank, rank.steps, behind, f"{rank.state} {since}", event.in_full())
 
 
