@@ -19,6 +19,7 @@ from torch import nn
 import ddpstats
 from ddpstats._base.config import GuardMode
 from ddpstats.guard import collective_guard, verdicts
+from ddpstats.guard.failure_agreement import FailureAgreement
 
 Raised = tuple[str, tuple[int, ...], str]
 """The name of an error, the ranks that it calls missing, and its text."""
@@ -56,18 +57,23 @@ def label_on_one_rank(steps: int) -> tuple[int, int]:
     with collective_guard("step", timeout_sec=20) as guard:
         for step in range(steps):
             if step == steps - 10:
-                time.sleep(1.0)  # the watchdog of each rank writes what it has not written yet
+                agreement = _agreement_of(guard)
+                while not agreement._kept_position:  # which the watchdog of each rank writes once
+                    time.sleep(0.05)
                 dist.barrier()
                 before = store.num_keys()
             with ddpstats.label("loss") if dist.get_rank() == 0 else nullcontext():
                 dist.all_reduce(torch.ones(1))
             guard.step()
         dist.barrier()
-        added = store.num_keys() - before
-        session = guard._watching.session
-        assert session is not None
-        assert session.agreement is not None
-        return session.agreement.verdicts, added
+        return _agreement_of(guard).verdicts, store.num_keys() - before
+
+
+def _agreement_of(guard: collective_guard) -> FailureAgreement:
+    session = guard._watching.session
+    assert session is not None
+    assert session.agreement is not None
+    return session.agreement
 
 
 def _serve_by_rank_0() -> None:
