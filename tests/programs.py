@@ -153,14 +153,13 @@ def reserved_port() -> Iterator[int]:
 class Ended:
     """How the ranks of a program ended. ``stdout`` and ``stderr`` are those of all ranks.
 
-    ``first`` is what torchrun reports as the root cause, in one line; ``failure`` is the file that it has this from.
+    ``first`` is what torchrun reports as the root cause, in one line.
     """
 
     statuses: list[int]
     stdout: str
     stderr: str
     first: str = ""
-    failure: str = ""
 
 
 def by_torchrun(script: str, *args: str, ranks: int = 2, **env: str) -> Ended:
@@ -195,7 +194,7 @@ def on_ranks(script: str, *args: str, ranks: int = 2, **env: str) -> Ended:
         failures = [path.read_text() for path in paths if path.exists()]
     if failures:  # torchrun takes the first failure; within one second, that of the lowest rank
         first = min(failures, key=lambda failure: int(json.loads(failure)["message"]["extraInfo"]["timestamp"]))
-        ended = dataclasses.replace(ended, first=json.loads(first)["message"]["message"], failure=first)
+        ended = dataclasses.replace(ended, first=json.loads(first)["message"]["message"])
     return ended
 
 

@@ -49,20 +49,21 @@ class _Verdict:
 
 
 _newest: _Verdict | None = None
-_original_hook: Callable[..., Any] = sys.__excepthook__
+_original_hook: Callable[..., Any] | None = None
 
 
 def print_once(error: DdpstatsError, rank: int, printer: int, has_printer_ended: Callable[[], bool]) -> None:
     """From now on ``error``, which this ``rank`` is about to raise, is printed whole by rank ``printer`` alone."""
     global _newest, _original_hook
     _newest = _Verdict(error, rank, printer, has_printer_ended)
-    if sys.excepthook is not _excepthook:
+    if _original_hook is None:  # once: a process group that is made later wraps the hook that it finds
         _original_hook, sys.excepthook = sys.excepthook, _excepthook
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not print_verdict(error, lambda: _original_hook(kind, error, strip(error))):
-        _original_hook(kind, error, trace)
+    hook = _original_hook or sys.__excepthook__
+    if not print_verdict(error, lambda: hook(kind, error, strip(error))):
+        hook(kind, error, trace)
 
 
 def print_verdict(error: BaseException, show: Callable[[], object]) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import runpy
+import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from ddpstats.errors import CollectiveMismatch
-from ddpstats.guard import GuardCounters
+from ddpstats.guard import GuardCounters, printing
 from ddpstats.guard.event import EVENT_BYTES, Event, Signature, decode, digest_of, encode, label_word
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.printing import MESSAGES_SEEN, Tally, in_short, last_line
@@ -191,6 +193,48 @@ def test_rank_of_run_prints_it_once(script: Any, end: str) -> None:
     done = on_ranks("-m", "ddpstats", "run", "--guard", "step", script(HEAD, FAULTY, end), "destroy")
     assert set(done.statuses) == {1}
     _assert_printed_once(done)
+
+
+BEFORE_PRINTING = """
+    import os, signal, time
+
+    try:
+        dist.destroy_process_group()
+    finally:
+        if rank == 0 and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif rank == 0:
+            time.sleep(100)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "statuses"), [("killed", [-signal.SIGKILL, 1]), ("ended by torchrun", [1, 1])])
+def test_what_differs_is_printed_where_the_rank_that_prints_it_is_ended_before(
+    script: Any, how: str, statuses: list[int]
+) -> None:
+    done = on_ranks(script(HEAD, FAULTY, BEFORE_PRINTING), how, DDPSTATS_GUARD="step")
+    assert done.statuses == statuses
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("rank 1: CollectiveMismatch: rank 0: ")]
+    assert "'snr' at " in line
+    assert "'l1' at " in line
+    assert done.stderr.count("The guard cannot tell which rank is right.") == (how != "killed")
+
+
+def test_hook_of_a_process_group_that_is_made_after_a_verdict_ends_in_the_first_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hooked: list[object] = []
+    monkeypatch.setattr(printing, "_original_hook", None)
+    monkeypatch.setattr(printing, "_newest", None)
+    monkeypatch.setattr(sys, "excepthook", lambda *error: hooked.append(error))
+    for _ in range(2):
+        printing.print_once(CollectiveMismatch("", group="0", seq=1), 0, 0, lambda: False)
+        before = sys.excepthook
+        monkeypatch.setattr(sys, "excepthook", lambda *error, before=before: before(*error))
+    error = ValueError()
+    sys.excepthook(ValueError, error, None)
+    assert hooked == [(ValueError, error, None)]
 
 
 BY_HAND = """
