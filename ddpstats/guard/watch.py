@@ -39,15 +39,15 @@ _PROBLEMS = (OSError, ValueError, LookupError, TypeError, AttributeError, Overfl
 class RankNow:
     """A rank's newest state, as far as its record was read.
 
-    ``process``: None where it is not known. ``groups``: the number of its last collective in each group. ``members``:
-    the ranks of each group. ``waits_since``: of a wait that goes on. ``remarks``: all other state that it records.
+    ``groups``: the number of its last collective in each group. ``members``: the ranks of each group. ``waits_since``:
+    of a wait that goes on. ``remarks``: all other state that it records.
     """
 
     rank: int
     world_size: int
+    process: ProcessId
     run: str = ""
     began: float = 0.0
-    process: ProcessId | None = None
     groups: dict[str, int] = field(default_factory=dict)
     members: dict[str, list[int]] = field(default_factory=dict)
     event: Event | None = None
@@ -62,14 +62,9 @@ class RankNow:
         return [name for name in self.remarks if name.startswith("ALARM")]
 
     @property
-    def is_gone(self) -> bool:
-        """True where its process is known to have ended."""
-        return self.process is not None and self.process.is_dead()
-
-    @property
     def state(self) -> str:
         """The rank's state in words, without numbers."""
-        if self.left or self.is_gone:
+        if self.left or self.process.is_dead():
             return self.left or "killed, or ended without a word"
         return "runs" if self.waits_since is None else "waits"
 
@@ -124,7 +119,7 @@ class _Follower:
         if process.machine != ProcessId.mine().machine:
             raise ValueError("the ranks are on another machine, or in another container: watch them there")
         if self.now is None or self.now.run != head.get("run", ""):
-            self.now = RankNow(head["rank"], head["world_size"], head.get("run", ""))
+            self.now = RankNow(head["rank"], head["world_size"], process, head.get("run", ""))
         self.now.began, self.now.process, self.now.left = head.get("time", 0.0), process, ""
 
 
@@ -294,7 +289,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         show = _open_view(sys.stdout, stack)
         show(picture_of(ranks))
-        while not all(rank.is_gone for rank in ranks):
+        while not all(rank.process.is_dead() for rank in ranks):
             time.sleep(EVERY_SEC)
             ranks = records.look()
             show(picture_of(ranks))
@@ -302,4 +297,4 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _status(ranks: Sequence[RankNow]) -> int:
-    return int(any(rank.alarms or (rank.is_gone and rank.left != LEFT) for rank in ranks))
+    return int(any(rank.alarms or (rank.process.is_dead() and rank.left != LEFT) for rank in ranks))

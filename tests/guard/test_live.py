@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from ddpstats import DdpstatsError, cli
+from ddpstats._ranks.failure import ProcessId
 from ddpstats.guard import run, watch
 from ddpstats.guard.event import Event, Signature, digest_of
 from ddpstats.guard.record import read_records
@@ -237,7 +238,8 @@ def test_watch_in_json_looks_once(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_rank_that_is_furthest_behind_is_shown_first_among_many() -> None:
     members = {"all": [*range(40)], "half": [*range(20)]}
     numbers = {"all": 9, "half": 5}
-    ranks = [RankNow(rank, 40, groups=numbers if rank != 33 else {}, members=members) for rank in range(40)]
+    process = ProcessId.mine()
+    ranks = [RankNow(rank, 40, process, groups=numbers if rank != 33 else {}, members=members) for rank in range(40)]
     picture = picture_of(ranks)
     assert (picture.rows[0].rank, picture.rows[0].behind) == (33, 9)  # it may be no member of the half
     assert len(picture.rows) == 16
