@@ -1,4 +1,4 @@
-"""Comparing what ranks post about their collectives: one by one (strict), or rolling digests now and then (step).
+"""Compares what ranks post about their collectives: one by one (strict), or rolling digests now and then (step).
 
 `verdicts` waits for what others post, and says what a difference leads to.
 """
@@ -186,7 +186,7 @@ class Comparing:
 
 
 def _take_digests(group: Group) -> Note:
-    """Return what stands for all that this rank did; the labels are those since the comparison before."""
+    """Return the digest of all that this rank did, with the labels since the comparison before."""
     labels, group.labels = group.labels, 0
     return Note(roll(group.rolling, group.seq), group.balance & MASK, labels)
 
@@ -231,7 +231,7 @@ class StepQuestion:
                 raise self._standing.verdict.with_traceback(None)
             if self._comparing is not None and not self._standing.silent:
                 share = self._comparing.ask()
-        except CollectiveMismatch as error:  # the others are to hear of it
+        except CollectiveMismatch as error:  # the others are to know of it
             self._known = error
         return float(self._known is not None), float(share % _SHARES)
 

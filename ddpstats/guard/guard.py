@@ -2,17 +2,17 @@
 
 What happens to a collective (`pipeline`):
 
-1. It is described: signature, label, call site. All calls that are alike in these share one event; of each one, the
+1. It is described: signature, label, call site. All calls that are equal in these share one event; of each call, the
    ring has the number in its group and the time, and the record, if there is one, has it all. step (and what is
-   asynchronous in strict): the other ranks of this host are told in shared memory, and where a neighbour has told of
-   something else, it is not issued.
+   asynchronous in strict): it is announced to the other ranks of this host in shared memory, and where a neighbour has
+   announced another one, it is not issued.
 2. strict: its note is posted. A blocking one waits for all ranks' notes, so that nothing moves before all agree; others
    are settled when the program waits for them, or at the next blocking one of their group.
    step: it is noted. At `step()` and every N collectives what was noted is rolled into a digest, and that is compared.
 3. A blocking collective is waited for, in slices, between which the rank looks for alarms and for ranks that left.
 
-What is left is compared (`conclude`) when the process group is destroyed, on leaving, and when the program of a guard
-that nobody wrote into it ends (`ending`).
+What is left is compared (`_compare_last`) when the process group is destroyed, on leaving, and when a program ends that
+did not enter the guard itself (`ending`).
 
 `group` keeps what belongs to one life of the process group, `compare` compares, `verdicts` waits and comes to
 verdicts.
@@ -20,6 +20,7 @@ verdicts.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -42,7 +43,7 @@ from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard.compare import StepQuestion
 from ddpstats.guard.group import Settings, before_destroying, had_ranks, next_turn
 from ddpstats.guard.pipeline import Watching
-from ddpstats.guard.printing import NO_GROUP, RECORDED, TO_RUN, GuardCounters, errors_behind, in_short, last_line
+from ddpstats.guard.printing import NO_GROUP, TO_RUN, GuardCounters, errors_behind, in_short, last_line
 from ddpstats.guard.verdicts import Unfinished, is_broken
 
 MismatchPolicy = Literal["raise", "warn"]
@@ -55,7 +56,7 @@ log = logging.getLogger("ddpstats")
 class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     """Compare the collectives of this process with those of the other ranks, and name the first that differs.
 
-    A context manager, and a decorator. Every rank must enter and leave it at the same place of its program; inside,
+    A context manager, and a decorator. Every rank must enter and leave it at the same point of its program; inside,
     ranks may do what they like as long as they issue the same collectives per group, in the same order.
 
     Args:
@@ -167,7 +168,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             raise cause from error
 
     def _explain(self, error: BaseException) -> DdpstatsError | None:
-        """Return the verdict that stands behind what the program has raised, if there is one."""
+        """Return the verdict that explains what the program has raised, if there is one."""
         standing, comparing = self._watching.standing, self._watching.comparing
         if comparing is None or standing.verdict is not None or comparing.session.has_given_up():
             return None
@@ -303,26 +304,23 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     def _nothing(self) -> str:
         """Why there was nothing to compare, where that is known."""
-        if self.mode == "record":
-            return RECORDED
         session = self._watching.session
         if session is None:
             return "" if had_ranks() else NO_GROUP
-        return f"the program runs on one rank. {TO_RUN}" if session.agreement is None else ""
+        is_alone = self._settings.compares and session.agreement is None
+        return f"the program runs on one rank. {TO_RUN}" if is_alone else ""
 
 
 _active: list[collective_guard] = []
-_said: set[str] = set()
 
 
+@functools.cache
 def _log_once(level: int, text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        log.log(level, "%s", text)
+    log.log(level, "%s", text)
 
 
 def _in_fork() -> None:
-    """What an active guard writes to is the other process's, which goes on. In this one nobody has entered a guard."""
+    """Forget the active guards: what they write to is the other process's, which goes on."""
     for guard in _active:
         guard._watching.disown()
         guard._reset()

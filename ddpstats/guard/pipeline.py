@@ -29,7 +29,7 @@ _GATHERING = "all_gather"  # has a label where the program adds up what it gathe
 _REPORTED_EVENTS = 2000  # of one group
 _REPORTED_MESSAGES = 256
 _STACK_FRAMES = 6  # of the main thread, for a rank that is somewhere else
-_KEPT_WORKS = 1024  # messages that nobody ever waits for would keep their tensors
+_KEPT_WORKS = 1024  # messages that are never waited for would keep their tensors
 _KEPT_EVENTS = 4096
 _EXPIRED_MS = 1  # of a collective whose own timeout has passed while the guard waited: torch raises its own error
 
@@ -56,7 +56,7 @@ class _Work(NamedTuple):
 class Watching:
     """The collectives of this process, from when a guard is entered until it is left. Subscriber of `collectives`.
 
-    ``comparing`` is None where there is nothing to compare, or nobody to compare with.
+    ``comparing`` is None where there is nothing to compare, or no rank to compare with.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -73,7 +73,7 @@ class Watching:
         self._works: dict[int, _Work] = {}
         self._unfinished: list[_Work] = []  # waited for in vain
         self._silenced: set[Chain | tuple[str | None, str]] = set()  # ways to each rank's own labels; (label, line)
-        self._known: dict[tuple[Any, ...], Event] = {}  # one for all calls that are alike
+        self._known: dict[tuple[Any, ...], Event] = {}  # one for all calls that are equal
 
     def begin(self) -> Session:
         """Connect: on entering, at the first collective, or at the first one of another process group."""
@@ -82,7 +82,7 @@ class Watching:
             self._works.clear()
             self._unfinished.clear()
             self._known.clear()
-            self.ring = Ring(RING_EVENTS)  # numbers begin anew
+            self.ring = Ring(RING_EVENTS)  # numbers begin again
             self.how_left = None
             self.standing.past += self.session.tally()
         session = Session(self._settings, self._report_status, self._position, self._heard)
@@ -140,7 +140,7 @@ class Watching:
             comparing.take_in(group, event, self._settings.check_every)
 
     def after(self, call: Collective, work: Any) -> None:
-        """Wait for a blocking one, so that a rank that never comes is named."""
+        """Wait for a blocking collective, so that a rank that never comes is named."""
         if self.comparing is None or self.standing.silent or work is None:
             return
         if not _is_on_host(call):  # the program does not wait for a device here, either
@@ -272,7 +272,7 @@ class Watching:
         self._works.clear()
 
     def disown(self) -> None:
-        """In a process that was forked from the guarded one: see nothing any more, and touch nothing of that one's."""
+        """Let go of everything: this process was forked from the guarded one, which goes on."""
         self._is_inherited, self.comparing = True, None
         self.recording.close()
 
@@ -290,6 +290,7 @@ class Watching:
         events = [event for event in self.ring.of(name) if event.seq >= agreed][:_REPORTED_EVENTS]
         if events and events[0].seq == agreed:
             events[0].word = 0  # its label is not in question, and the evidence for it takes a while to work out
+        slept_sec = 0.0 if self.comparing is None else self.comparing.agreement.slept_sec()
         return RankStatus(
             -1 if session is None else session.rank,
             events,
@@ -299,15 +300,9 @@ class Watching:
             self.how_left,
             False,
             main_stack(_STACK_FRAMES),
-            self._slept_sec(),
+            slept_sec if slept_sec > self._settings.timeout_sec / 2 else 0.0,  # which is why others have waited so long
             tuple(self.ring.of(name + MESSAGES)[-_REPORTED_MESSAGES:]),
         )
-
-    def _slept_sec(self) -> float:
-        """Return how long this process ran no Python lately, where that is why others have waited for too long."""
-        agreement = None if self.session is None else self.session.agreement
-        slept_sec = 0.0 if agreement is None else agreement.slept_sec()
-        return slept_sec if slept_sec > self._settings.timeout_sec / 2 else 0.0
 
     def _heard(self, finding: GuardFinding) -> None:
         """A verdict has come. Labels that may differ are not compared on their lines any more, on any rank."""

@@ -66,7 +66,9 @@ def label_on_one_rank(steps: int) -> tuple[int, int]:
                 dist.all_reduce(torch.ones(1))
             guard.step()
         dist.barrier()
-        return _agreement_of(guard).verdicts, store.num_keys() - before
+        added = store.num_keys() - before
+        dist.barrier()  # a rank that leaves writes keys, too
+        return _agreement_of(guard).verdicts, added
 
 
 def _agreement_of(guard: collective_guard) -> FailureAgreement:
