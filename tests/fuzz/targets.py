@@ -38,8 +38,8 @@ from ddpstats.dump.compare._tensor_compare import load_tensor
 from ddpstats.dump.format._files import open_rank
 from ddpstats.dump.origin import _nan_origin
 from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, ProtocolMismatch
-from ddpstats.guard import encoding
 from ddpstats.guard.diagnosis import Alarm, GuardFinding, RankStatus
+from ddpstats.guard.event import decode as decode_events
 from ddpstats.guard.watch import Records, lines_of, picture_of
 from ddpstats.report import _report
 
@@ -81,7 +81,7 @@ _READERS: Sequence[tuple[Callable[[bytes], Any], tuple[type[Exception], ...]]] =
     (RankStatus.unpack, (ValueError,)),
     (GuardFinding.unpack, (ValueError,)),
     (Alarm.unpack, (ValueError,)),
-    (lambda data: encoding.decode([(1, 0, data)]), ()),
+    (lambda data: decode_events([(1, 0, data)]), ()),
 )
 
 
