@@ -43,7 +43,8 @@ _BROKEN = re.compile(
 _REFUSED = re.compile(r"\[enforce fail at ")
 _REFUSED_SEC = 2.0  # for the other ranks to begin a collective whose arguments gloo has refused here
 _NOTICE_SEC = 0.5  # for a rank whose own timeout has passed to report that, once it has closed its connections
-_PASSED_SEC = 60.0  # for a collective that this rank has ended without: its caller may have given it a timeout
+_PASSED_SEC = 5.0  # for a collective that this rank has ended without: its caller may have given it a timeout
+_SHORT_SEC = 60.0  # a timeout of a group that may be meant to pass
 
 log = logging.getLogger("ddpstats")
 
@@ -222,7 +223,8 @@ class Verdicts:
             try:
                 passed_at = min(passed_at, now) if self.has_ended and self._is_passed(group) else math.inf
                 self._look(group, seq, now > deadline, is_own)
-                if now > passed_at + min(group.limit().seconds, _PASSED_SEC):
+                limit_sec = group.limit().seconds
+                if now > passed_at + (limit_sec if limit_sec <= _SHORT_SEC else _PASSED_SEC):
                     self.await_verdict(alarm_of(group, group.seq + 1, overdue=True))
                     raise Silenced
             except DdpstatsError:
@@ -235,6 +237,8 @@ class Verdicts:
         return watch
 
     def _look(self, group: Group, seq: int, is_late: bool, is_own: bool) -> None:
+        if self._standing.verdict is not None:  # another thread has come to it
+            raise self._standing.verdict.with_traceback(None)
         self.catch_up()
         if self._standing.silent:
             raise Silenced
