@@ -89,6 +89,7 @@ def _run_here(args: argparse.Namespace) -> int:
     ending = Ending(guard, lambda: _print_last_line(guard, ending.error))
     if args.guard != "off":
         ending.begin()
+    if args.record_dir is not None:
         _record_steps(guard)
     sys.argv = [args.script, *args.arguments]
     try:
