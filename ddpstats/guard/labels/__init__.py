@@ -2,7 +2,7 @@
 
 The second is inferred from the text and the running frames:
 
-1. `source`: the call that a frame is in, as a node of the parsed source.
+1. `source`: the call that a frame is executing, as a node of the parsed source.
 2. `trace`: where that call's argument came from, as routes of keys, and what becomes of the result.
 3. `read`: keys and containers, read off the running frames without running any code of the program's; the routes,
    followed through the frames of one call.

@@ -45,11 +45,11 @@ def _judge(first: Event, second: Event) -> Judgement:
 
 
 def _is_fault(a: Evidence, b: Evidence) -> bool:
-    ours, theirs = set(a.names), set(b.names)
-    if "Module" in (a.source, b.source) and not {a.key, b.key} <= ours & theirs:
+    shared = {*a.names} & {*b.names}
+    if "Module" in (a.source, b.source) and not {a.key, b.key} <= shared:
         return False  # stages of a model have parameters of their own
     in_loop = a.set_by == b.set_by == "loop"
-    return bool(ours & theirs) and in_loop and {a.use, b.use} <= {"stored", "element"}
+    return bool(shared) and in_loop and {a.use, b.use} <= {"stored", "element"}
 
 
 def _is_own_data(a: Evidence, b: Evidence) -> bool:

@@ -1,10 +1,10 @@
-"""The label of a collective: the routes of its tensor, followed through the frames that called it.
+"""Follow the routes of a collective's tensor through the frames that called it, and read its label off them.
 
 1. Values are read off frames and objects without running any code of the program's: no property, ``__getitem__``,
    ``__eq__``, ``__iter__`` or ``repr`` of a user's class is called. Attributes come out of instance dictionaries, items
-   out of dicts by dict's own methods, and only objects of exactly known types are taken for keys.
-2. `call_routes`: what the text says of one call (`trace`), worked out once for each place in the program.
-3. `infer`: the routes followed; one `Inferred` label for all equal calls.
+   out of dicts by the methods of dict, and only objects of exactly known types are taken for keys.
+2. `call_routes`: what the text says of one call (`trace`), worked out once for each call site.
+3. `infer`: follows the routes, and returns one `Inferred` label for all equal calls.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def kind_of(value: Any) -> type:
 
 def attribute_of(owner: Any, name: str) -> Any:
     """Return an attribute that the instance or a slot holds; never a property's value."""
-    own = attributes_of(owner)
-    if name in own:
-        return own[name]
+    attributes = attributes_of(owner)
+    if name in attributes:
+        return attributes[name]
     slot = next((kind.__dict__[name] for kind in _mro_of(kind_of(owner)) if name in kind.__dict__), None)
     try:
         return slot.__get__(owner) if type(slot) is MemberDescriptorType else MISSING
@@ -99,7 +99,7 @@ class Variables:
 
     def __init__(self, frames: Sequence[FrameType]) -> None:
         self._globals = frames[-1].f_globals
-        self._read = [(frame, own) for frame in frames if type(own := frame.f_locals) in _KINDS_OF_VARIABLES]
+        self._read = [(frame, read) for frame in frames if type(read := frame.f_locals) in _KINDS_OF_VARIABLES]
 
     def get(self, name: str) -> Any:
         """Return the value of a variable, or `MISSING`."""
@@ -120,7 +120,7 @@ class Variables:
             container, key = self.value(expr.value), self.value(expr.slice)
             kind = kind_of(container)
             if kind in (list, tuple) and type(key) is int:
-                return next(iter(container[key : key + 1 or None]), MISSING)
+                return container[key] if -len(container) <= key < len(container) else MISSING
             is_plain = kind in (dict, OrderedDict) and kind_of(key) in (str, int)
             return dict.get(container, key, MISSING) if is_plain else MISSING
         if isinstance(expr, ast.JoinedStr):
@@ -194,10 +194,10 @@ _kept_siblings: BoundedCache[tuple[Any, ...], Siblings] = BoundedCache(_MAX_KEPT
 
 
 class LastContainer:
-    """The names of the container that a step took its element of last; a program walks one container again and again.
+    """The names of the container that a step used last; a program walks the same container again and again.
 
-    They are read again for a container that is another object or has another size, and at the first of its names:
-    there the next walk begins.
+    They are read again where the container is another object or has another size, and at its first name, where the next
+    walk begins.
     """
 
     def __init__(self) -> None:
@@ -342,15 +342,17 @@ class Chain:
 
     @cached_property
     def uses(self) -> list[Use]:
-        """What the program does with the results of the loop that set each name."""
+        """Return what the program does with the results of the loop that set each name."""
         calls = [(call.file, call.node, call.owner) for call in self.calls]
         return [use_of(step, calls[: index + 1], self.is_element) for step, index in self.steps]
 
 
 @dataclass(eq=False)
 class Inferred:
-    """A label; one object for all equal calls. ``keys``: the names in it, innermost first, each with the names
-    in its container (``levels``)."""
+    """A label; one object for all equal calls.
+
+    ``keys``: the names in it, innermost first. ``levels``: of each, the names in its container.
+    """
 
     keys: tuple[str, ...]
     levels: tuple[Siblings, ...]
@@ -362,7 +364,7 @@ class Inferred:
 
     @cached_property
     def evidence(self) -> Evidence:
-        """The evidence for the innermost name, and through it of those further out. Worked out when asked for."""
+        """Return the evidence for the innermost name, which leads to that of the outer ones. Slow: for differences."""
         evidence: Evidence | None = None
         levels = zip(self.keys, self.levels, self.chain.steps, self.chain.uses, strict=True)
         for key, siblings, (step, _), use in reversed(list(levels)):

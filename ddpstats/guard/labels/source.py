@@ -1,4 +1,4 @@
-"""The call that a frame is in, as parsed source. Knows nothing of torch, and runs nothing.
+"""Find the call that a frame is executing, in the parsed source. Knows nothing of torch, and runs nothing.
 
 A code object says for each instruction which part of the text it was compiled from. Each file is parsed once. Where the
 text is not the code's (the file was edited since, or the code was generated), no call is returned.
@@ -205,8 +205,8 @@ def variable_of(expr: ast.expr | None) -> str:
 def parameters_given(call: ast.expr, callee: CodeType, names: Collection[str]) -> frozenset[str]:
     """Return the parameters of ``callee`` to which the call passes an expression with one of these variables."""
     parameters = callee.co_varnames[: callee.co_argcount + callee.co_kwonlyargcount]
-    given = ((name, argument_for(call, callee, name)) for name in parameters)
-    return frozenset(name for name, argument in given if argument is not None and mentions(argument, names))
+    arguments = ((parameter, argument_for(call, callee, parameter)) for parameter in parameters)
+    return frozenset(parameter for parameter, expr in arguments if expr is not None and mentions(expr, names))
 
 
 def argument_for(call: ast.expr, callee: CodeType, parameter: str) -> ast.expr | None:

@@ -1,7 +1,7 @@
-"""Where a tensor came from, and what becomes of its result: read in the text of one function at a time.
+"""Trace in the text of one function where a tensor came from, and what becomes of its result.
 
 1. `bindings_of`, `nearest`: which statement gave a variable its value.
-2. `LabelTracer`: routes of keys. A *value* is followed through everything that makes a new one of it: assignments,
+2. `LabelTracer`: routes of keys. A *value* is followed through everything that makes a new value of it: assignments,
    calls, operators, attributes. What it was taken out of, a *container*, is followed through other names for it alone:
    in ``stats = forward(utterance)`` no loss is called after the utterance. Where a route comes to a parameter, it goes
    on in the frame of the caller.
@@ -379,17 +379,21 @@ def _reads(node: ast.AST, turn: Turn) -> Iterator[_Read]:
     for outer in turn.file.around(node):
         if isinstance(outer, ast.stmt):
             is_over = isinstance(outer, ast.Expr) and (is_receiver or has_key_beside)
-            yield "kept" if is_over or isinstance(outer, ast.Return) else _read_by_statement(outer, turn)
+            yield "kept" if is_over or isinstance(outer, ast.Return) else _read_by_statement(outer, node, turn)
             return
-        if outer is turn.within or isinstance(outer, Function):
-            around = called_name(turn.file.parents.get(outer))
-            is_pair = isinstance(outer, ast.DictComp) or around == "zip"
-            yield "stored" if is_pair else "pooled" if around in _TOTALS else "kept"
+        parent = turn.file.parents.get(outer)
+        if outer is turn.within:
+            is_pair = isinstance(outer, ast.DictComp) or called_name(parent) == "zip"
+            yield "stored" if is_pair else "pooled" if called_name(parent) in _TOTALS else "kept"
+            return
+        if isinstance(outer, Function):
+            yield "open"
             return
         beside = [part for part in ast.iter_child_nodes(outer) if part is not inner]
         name = called_name(outer)
         has_key_beside = has_key_beside or any(_has_key(part, turn) for part in beside)
-        if has_key_beside and (isinstance(outer, (ast.Tuple, ast.Dict)) or name in _KEEPERS | _STORERS):
+        is_pair = isinstance(outer, (ast.Tuple, ast.Dict)) and not isinstance(parent, ast.Assign)
+        if has_key_beside and (is_pair or name in _KEEPERS | _STORERS):
             yield "stored"
             return
         if name in _KEEPERS and isinstance(outer, ast.Call) and isinstance(outer.func, ast.Attribute):
@@ -399,17 +403,18 @@ def _reads(node: ast.AST, turn: Turn) -> Iterator[_Read]:
         inner = outer
 
 
-def _read_by_statement(statement: ast.stmt, turn: Turn) -> _Read:
-    """Return what a statement does with a result that has no key beside it in the expression."""
-    if isinstance(statement, ast.AugAssign):
-        is_own = ast.unparse(statement.target) in turn.results
-        return "kept" if is_own else "stored" if _has_key(statement.target, turn) else "pooled"
-    if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
+def _read_by_statement(statement: ast.stmt, node: ast.AST, turn: Turn) -> _Read:
+    """Return what a statement does with the result that it reads by ``node``."""
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) or statement.value is None:
         return "open"
     target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+    text = ast.unparse(target)
+    if text in turn.results and (text == ast.unparse(node) or not isinstance(target, ast.Name)):
+        return "kept"  # mean = mean / 2, stats[key] /= 2
+    if isinstance(statement, ast.AugAssign):
+        return "stored" if _has_key(target, turn) else "pooled"
     if isinstance(target, ast.Name):
-        is_new = target.id in turn.results or not _goes_on(target.id, statement.value, turn.file, turn.call)
-        return "kept" if is_new else "pooled"  # total = total + result
+        return "pooled" if _goes_on(target.id, statement.value, turn.file, turn.call) else "kept"
     if isinstance(target, (ast.Subscript, ast.Attribute)) and _has_key(target, turn):
         if not _is_totalled(target.value, turn):
             return "stored"
