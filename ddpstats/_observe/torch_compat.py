@@ -1,5 +1,7 @@
 """torch's private names, each once: what it is for, how it is found, what is lost where a torch has no such name.
 
+`Kernels` registers kernels that see operators of torch, and takes them away again.
+
 `find` looks for a name when this file is imported; versions are never compared. `lacking` returns the names that this
 torch has not; a comment at each says what that costs. Names for process groups and DDP are in `groups`, in the same
 way. What other files import from here are functions and values that work either way. Names that are read off an object

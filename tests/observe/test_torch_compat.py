@@ -165,7 +165,7 @@ _WITHOUT = [
     "_C._len_torch_dispatch_stack", "_C._autograd._profiler_enabled", "_C._is_tracing", "_C._current_graph_task_id",
     "_C._current_autograd_node", "autograd._get_sequence_nr", "autograd.graph.Node._sequence_nr", "_foreach_norm",
     "_foreach_copy_", "_C._dispatch_get_all_op_names", "_C._dispatch_get_computed_kernel_for_dispatch_key",
-    "overrides._get_current_function_mode_stack", "distributed._DEFAULT_FIRST_BUCKET_BYTES",
+    "overrides._get_current_function_mode_stack",
     "_C._functorch.is_functorch_wrapped_tensor", "_C._dispatch_keyset_full_after",
 ]  # fmt: skip
 
