@@ -171,7 +171,7 @@ class Alarm(Packed):
 
 @dataclass(frozen=True)
 class Departure(Packed):
-    """How a rank left the guard. ``counts``: group -> the collectives that it began there."""
+    """The way in which a rank left the guard. ``counts``: group -> the collectives that it began there."""
 
     rank: int
     how: str

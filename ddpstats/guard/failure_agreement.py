@@ -44,7 +44,7 @@ _MAX_POSITION_BYTES = 2000
 ReportStatus = Callable[[str], RankStatus]
 """Returns this rank's own status in a group, from any of its threads."""
 
-ToldBy = Callable[[str, int], list[Event]]
+AnnouncedBy = Callable[[str, int], list[Event]]
 """Returns the last collectives of a rank in a group, as it wrote them into memory before it issued them."""
 
 
@@ -60,8 +60,8 @@ class FailureAgreement:
     """This rank's side.
 
     ``roster``: of all ranks. ``position``: the rank's last collective in words, which the watchdog keeps in the store
-    for the case that the process dies; ``told_by``: what ranks of this host keep in shared memory for that case. When
-    the store is no longer ``is_reachable``, the watchdog ends. ``heard`` is called with each verdict, before it is
+    for the case that the process dies; ``announced_by``: what ranks of this host keep in shared memory for that. When
+    the store is no longer ``is_reachable``, the watchdog ends. ``on_verdict`` is called with each verdict, before it is
     raised.
     """
 
@@ -70,16 +70,16 @@ class FailureAgreement:
         roster: Membership,
         report_status: ReportStatus,
         position: Callable[[], str],
-        told_by: ToldBy,
+        announced_by: AnnouncedBy,
         is_reachable: Callable[[], bool],
-        heard: Callable[[GuardFinding], None],
+        on_verdict: Callable[[GuardFinding], None],
     ) -> None:
         self.roster, self.rank, self.store = roster, roster.rank, roster.store
         self.verdicts = 0  # so far
         self._lock = threading.Lock()  # of that number
         self._read: _Verdict | None = None
         self.has_unread = False  # a verdict that the watchdog has read, and no other thread has come to
-        self._report_status, self._told_by, self._heard = report_status, told_by, heard
+        self._report_status, self._announced_by, self._on_verdict = report_status, announced_by, on_verdict
         self.is_lost = False  # the store does not answer any more
         self._left: dict[int, Departure] = {}
         self._leaving = StoreLog(self.store, "left")
@@ -151,7 +151,7 @@ class FailureAgreement:
         """Return a mismatch that shows in this host's memory: gloo ends a process that gets more than it expects."""
         statuses = [self._report_status(alarm.group)]
         for rank in set(alarm.ranks) - {self.rank}:
-            events = self._told_by(alarm.group, rank)
+            events = self._announced_by(alarm.group, rank)
             if not events:
                 return None
             statuses.append(_status_from_memory(rank, events))
@@ -170,7 +170,7 @@ class FailureAgreement:
         with self._lock:
             is_first = self.verdicts == number
             if is_first:
-                self._heard(finding)
+                self._on_verdict(finding)
                 self.verdicts += 1
                 self.has_unread = False
         if is_first:
@@ -273,7 +273,7 @@ class FailureAgreement:
         if (words := self.store.find(f"words/{rank}/{group}")) is not None:
             with suppress(ValueError):
                 status = replace(RankStatus.unpack(words), rank=rank)
-        elif left is None and (events := self._told_by(group, rank)):
+        elif left is None and (events := self._announced_by(group, rank)):
             status = _status_from_memory(rank, events)
         elif (position := self.store.find(f"position/{rank}")) is not None:
             status = RankStatus(rank, last=position[:_MAX_POSITION_BYTES].decode(errors="replace") or None)

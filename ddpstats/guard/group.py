@@ -1,7 +1,7 @@
 """One life of the default process group, as the guard sees it: its connections and its groups. What lasts for longer.
 
 A program may destroy its process group and make a new one under the same names, with another store. Whatever ranks
-told each other belongs to one of these lives: a guard that outlives the first begins a new session with the second.
+exchanged belongs to one of these lives: a guard that outlives the first begins a new session with the second.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _newest = 0  # the number of the last session
 
 
 def next_turn() -> None:
-    """A guard begins, or the default group ends. Ranks come to that alike, also one that issues nothing in between."""
+    """Count that a guard begins, or the default group ends: on all ranks, also on one that issues nothing."""
     global _turn
     _turn += 1
 
@@ -81,7 +81,7 @@ class Standing:
 
     @contextmanager
     def waiting(self, group: Group, seq: int, kind: str = "") -> Iterator[None]:
-        """``kind``: `MESSAGES` where ``seq`` is the number of a message."""
+        """Note that this thread waits. ``kind``: `MESSAGES` where ``seq`` is the number of a message."""
         thread = threading.get_ident()
         self.waits[thread] = group.name + kind, seq
         try:
@@ -109,7 +109,7 @@ def world_store(prefix: str, limit_sec: float | None = None) -> BoundedStore:
 
 
 def run_name(limit_sec: float) -> str:
-    """Of this program: the same on all its ranks. One question to the store, which raises what that raises."""
+    """Return the name of this run, the same on all its ranks. One question to the store; raises what that raises."""
     return world_store("ddpstats/run", limit_sec).post("token", secrets.token_hex(8)).decode(errors="replace")
 
 
@@ -121,7 +121,7 @@ class Limit(NamedTuple):
 
 
 FindLimit = Callable[[], Limit]
-"""Asked where a rank has to wait, and not before."""
+"""Called where a rank has to wait, and not before."""
 
 
 def identity() -> Identity | None:
@@ -172,7 +172,7 @@ class Session:
     """Made at the first collective of a life.
 
     ``agreement`` is None where nothing is compared, or there is no other rank. ``run`` is a name of this program that
-    all its ranks share. Making one waits for nobody: ranks may come to it at different times.
+    all its ranks share. Making one waits for no rank: they may come to it at different times.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Session:
         settings: Settings,
         report_status: ReportStatus,
         position: Callable[[], str],
-        heard: Callable[[GuardFinding], None],
+        on_verdict: Callable[[GuardFinding], None],
     ) -> None:
         global _turn, _newest
         if settings.compares:
@@ -206,7 +206,7 @@ class Session:
         if settings.compares and dist.get_world_size() > 1:
             with self._reaching_store():
                 self.agreement = FailureAgreement(
-                    self._roster, report_status, position, self._told_by, self.is_reachable, heard
+                    self._roster, report_status, position, self._announced_by, self.is_reachable, on_verdict
                 )
 
     def is_over(self) -> bool:
@@ -232,7 +232,7 @@ class Session:
             raise RankMissing(loss.message([head]), missing_ranks=loss.missing) from error
 
     def meet(self, view: GroupView) -> Group:
-        """First sight of a group. Nobody is waited for: ranks may see their groups in different order."""
+        """Return the group, seen for the first time. Waits for no rank: they may see groups in different order."""
         self._forget_destroyed()
         self._lives[view.name] += 1
         session, life = self._number, self._lives[view.name]
@@ -261,7 +261,7 @@ class Session:
         return any(group.is_given_up for group in self.named.values())
 
     def _forget_destroyed(self) -> None:
-        """Programs may make groups by the thousand. What is destroyed keeps its memory until there are too many."""
+        """Close what belongs to groups that are destroyed, once these are many: programs may make thousands."""
         destroyed = [name for name, group in self.named.items() if not group.view.is_alive()]
         for name in destroyed[:-_KEPT_DESTROYED]:
             group = self.named.pop(name)
@@ -270,8 +270,8 @@ class Session:
             if group.exchange is not None:
                 group.exchange.close()
 
-    def _told_by(self, name: str, rank: int) -> list[Event]:
-        """Return what a rank of this host told of its last collectives in a group before it issued them."""
+    def _announced_by(self, name: str, rank: int) -> list[Event]:
+        """Return what a rank of this host announced of its last collectives in a group before it issued them."""
         group = self.named.get(name)
         if group is None or group.exchange is None or rank not in group.view.ranks:
             return []
@@ -284,7 +284,7 @@ class Session:
         return sum((self._tally_of(group) for group in list(self.named.values())), self._forgotten)
 
     def note(self, name: str, seq: int, differed: bool) -> None:
-        """A verdict: what went before a difference was the same on all ranks, and after it nothing is compared."""
+        """Note a verdict: before a difference all was the same on all ranks, and after it nothing is compared."""
         group = self.named.get(name)
         if group is not None and differed:
             group.agreed = max(group.agreed, min(seq - 1, group.seq))
@@ -301,13 +301,13 @@ class Session:
         return Tally(agreed, left, frozenset(agreeing))
 
     def leave(self, how: str, report_status: ReportStatus) -> None:
-        """Tell the others that this rank leaves; never waits."""
+        """Report that this rank leaves; never waits."""
         if self.agreement is not None and self.is_reachable():
             counts = {name: group.seq + group.has_ended for name, group in self.named.items()}
             self.agreement.leave(how, counts, {name: report_status(name) for name in self.named})
 
     def close(self) -> None:
-        """Local and idempotent."""
+        """Close what this process holds. Local and idempotent."""
         for group in self.named.values():
             if group.exchange is not None:
                 group.exchange.close()
