@@ -24,6 +24,8 @@ from ddpstats.guard.event import (
     MESSAGES,
     Event,
     Signature,
+    as_dicts,
+    from_dicts,
     newest_in_a_row,
     same_labels,
     text_or_none,
@@ -54,7 +56,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "tuple[int, ...]": lambda values: tuple(map(int, values)),
     "tuple[str, int] | None": lambda place: None if place is None else (str(place[0]), int(place[1])),
     "tuple[Event, ...]": lambda events: tuple(map(Event.from_dict, events)),
-    "Sequence[Event]": lambda events: newest_in_a_row(map(Event.from_dict, events)),
+    "Sequence[Event]": lambda events: newest_in_a_row(from_dicts(events)),
     "Mapping[int, Event]": lambda events: {int(rank): Event.from_dict(event) for rank, event in events.items()},
     "Mapping[str, int]": lambda counts: {str(name): int(count) for name, count in counts.items()},
 }
@@ -101,6 +103,9 @@ class RankStatus(Packed):
     stack: str | None = None
     slept_sec: float = 0.0
     messages: tuple[Event, ...] = ()
+
+    def pack(self) -> str:
+        return json.dumps({**vars(self), "events": [*as_dicts(self.events)]}, default=Event.as_dict)
 
     @property
     def is_silent(self) -> bool:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,9 +121,15 @@ class Evidence:
     set_by: str = "loop"
     outer: Evidence | None = None
 
+    def as_list(self, before: Evidence | None = None) -> list[Any]:
+        """Return it for JSON. ``before``: of the event before; names that it has, too, are left out (None)."""
+        names = None if before is not None and before.names == self.names else self.names
+        outer = None if self.outer is None else self.outer.as_list(before and before.outer)
+        return [self.key, names, self.source, self.use, self.aliases, self.set_by, outer]
+
     @classmethod
-    def from_list(cls, given: Any) -> Evidence:
-        """Return the evidence that `dataclasses.astuple`, here or in release 0.1.0, made a list of.
+    def from_list(cls, given: Any, before: Evidence | None = None) -> Evidence:
+        """Return what `as_list`, here or in release 0.1.0, made a list of, with the same ``before``.
 
         Raises ValueError or TypeError for anything else.
         """
@@ -135,12 +141,12 @@ class Evidence:
             key, names, source, use, aliases, set_by, outer = given
         return cls(
             text_of(key),
-            tuple(map(text_of, names or ())),
+            tuple(map(text_of, (before.names if before else ()) if names is None else names)),
             text_of(source),
             text_of(use),
             tuple(map(text_of, aliases)),
             text_of(set_by),
-            None if outer is None else cls.from_list(outer),
+            None if outer is None else cls.from_list(outer, before and before.outer),
         )
 
 
@@ -179,8 +185,8 @@ class Event:
         """The line of the call site; empty where it is not known."""
         return self.read_source if isinstance(self.site, str) else str(self.site.source())
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields that are not empty, for JSON."""
+    def as_dict(self, before: Evidence | None = None) -> dict[str, Any]:
+        """Return the fields that are not empty, for JSON. ``before``: the evidence of the event before."""
         evidence = self.evidence if self.word else None
         fields = {
             "group": self.group,
@@ -194,14 +200,14 @@ class Event:
             "peer": self.peer,
             "tag": self.tag,
             "time": self.started,
-            "evidence": dataclasses.astuple(evidence) if evidence is not None else None,
+            "evidence": evidence.as_list(before) if evidence is not None else None,
             "is_silenced": (not self.word and self.label is not None) or None,
         }
         return {key: value for key, value in fields.items() if value not in (None, "", ())}
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Event:
-        """Raises ValueError for what `as_dict` did not write."""
+    def from_dict(cls, given: Mapping[str, Any], before: Evidence | None = None) -> Event:
+        """Raises ValueError for what `as_dict`, with the same ``before``, did not write."""
         try:
             signature = Signature(
                 line_of(given["op"]),
@@ -231,7 +237,7 @@ class Event:
                 tag=_int_or_none(given.get("tag")),
                 started=started,
                 read_source=line_of(given.get("source", "")),
-                evidence_source=Evidence.from_list(given["evidence"]) if "evidence" in given else None,
+                evidence_source=Evidence.from_list(given["evidence"], before) if "evidence" in given else None,
             )
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"not a record of a collective: {error!r}") from None
@@ -313,6 +319,23 @@ def decode(entries: Iterable[tuple[int, int, bytes]]) -> tuple[Event, ...]:
             event = Event.from_dict({**parse_json(encoded), "seq": seq})
             events.append(dataclasses.replace(event, digest=digest))
     return newest_in_a_row(events)
+
+
+def as_dicts(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
+    """Yield each for JSON, without the names in its evidence that the one before it has."""
+    before = None
+    for event in events:
+        yield event.as_dict(before)
+        before = event.evidence if event.word else before
+
+
+def from_dicts(given: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
+    """Raises ValueError for what `as_dicts` did not yield."""
+    before = None
+    for entry in given:
+        event = Event.from_dict(entry, before)
+        before = event.evidence or before
+        yield event
 
 
 def newest_in_a_row(events: Iterable[Event]) -> tuple[Event, ...]:

@@ -119,7 +119,7 @@ class Watching:
             self.ring.append(entry)
             standing.collectives += 1
             if self.recording.has_begun:
-                self.recording.write(event_of(entry).as_dict())
+                self.recording.write_event(event_of(entry))
         call.subscriber_state = group, entry
         comparing = self.comparing  # a new one, at the first collective
         if standing.silent or group.exchange is None or comparing is None:

@@ -35,7 +35,7 @@ from ddpstats.guard.diagnosis import (
     pair_messages,
     unmatched,
 )
-from ddpstats.guard.event import MESSAGES, Event, MessageNumbers, event_of, line_of, newest_in_a_row, text_of
+from ddpstats.guard.event import MESSAGES, Event, Evidence, MessageNumbers, event_of, line_of, newest_in_a_row, text_of
 
 FORMAT = 1
 MAX_LINE_BYTES = 1 << 20
@@ -126,23 +126,26 @@ def _read_rank(path: Path) -> RankRecord:
     events: list[Event] = []
     marks: list[Mark] = []
     known: dict[Any, Event] = {}
+    before: Evidence | None = None  # of the last event
     sources = [source for source in (old, path) if os.path.lexists(source)]
     for source in sources:
         for number, line in raw_lines(source):
             match = _NUMBERED.fullmatch(line)
-            rest = match and match.group(1, 3, 5)  # which most lines share
+            rest = match and (match.group(1, 3, 5), before)  # which most lines share
             if match is not None and rest in known:
                 events.append(event_of((known[rest], int(match[2]), float(match[4]))))
+                before = events[-1].evidence or before
                 continue
             try:
                 entry = parsed(line)
                 if "op" in entry:
-                    events.append(Event.from_dict(entry))
+                    events.append(Event.from_dict(entry, before))
                     known[rest] = events[-1]
+                    before = events[-1].evidence or before
                 elif "mark" in entry:
                     marks.append(mark_from_dict(entry))
                 elif "ddpstats" in entry:
-                    head, end = checked_head(entry), None
+                    head, end, before = checked_head(entry), None, None
                 elif "new_group" in entry:
                     groups[text_of(entry["new_group"])] = checked_group(entry)
                 elif "end" in entry:

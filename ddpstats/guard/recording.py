@@ -32,6 +32,7 @@ from ddpstats.guard.record import FORMAT, MAX_BYTES, MAX_LINE_BYTES, mark_as_dic
 if TYPE_CHECKING:
     from ddpstats._reduction.flatten import Structure
     from ddpstats._reduction.layout import Layout
+    from ddpstats.guard.event import Event, Evidence
 
 LONG_WAIT_SEC = 2.0  # a shorter wait is how ranks meet, and is not recorded
 ROUNDS = 4  # a key that a rank held before, and in none of so many calls of its name, it has stopped holding
@@ -108,6 +109,7 @@ class Recording:
         self._turn = threading.RLock()  # a mark may come from another thread than the collectives do
         self._groups: dict[str, bytes] = {}  # the lines that describe them
         self._now: dict[str, Any] = {}
+        self._before: Evidence | None = None  # of the last event in this file
         self._steps: dict[int, int] = {}  # of each optimizer
         self._held: dict[tuple[str, str, str | None], HeldKeys] = {}  # by the site of a reduction
         self._not_held: dict[str | None, str] = {}  # name of a reduction -> keys
@@ -176,6 +178,17 @@ class Recording:
                 while sum(map(len, self._groups.values())) > self._limit // 4:  # a program that makes groups for ever
                     del self._groups[next(iter(self._groups))]
 
+    def write_event(self, event: Event) -> None:
+        """Append one, without the names in its evidence that the one before it has. A new file begins with all."""
+        with self._turn:
+            if self._file < 0:
+                return
+            line = _line_of(event.as_dict(self._before))
+            if self._size + len(line) > self._limit:
+                line = _line_of(event.as_dict())
+            self._append(line)
+            self._before = event.evidence if event.word else self._before
+
     def _append(self, line: bytes) -> None:
         try:
             if self._size + len(line) > self._limit:
@@ -200,6 +213,7 @@ class Recording:
         self._file = require_regular(os.open(self._path, flags, 0o600), self._path)
         if not goes_on:
             os.ftruncate(self._file, 0)
+        self._before = None
         now = [_line_of({"now": self._now})] if self._now else []
         os.write(self._file, b"".join([_line_of({**self._head, "time": time.time()}), *self._groups.values(), *now]))
         self._size = os.fstat(self._file).st_size

@@ -10,6 +10,7 @@ their records: gloo aborts a process whose peer sends another size, and nothing 
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
 import json
 import os
@@ -110,6 +111,7 @@ def _run_as_main(script: str, is_module: bool) -> None:
     ``runpy``'s public functions restore the module before.
     """
     main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins  # the module, as in a script that Python runs
     if is_module:
         runpy._run_module_as_main(script)  # type: ignore[attr-defined]
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from ddpstats.guard.diagnosis import DOUBT, MISMATCH, NOTHING, GuardFinding, RankStatus, find
 from ddpstats.guard.event import BY_TORCH, Event, Evidence, Signature, digest_of, label_word
 from ddpstats.guard.labels.judge import Judgement, judge
+from ddpstats.guard.record import read_records
+from ddpstats.guard.recording import Identity, Recording
 
 _SIGNATURE = Signature("all_reduce", "sum", shapes=((1,),), dtypes=("float32",))
 _LOSSES = ("ctc", "att", "l1")
@@ -127,6 +130,24 @@ def test_a_fault_goes_before_doubts_and_data() -> None:
 def test_evidence_survives_the_wire() -> None:
     evidence = replace(stored("ctc"), outer=stored("spk1", ("spk1", "spk2")), aliases=("ctc", "x"), set_by="text")
     assert Event.from_dict(event(evidence, "spk1/ctc").as_dict()).evidence == evidence
+
+
+def test_names_of_a_container_are_sent_and_recorded_once(tmp_path: Path) -> None:
+    names = tuple(f"model.layer{number}.weight" for number in range(200))
+    events = [event(replace(stored(name, names), outer=stored("a", names)), name, seq=seq)
+              for seq, name in enumerate(names, 1)]  # fmt: skip
+    status = RankStatus(0, events, count=len(events))
+    assert len(status.pack()) < 100_000
+    assert [e.evidence for e in RankStatus.unpack(status.pack().encode()).events] == [e.evidence for e in events]
+    recording = Recording(tmp_path, max_bytes=60_000)
+    recording.begin(Identity("a run", 0, 1))
+    for known in events:
+        recording.write_event(known)
+    recording.close()
+    assert (tmp_path / "rank0.old.jsonl").exists()  # each file can be read by itself
+    (record,) = read_records(tmp_path)
+    assert len(record.events) > 100
+    assert {e.evidence.names for e in record.events if e.evidence is not None} == {names}
 
 
 @pytest.mark.parametrize("evidence", [[], "text", ["k"], ["k", [1], "", "", [], "", None], [*["k"] * 6, [*["k"] * 7]]])

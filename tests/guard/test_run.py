@@ -73,7 +73,7 @@ ORDINARY = """
 
     atexit.register(save)
     threading.Thread(target=save_later).start()
-    print(sys.argv[1:], __name__, sys.path[0], sys.modules["__main__"].__file__ == __file__)
+    print(type(__builtins__), sys.argv[1:], __name__, sys.path[0], sys.modules["__main__"].__file__ == __file__)
 
     def fail(how):
         if how == "exit":
