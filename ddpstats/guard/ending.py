@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -60,7 +61,10 @@ class Ending:
             self.guard.abandon(error)
         self._report()
         if verdict is not None:
-            logging.shutdown()  # an exit handler that was registered earlier still
+            for child in multiprocessing.active_children():  # as exit handlers would that were registered earlier
+                if child.daemon:
+                    child.terminate()
+            logging.shutdown()
             end_process(status if isinstance(status, int) else 1)
 
 

@@ -127,6 +127,32 @@ def test_status_that_the_program_asks_for_stays_under_run(script: Any) -> None:
 
 
 @pytest.mark.slow
+def test_no_daemonic_child_is_left_where_a_verdict_ends_the_process(script: Any) -> None:
+    child = """
+    import multiprocessing, time
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,), daemon=True)
+    child.start()
+    print("child", child.pid)
+"""
+    done = on_ranks(script(HEAD, child, FAULTY), "", DDPSTATS_GUARD="step")
+    assert done.statuses == [1, 1], done.stderr
+    children = [int(pid) for pid in re.findall(r"^child (\d+)", done.stdout, re.MULTILINE)]
+    assert len(children) == 2
+    deadline = time.monotonic() + 10
+    while any(map(_runs, children)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(_runs, children))
+
+
+def _runs(pid: int) -> bool:
+    """Return whether that process runs; one that has ended may wait for its parent to ask."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
 def test_rank_that_gave_up_does_not_wait_for_the_collective(script: Any) -> None:
     """gloo would wait until the timeout of the process group, and torchrun for the rank."""
     late = """
