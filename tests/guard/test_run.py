@@ -41,7 +41,7 @@ def test_unmodified_espnet_code_is_stopped_and_both_keys_are_named(script: Any) 
     done = ddpstats("run", "--nproc", "2", "--guard", "strict", script(SEED))
     assert done.returncode != 0
     assert "went on" not in done.stdout
-    assert "'snr_loss[0]'" in done.stderr
+    assert "'snr_loss'" in done.stderr
     assert "'l1_loss[0]'" in done.stderr
     assert "rank 1 lacks key 'snr_loss'" in done.stderr
 
@@ -52,7 +52,7 @@ def test_run_under_torchrun_finds_the_same(script: Any) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddpstats", "run"]
     done = programs.run([*torchrun, "--guard", "step", script(SEED)])
     assert done.returncode != 0
-    assert "'snr_loss[0]'" in done.stderr
+    assert "'snr_loss'" in done.stderr
 
 
 ORDINARY = """
