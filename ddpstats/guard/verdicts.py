@@ -70,6 +70,7 @@ class Verdicts:
         self._warn, self._strict, self.timeout_sec = settings.warn, settings.mode == "strict", settings.timeout_sec
         self.ends_by: float | None = None  # the program has ended: until when others are waited for
         self.has_ended = False  # this rank has posted its ends: it issues nothing more that is compared
+        self._waits_at = ""  # the key in the store that says in which collective this rank waited last
         self.passed_on: BaseException | None = None  # torch's own error of a message, which the program gets
 
     # -- coming to a verdict ------------------------------------------------------------------------------------------
@@ -176,7 +177,9 @@ class Verdicts:
             if collectives.wait_within(work, _SLICE) or group.is_given_up:
                 return
             seq, limit = entry[1], find_limit()
-            watch = self.watch(group, seq, math.inf if limit.is_own else time.monotonic() + limit.seconds - _SLICE_SEC)
+            deadline = math.inf if limit.is_own else time.monotonic() + limit.seconds - _SLICE_SEC
+            is_unseen = not self._strict and group.exchange is not None and not group.exchange.is_quick
+            watch = self.watch(group, seq, deadline, digest=entry[0].digest if is_unseen else None)
             with self._standing.waiting(group, seq):
                 while not collectives.wait_within(work, _SLICE):
                     watch()
@@ -190,6 +193,17 @@ class Verdicts:
             if verdict is None:
                 raise
             raise verdict from error
+
+    def _waits_elsewhere(self, group: Group, seq: int, digest: int) -> bool:
+        """Return whether a rank waits in another collective of that number. Say what this one waits in."""
+        store, key, mine = self.agreement.store, f"waits/{group.name}/{seq}", str(digest)
+        with store.within(GLANCE_SEC):
+            if store.post(key, mine) != mine.encode():
+                return True
+            if self._waits_at not in ("", key):
+                store.delete_key(self._waits_at)
+            self._waits_at = key
+        return False
 
     def _verdict_on(self, error: RuntimeError, group: Group, event: Event, limit: Limit) -> DdpstatsError | None:
         """Return the verdict on torch's error; None where that is what the program is to see."""
@@ -206,10 +220,13 @@ class Verdicts:
             return None
         return self.explain(event, group)
 
-    def watch(self, group: Group, seq: int, deadline: float, is_own: bool = False) -> Callable[[], None]:
+    def watch(
+        self, group: Group, seq: int, deadline: float, is_own: bool = False, digest: int | None = None
+    ) -> Callable[[], None]:
         """Return what a rank calls now and then while it waits for ``seq``: it looks for alarms and for lost ranks.
 
-        ``is_own``: the deadline is the program's own, and torch raises the error.
+        ``is_own``: the deadline is the program's own, and torch raises the error. ``digest``: of what it waits for,
+        where ranks of other hosts have not compared that; those that wait do so now.
         """
         look_sec, began, looks_at, passed_at = shared_poll(0.0, len(group.view.ranks)), time.time(), 0.0, math.inf
 
@@ -223,6 +240,9 @@ class Verdicts:
             try:
                 passed_at = min(passed_at, now) if self.has_ended and self._is_passed(group) else math.inf
                 self._look(group, seq, now > deadline, is_own)
+                if digest is not None and self._waits_elsewhere(group, seq, digest):
+                    self.differ(group, seq)
+                    raise Silenced
                 limit_sec = group.limit().seconds
                 if now > passed_at + (limit_sec if limit_sec <= _SHORT_SEC else _PASSED_SEC):
                     self.await_verdict(alarm_of(group, group.seq + 1, overdue=True))

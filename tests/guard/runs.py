@@ -36,6 +36,21 @@ def over_the_store(name: str, mode: str, bad: bool) -> Ending:
         return probe(name, mode, bad)
 
 
+def waits_for_another_operation() -> tuple[str, bool]:
+    """Without shared memory, each rank waits for ever. What is raised, and whether that comes soon."""
+    began, tensor = time.monotonic(), torch.ones(1)
+    with mock.patch.object(notes_shm._Shared, "of", side_effect=OSError("no shared memory here")):
+        try:
+            with collective_guard("step", timeout_sec=60):
+                if dist.get_rank() == 0:
+                    dist.barrier()
+                else:
+                    dist.all_gather([tensor, torch.ones(1)], tensor)
+        except ddpstats.DdpstatsError as error:
+            return type(error).__name__, time.monotonic() < began + 30
+    return "silent", False
+
+
 def reductions_of_ours(mode: str) -> int:
     """Our own group is exempt: uneven stats, which renegotiate, are no collectives of the program."""
     with collective_guard(mode) as guard:  # type: ignore[arg-type]

@@ -54,6 +54,12 @@ def test_between_hosts_notes_go_through_the_store(two_ranks: RankPool, name: str
     assert endings[0].message == endings[1].message
 
 
+def test_between_hosts_ranks_that_wait_in_different_operations_are_named_in_seconds(two_ranks: RankPool) -> None:
+    endings = two_ranks.run(runs.waits_for_another_operation).values()
+    two_ranks.restart()
+    assert endings == [("CollectiveMismatch", True)] * 2
+
+
 def test_strict_raises_before_anything_is_summed(two_ranks: RankPool) -> None:
     for rank, ends in enumerate(two_ranks.run(runs.values_after_a_mismatch).values()):
         assert ends == dict.fromkeys(("key", "reduce op", "root"), ("CollectiveMismatch", [float(rank)] * 2))
