@@ -504,12 +504,13 @@ def _missing(group: str, words: str, by_rank: ByRank, seq: int, missing: tuple[i
             "call. Make all ranks issue the same collectives: the same keys, and as many steps."
         )
     else:
-        lines.append(f"Look at the output of {ranks_text(missing)} first. {_LARGER_TIMEOUT}")
+        may_be_slow = any(not by_rank[rank].dead and by_rank[rank].left is None for rank in missing)
+        lines.append(f"Look at the output of {ranks_text(missing)} first.{_LARGER_TIMEOUT if may_be_slow else ''}")
     return GuardFinding(MISSING, "\n".join(lines), group, seq, missing, (), events)
 
 
 _LARGER_TIMEOUT = (
-    "A rank that is only slow needs a larger timeout: that of its process group, and timeout_sec (or "
+    " A rank that is only slow needs a larger timeout: that of its process group, and timeout_sec (or "
     "DDPSTATS_TIMEOUT_SEC) where it is set."
 )
 
@@ -612,7 +613,7 @@ def unmatched(event: Event, rank: int, words: str, peer: RankStatus | None) -> G
         lines.append(f"  {there}: {_whereabouts(peer)}")
     lines.append(
         f"Make {there} call dist.{call} with a tensor of this shape and dtype, or leave out the call of {waiting}. "
-        f"Where both ranks {op} first, let one of them {answer} first. {_LARGER_TIMEOUT}"
+        f"Where both ranks {op} first, let one of them {answer} first.{_LARGER_TIMEOUT}"
     )
     if not is_sent and not sent:
         lines.append("A guard sees no message that was sent before it began: if that is so here, begin it earlier.")

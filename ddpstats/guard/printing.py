@@ -30,7 +30,9 @@ from ddpstats._base.text import count_of
 from ddpstats.errors import DdpstatsError
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OWN = tuple(os.path.join(_PACKAGE, part) for part in ("guard" + os.sep, os.path.join("_observe", "collectives.py")))
+_OWN = tuple(
+    os.path.join(_PACKAGE, *part) for part in (("guard", ""), ("_observe", "collectives.py"), ("_ranks", "gloo.py"))
+)
 _PRINTER_SEC = 2.0  # for the rank that prints the verdict whole, before another rank ends
 
 

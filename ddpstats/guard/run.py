@@ -14,6 +14,7 @@ import builtins
 import contextlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import subprocess
@@ -121,7 +122,9 @@ def _run_as_main(script: str, is_module: bool) -> None:
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-        code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+        with open(script, "rb") as file:
+            code = pkgutil.read_code(file)  # None where the script is not compiled yet
+        code = code or compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
         runpy._run_code(code, vars(main), None, "__main__", script_name=script)  # type: ignore[attr-defined]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import py_compile
 import re
 import signal
 import subprocess
@@ -225,3 +226,11 @@ def test_run_refuses_record_without_directory_and_no_ranks(script: Any, capsys: 
     assert "--record-dir" in capsys.readouterr().err
     assert cli.main(["run", "--nproc", "0", script("pass")]) == 2
     assert ddpstats("run", "--guard", "off", script("print(1)")).stdout == "1\n"
+
+
+def test_compiled_script_runs(tmp_path: Path) -> None:
+    source, compiled = tmp_path / "train.py", tmp_path / "train.pyc"
+    source.write_text("print('runs as', __name__)\n")
+    py_compile.compile(str(source), str(compiled))
+    done = ddpstats("run", "--guard", "off", str(compiled))
+    assert (done.returncode, done.stdout) == (0, "runs as __main__\n"), done.stderr
