@@ -60,9 +60,9 @@ def attribute(kind: str, name: str, default: Callable[[Any], Any]) -> Callable[[
     return default if find(f"{kind}.{name}") is None else attrgetter(name)
 
 
-def refuse(need: str) -> NoReturn:
+def refuse(reason: str) -> NoReturn:
     """Raise `ConfigError` on a torch without what ddpstats cannot do without."""
-    raise ConfigError(f"torch {torch.__version__} cannot do what ddpstats needs here: {need}")
+    raise ConfigError(f"torch {torch.__version__} cannot be observed: {reason}. Use one of docs/compatibility.md.")
 
 
 # -- the dispatcher ---------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def keys_below(key: str) -> Any:
 
 
 # The kernel that an operator has at a key now: to keep it while a thread may still enter it, and to call it. Without it
-# kernels that were parked are not taken away, and bits of matrix products cannot be flipped.
+# a kernel that is removed is not kept for such a thread, and bits of matrix products cannot be flipped.
 kernel_at: Callable[[str, str], Any] | None = find("_C._dispatch_get_computed_kernel_for_dispatch_key")
 
 # Takes the kernels of a `torch.library.Library` away at a moment that we choose. Without it no kernel is registered: no

@@ -16,7 +16,7 @@ from ddpstats._ranks.store import STORE_ERRORS
 from ddpstats.errors import CollectiveMismatch, DdpstatsError
 from ddpstats.guard.diagnosis import Alarm
 from ddpstats.guard.event import MASK, Event, encode, roll, same_labels
-from ddpstats.guard.group import FindLimit, Group, Session, Settings, Standing
+from ddpstats.guard.group import FindLimit, Group, GuardState, Session, Settings
 from ddpstats.guard.notes import Note, Overrun, agree, share
 from ddpstats.guard.verdicts import GivenUp, Silenced, Verdicts
 
@@ -30,16 +30,16 @@ Digests = list[Any]
 class Comparing:
     """Compares the collectives of one session."""
 
-    def __init__(self, session: Session, standing: Standing, settings: Settings) -> None:
-        self.session, self._standing, self._strict = session, standing, settings.mode == "strict"
-        self.verdicts = Verdicts(session, standing, settings)
+    def __init__(self, session: Session, state: GuardState, settings: Settings) -> None:
+        self.session, self._state, self._strict = session, state, settings.mode == "strict"
+        self.verdicts = Verdicts(session, state, settings)
         self.agreement = self.verdicts.agreement
         self._asked: list[tuple[Group, int, Note]] = []
 
     def announce(self, group: Group, event: Event, seq: int) -> None:
         """Say what is about to be issued, where the other ranks of this host see it even if gloo aborts this process.
 
-        Raises where a neighbour in the group has announced something else; never waits.
+        Raises where a neighbour in the group has announced another one; never waits.
         """
         assert group.exchange is not None
         if group.exchange.announce(seq, event.digest, encode(event)):
@@ -89,7 +89,7 @@ class Comparing:
         """
         if group.lock.acquire(blocking=find_limit is not None):
             try:
-                while group.settled < until and not self._standing.silent and self._settle_one(group, find_limit):
+                while group.settled < until and not self._state.silent and self._settle_one(group, find_limit):
                     pass
             finally:
                 group.lock.release()
@@ -112,7 +112,7 @@ class Comparing:
                     return False
                 limit = find_limit()
                 watch = self.verdicts.watch(group, seq, time.monotonic() + limit.seconds, is_own=limit.is_own)
-                with self._standing.waiting(group, seq):
+                with self._state.waiting(group, seq):
                     notes = group.exchange.wait(number, watch)
             group.settled = number
             self._judge(group, seq, notes)
@@ -134,7 +134,7 @@ class Comparing:
             is_same, labels = agree(notes), {note.label for note in notes}
             if not is_same or not (same_labels(labels) if self._strict else len(labels) == 1):
                 self.verdicts.differ(group, seq, tentative=is_same)  # labels may differ for good reasons
-        if self._standing.silent:
+        if self._state.silent:
             return
         if self._strict:
             group.agreed = seq
@@ -219,17 +219,17 @@ def alarms_of(reports: Iterable[Iterable[Digests]]) -> list[Alarm]:
 class StepQuestion:
     """The question of one step. ``comparing`` is None where there is nothing to compare, or no rank to compare with."""
 
-    def __init__(self, comparing: Comparing | None, standing: Standing) -> None:
-        self._comparing, self._standing = comparing, standing
+    def __init__(self, comparing: Comparing | None, state: GuardState) -> None:
+        self._comparing, self._state = comparing, state
         self._known: CollectiveMismatch | None = None
 
     def _ask(self, step: int | None) -> Sequence[float]:
-        self._standing.steps += 1
+        self._state.steps += 1
         share = 0
         try:
-            if self._standing.verdict is not None:
-                raise self._standing.verdict.with_traceback(None)
-            if self._comparing is not None and not self._standing.silent:
+            if self._state.verdict is not None:
+                raise self._state.verdict.with_traceback(None)
+            if self._comparing is not None and not self._state.silent:
                 share = self._comparing.ask()
         except CollectiveMismatch as error:  # the others are to know of it
             self._known = error
@@ -239,7 +239,7 @@ class StepQuestion:
         known, shares = sums
         if known or shares % _SHARES:
             self._settle(group)
-        if self._comparing is not None and not self._standing.silent:
+        if self._comparing is not None and not self._state.silent:
             self._comparing.take_agreed()
 
     def _drop(self) -> None:
@@ -249,7 +249,7 @@ class StepQuestion:
         """Some rank differs, or knows of a mismatch. Collective."""
         comparing = self._comparing
         asked = [] if comparing is None else comparing.asked()
-        tree = {"error": str(self._known or ""), "silent": self._standing.silent, "groups": asked}
+        tree = {"error": str(self._known or ""), "silent": self._state.silent, "groups": asked}
         reports = gather_trees(tree, name="collective_guard.step: what each rank did", group=group)
         if self._known is not None:
             raise self._known
@@ -259,7 +259,7 @@ class StepQuestion:
             comparing.verdicts.catch_up()
         if errors:
             raise CollectiveMismatch(errors[0])
-        self._standing.silent |= is_silent
+        self._state.silent |= is_silent
         for alarm in alarms_of(report["groups"] for report in reports):
-            if comparing is not None and not self._standing.silent:
+            if comparing is not None and not self._state.silent:
                 comparing.verdicts.await_verdict(alarm)

@@ -42,7 +42,7 @@ _SHOWN_GROUPS = 8
 
 
 def message_place(event: Event) -> int:
-    """Return what stands for a message in `RankStatus.waits_in`: when it began, in microseconds."""
+    """Return the number of a message in `RankStatus.waits_in`: when it began, in microseconds."""
     return int(event.started * 1e6)
 
 
@@ -54,7 +54,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "int | None": lambda value: None if value is None else int(value),
     "str | None": text_or_none,
     "tuple[int, ...]": lambda values: tuple(map(int, values)),
-    "tuple[str, int] | None": lambda place: None if place is None else (str(place[0]), int(place[1])),
+    "tuple[str, int] | None": lambda wait: None if wait is None else (str(wait[0]), int(wait[1])),
     "tuple[Event, ...]": lambda events: tuple(map(Event.from_dict, events)),
     "Sequence[Event]": lambda events: newest_in_a_row(from_dicts(events)),
     "Mapping[int, Event]": lambda events: {int(rank): Event.from_dict(event) for rank, event in events.items()},
@@ -132,9 +132,9 @@ class RankStatus(Packed):
 
     def message_waited_for(self) -> Event | None:
         """Return the message that the rank waits for now."""
-        place = None if self.waits_in is None else self.waits_in[1]
-        waits = self.waits_in is not None and self.waits_in[0].endswith(MESSAGES)
-        return next((event for event in self.messages if waits and message_place(event) == place), None)
+        if self.waits_in is None or not self.waits_in[0].endswith(MESSAGES):
+            return None
+        return next((event for event in self.messages if message_place(event) == self.waits_in[1]), None)
 
 
 @dataclass(frozen=True)

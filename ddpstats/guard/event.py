@@ -2,7 +2,7 @@
 
 A `Signature` holds what ranks must have in common; its fingerprint is stable across processes, hosts and runs (never
 Python's own `hash`). An `Event` is one occurrence: where in the program, under which label, as which of its group.
-While the program runs there is one for all calls that are alike, and of each call its number and time (`Entry`).
+While the program runs there is one for all calls that are equal, and of each call its number and time (`Entry`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Signature:
     """The arguments that are the same on all ranks of a correct program, and the shapes.
 
     ``shapes`` and ``dtypes`` are of the tensors that must agree in dtype and number of elements: their shapes may
-    differ. What else may legally differ (the root's extra arguments, the pieces of an all_to_all) is not here but in
+    differ. What may legally differ besides (the root's extra arguments, the pieces of an all_to_all) is not here but in
     the event's ``pieces``, and the names of tensors are in its ``word``.
     """
 
@@ -48,16 +48,16 @@ class Signature:
         return tuple(map(math.prod, self.shapes))
 
     def __str__(self) -> str:
-        given = [f"{dtype}{list(shape)}" for shape, dtype in zip(self.shapes[:3], self.dtypes[:3], strict=True)]
+        arguments = [f"{dtype}{list(shape)}" for shape, dtype in zip(self.shapes[:3], self.dtypes[:3], strict=True)]
         if self.strides:
-            given = [f"{text} of strides {list(strides)}" for text, strides in zip(given, self.strides, strict=False)]
+            arguments = [f"{text} of strides {list(s)}" for text, s in zip(arguments, self.strides, strict=False)]
         if len(self.shapes) > 3:
-            given.append(f"... {len(self.shapes)} tensors")
+            arguments.append(f"... {len(self.shapes)} tensors")
         if self.reduce_op is not None:
-            given.append(self.reduce_op)
+            arguments.append(self.reduce_op)
         if self.root is not None:
-            given.append(f"root={self.root}")
-        return f"{self.op}({', '.join(given)})"
+            arguments.append(f"root={self.root}")
+        return f"{self.op}({', '.join(arguments)})"
 
 
 def digest_of(signature: Signature) -> int:
@@ -76,7 +76,7 @@ _BY_TORCH_WORD = 2
 
 
 def label_word(label: str | None) -> int:
-    """64 bits that stand for a label; 0 for none, odd for an index."""
+    """Return 64 bits for a label: 0 for none, odd where it begins with a dict's key that is a number."""
     if label is None or label == BY_TORCH:
         return 0 if label is None else _BY_TORCH_WORD
     word = stable_hash(label) | 1
@@ -87,8 +87,8 @@ def same_labels(words: Iterable[int]) -> bool:
     """Return whether no two of these contradict each other.
 
     A label says under which name one rank's code reached a tensor. Another rank's code may legally reach its own
-    without a name, or count where this one names, so names are compared among each other, and indices. What torch
-    issues by itself meets only its like.
+    without a name, or under a number where this one has a name: names are compared with names, numbers with numbers.
+    What torch issues by itself agrees only with what torch issues by itself.
     """
     known = set(words)
     if _BY_TORCH_WORD in known:
@@ -98,7 +98,7 @@ def same_labels(words: Iterable[int]) -> bool:
 
 
 def roll(rolling: int, digest: int) -> int:
-    """The rolling digest of a sequence, one event later. Depends on the order."""
+    """Return the rolling digest of a sequence, one event later. Depends on the order."""
     return ((rolling ^ digest) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & MASK
 
 
@@ -128,17 +128,17 @@ class Evidence:
         return [self.key, names, self.source, self.use, self.aliases, self.set_by, outer]
 
     @classmethod
-    def from_list(cls, given: Any, before: Evidence | None = None) -> Evidence:
+    def from_list(cls, parts: Any, before: Evidence | None = None) -> Evidence:
         """Return what `as_list`, here or in release 0.1.0, made a list of, with the same ``before``.
 
         Raises ValueError or TypeError for anything else.
         """
-        if len(given) == _PARTS_OF_0_1:
-            key, names, source, fate, _, aliases, _, _, chosen_by, outer = given
+        if len(parts) == _PARTS_OF_0_1:
+            key, names, source, fate, _, aliases, _, _, chosen_by, outer = parts
             use = {"keyed": "stored", "in place": "element", "pooled": "pooled"}.get(text_of(fate), "")
             set_by = {"sorted": "loop", "caller": "text"}.get(text_of(chosen_by), chosen_by)
         else:
-            key, names, source, use, aliases, set_by, outer = given
+            key, names, source, use, aliases, set_by, outer = parts
         return cls(
             text_of(key),
             tuple(map(text_of, (before.names if before else ()) if names is None else names)),
@@ -163,7 +163,7 @@ class Event:
     signature: Signature
     label: str | None
     word: int  # of the label
-    site: Any  # text, or an object whose str() is the text: spelled out only when somebody reads it
+    site: Any  # text, or an object whose str() is the text, made only when it is read
     digest: int
     pieces: str = ""
     balance: int = 0
@@ -206,38 +206,38 @@ class Event:
         return {key: value for key, value in fields.items() if value not in (None, "", ())}
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any], before: Evidence | None = None) -> Event:
+    def from_dict(cls, entry: Mapping[str, Any], before: Evidence | None = None) -> Event:
         """Raises ValueError for what `as_dict`, with the same ``before``, did not write."""
         try:
             signature = Signature(
-                line_of(given["op"]),
-                None if given.get("reduce_op") is None else line_of(given["reduce_op"]),
-                _int_or_none(given.get("root")),
-                tuple(tuple(map(int, shape)) for shape in given.get("shapes", [])),
-                tuple(map(line_of, given.get("dtypes", []))),
-                tuple(tuple(map(int, strides)) for strides in given.get("strides", [])),
+                line_of(entry["op"]),
+                None if entry.get("reduce_op") is None else line_of(entry["reduce_op"]),
+                _int_or_none(entry.get("root")),
+                tuple(tuple(map(int, shape)) for shape in entry.get("shapes", [])),
+                tuple(map(line_of, entry.get("dtypes", []))),
+                tuple(tuple(map(int, strides)) for strides in entry.get("strides", [])),
             )
             if len(signature.shapes) != len(signature.dtypes):
                 raise ValueError("as many shapes as dtypes are needed")
-            started = float(given.get("time", 0.0))
+            started = float(entry.get("time", 0.0))
             if not 0 <= started < LATEST_TIME_SEC:
                 raise ValueError("no time")
-            label = text_or_none(given.get("label"))
+            label = text_or_none(entry.get("label"))
             return cls(
-                group=text_of(given["group"]),
-                seq=int(given["seq"]),
+                group=text_of(entry["group"]),
+                seq=int(entry["seq"]),
                 signature=signature,
                 label=label,
-                word=0 if given.get("is_silenced") else label_word(label),
-                site=line_of(given.get("site", "")),
+                word=0 if entry.get("is_silenced") else label_word(label),
+                site=line_of(entry.get("site", "")),
                 digest=digest_of(signature),
-                pieces=line_of(given.get("pieces", "")),
-                balance=int(given.get("balance", 0)),
-                peer=_int_or_none(given.get("peer")),
-                tag=_int_or_none(given.get("tag")),
+                pieces=line_of(entry.get("pieces", "")),
+                balance=int(entry.get("balance", 0)),
+                peer=_int_or_none(entry.get("peer")),
+                tag=_int_or_none(entry.get("tag")),
                 started=started,
-                read_source=line_of(given.get("source", "")),
-                evidence_source=Evidence.from_list(given["evidence"], before) if "evidence" in given else None,
+                read_source=line_of(entry.get("source", "")),
+                evidence_source=Evidence.from_list(entry["evidence"], before) if "evidence" in entry else None,
             )
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"not a record of a collective: {error!r}") from None
@@ -329,23 +329,23 @@ def as_dicts(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
         before = event.evidence if event.word else before
 
 
-def from_dicts(given: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
+def from_dicts(entries: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
     """Raises ValueError for what `as_dicts` did not yield."""
     before = None
-    for entry in given:
+    for entry in entries:
         event = Event.from_dict(entry, before)
         before = event.evidence or before
         yield event
 
 
 def newest_in_a_row(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Without those before a gap in the numbers: an earlier guard of the process may have left them."""
-    found: list[Event] = []
+    """Return the events after the last gap in the numbers: an earlier guard of the process may have left the others."""
+    newest: list[Event] = []
     for event in events:
-        if found and event.seq != found[-1].seq + 1:
-            found.clear()
-        found.append(event)
-    return tuple(found)
+        if newest and event.seq != newest[-1].seq + 1:
+            newest.clear()
+        newest.append(event)
+    return tuple(newest)
 
 
 class MessageNumbers:
@@ -373,7 +373,7 @@ class MessageNumbers:
 
 
 Entry = tuple[Event, int, float]
-"""An event that all calls alike share, and of one of them the number and the time."""
+"""The event that all equal calls share, with the number and the time of one of them."""
 
 
 def event_of(entry: Entry) -> Event:

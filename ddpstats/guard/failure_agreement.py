@@ -3,8 +3,8 @@
 1. A rank that sees a difference, or has waited too long, raises the alarm: a group, and the number of a collective.
 2. Every rank that is alive reports its status: what it ran on that group, what it waits in, where its main thread is.
    The main thread of a rank that waits does so; the rank's watchdog does where the main thread is busy elsewhere.
-3. One rank, the first to come, reads the statuses until it has all or its patience is over, and writes the verdict;
-   all raise that text. Another rank does so where it does not.
+3. One rank, the first to come, reads the statuses until it has all or its patience is over, and writes the verdict,
+   which names the rank that prints it; all raise that text. Another rank does so where it does not.
 4. The watchdog reads the verdict, too, so that the main thread raises it also where the store is gone by then.
 
 The store is read by every rank and trusted by none: bytes that are no status count as none. It is one thread that

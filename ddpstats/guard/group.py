@@ -1,4 +1,4 @@
-"""One life of the default process group, as the guard sees it: its connections and its groups. What lasts for longer.
+"""One life of the default process group, as the guard sees it (`Session`), and the state of a guard (`GuardState`).
 
 A program may destroy its process group and make a new one under the same names, with another store. Whatever ranks
 exchanged belongs to one of these lives: a guard that outlives the first begins a new session with the second.
@@ -63,7 +63,7 @@ class Settings(NamedTuple):
 
 
 @dataclass
-class Standing:
+class GuardState:
     """The state of a guard, over all its sessions."""
 
     verdict: DdpstatsError | None = None
@@ -77,7 +77,7 @@ class Standing:
     def waits_in(self, name: str) -> tuple[str, int] | None:
         """Return where some thread of this rank waits: in the group of that name, if one does there."""
         waits = list(self.waits.values())
-        return next((place for place in waits if place[0] == name), waits[0] if waits else None)
+        return next((wait for wait in waits if wait[0] == name), waits[0] if waits else None)
 
     @contextmanager
     def waiting(self, group: Group, seq: int, kind: str = "") -> Iterator[None]:
@@ -140,7 +140,7 @@ class Group:
         self.words = f"{known_as} of {len(view.ranks)} ranks"
         self.lock = threading.RLock()  # one thread at a time compares
         self.seq = 0  # of the last collective begun
-        self.posted = 0  # the last note: of a collective in strict mode, else of what was done so far
+        self.posted = 0  # the last note: of a collective in mode "strict", otherwise of all that was done so far
         self.settled = 0  # the last note that was compared
         self.rolling = 0  # digest of all that this rank did
         self.labels = 0  # digest of all its labels

@@ -169,8 +169,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     def _explain(self, error: BaseException) -> DdpstatsError | None:
         """Return the verdict that explains what the program has raised, if there is one."""
-        standing, comparing = self._watching.standing, self._watching.comparing
-        if comparing is None or standing.verdict is not None or comparing.session.has_given_up():
+        state, comparing = self._watching.state, self._watching.comparing
+        if comparing is None or state.verdict is not None or comparing.session.has_given_up():
             return None
         behind = errors_behind(error)
         if comparing.verdicts.passed_on in behind or not any(map(is_broken, behind)):
@@ -184,8 +184,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         its own end. There ranks may come here at different times, and some never: where the comparison cannot go to its
         end in time, the last line of the guard says so. Otherwise every rank is to come.
         """
-        comparing, standing = self._watching.comparing, self._watching.standing
-        if comparing is None or standing.silent or standing.verdict is not None:
+        comparing, state = self._watching.comparing, self._watching.state
+        if comparing is None or state.silent or state.verdict is not None:
             return
         session = comparing.session
         if session.is_concluded or not session.is_reachable():
@@ -239,7 +239,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     @property
     def verdict(self) -> DdpstatsError | None:
         """Return what was raised as the guard's finding; it stays here where the program has caught it."""
-        return self._watching.standing.verdict
+        return self._watching.state.verdict
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Leave without a last comparison; local, and raises nothing of the other ranks'. Idempotent."""
@@ -260,11 +260,11 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     @breaks_graph
     def step(self) -> None:
         """Mark a step boundary; in mode "step" compare all groups. Every rank must call. Raises as the guard does."""
-        standing, comparing = self._watching.standing, self._watching.comparing
-        standing.steps += 1
-        if standing.verdict is not None:
-            raise standing.verdict.with_traceback(None)
-        if comparing is not None and not standing.silent and not self._watching.is_over():
+        state, comparing = self._watching.state, self._watching.comparing
+        state.steps += 1
+        if state.verdict is not None:
+            raise state.verdict.with_traceback(None)
+        if comparing is not None and not state.silent and not self._watching.is_over():
             comparing.step()
 
     def _record_step(self, optimizer: object) -> None:
@@ -274,36 +274,36 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def _question(self) -> StepQuestion:
         """`step` as one of several questions that all ranks ask together."""
         watching = self._watching
-        return StepQuestion(None if watching.is_over() else watching.comparing, watching.standing)
+        return StepQuestion(None if watching.is_over() else watching.comparing, watching.state)
 
     @property
     def counters(self) -> GuardCounters:
         """Return what this guard has seen so far; a frozen copy."""
-        standing, tally = self._watching.standing, self._watching.tally()
-        seen, reasons = standing.collectives, tally.not_compared
+        state, tally = self._watching.state, self._watching.tally()
+        seen, reasons = state.collectives, tally.not_compared
         left = seen - tally.compared
-        return GuardCounters(seen, tally.compared, left, standing.steps, self.mode, reasons, len(tally.agreeing))
+        return GuardCounters(seen, tally.compared, left, state.steps, self.mode, reasons, len(tally.agreeing))
 
     def last_line(self) -> tuple[int, str] | None:
-        """(level, text) of what there is to say at the end; None on all ranks but rank 0."""
-        session, standing = self._watching.session, self._watching.standing
+        """Return (level, text) of the line that the guard ends with; None on all ranks but rank 0."""
+        session, state = self._watching.session, self._watching.state
         if (str(session.rank) if session is not None else os.environ.get("RANK", "0")) != "0":
             return None
-        verdict = "" if standing.verdict is None else in_short(standing.verdict)
-        verdict = "a mismatch that was warned of" if standing.silent else verdict
+        verdict = "" if state.verdict is None else in_short(state.verdict)
+        verdict = "a mismatch that was warned of" if state.silent else verdict
         is_amiss, line = last_line(self.counters, self._nothing(), verdict)
         return logging.WARNING if is_amiss else logging.INFO, line
 
     def say_end(self) -> None:
         """Log the last line; of guards with nothing to compare the first alone, for there may be one at each step."""
-        said = self.last_line()
-        if said is not None and said[0] == logging.WARNING:
-            _log_once(*said)
-        elif said is not None:
-            log.log(said[0], "%s", said[1])
+        last = self.last_line()
+        if last is not None and last[0] == logging.WARNING:
+            _log_once(*last)
+        elif last is not None:
+            log.log(last[0], "%s", last[1])
 
     def _nothing(self) -> str:
-        """Why there was nothing to compare, where that is known."""
+        """Return why there was nothing to compare, where that is known."""
         session = self._watching.session
         if session is None:
             return "" if had_ranks() else NO_GROUP

@@ -17,7 +17,7 @@ from ddpstats._observe.operators import Collective
 from ddpstats.guard.compare import Comparing
 from ddpstats.guard.diagnosis import DOUBT, LEFT, GuardFinding, RankStatus
 from ddpstats.guard.event import BY_TORCH, MESSAGES, Entry, Event, Ring, event_of, label_word
-from ddpstats.guard.group import Group, Limit, Session, Settings, Standing, identity
+from ddpstats.guard.group import Group, GuardState, Limit, Session, Settings, identity
 from ddpstats.guard.labels import current_label
 from ddpstats.guard.labels.read import Chain, Inferred, infer
 from ddpstats.guard.printing import Tally
@@ -28,7 +28,7 @@ RING_EVENTS = 10_000
 _GATHERING = "all_gather"  # has a label where the program adds up what it gathers
 _REPORTED_EVENTS = 2000  # of one group
 _REPORTED_MESSAGES = 256
-_STACK_FRAMES = 6  # of the main thread, for a rank that is somewhere else
+_STACK_FRAMES = 6  # of the main thread, for a rank that is in no collective
 _KEPT_WORKS = 1024  # messages that are never waited for would keep their tensors
 _KEPT_EVENTS = 4096
 _EXPIRED_MS = 1  # of a collective whose own timeout has passed while the guard waited: torch raises its own error
@@ -65,7 +65,7 @@ class Watching:
         self._lock = threading.RLock()
         self.ring = Ring(RING_EVENTS)
         self.recording = Recording(settings.record_dir, identity)
-        self.standing = Standing(recording=self.recording)
+        self.state = GuardState(recording=self.recording)
         self.session: Session | None = None
         self.comparing: Comparing | None = None
         self.how_left: str | None = None
@@ -84,12 +84,12 @@ class Watching:
             self._known.clear()
             self.ring = Ring(RING_EVENTS)  # numbers begin again
             self.how_left = None
-            self.standing.past += self.session.tally()
-        session = Session(self._settings, self._report_status, self._position, self._heard)
+            self.state.past += self.session.tally()
+        session = Session(self._settings, self._report_status, self._position, self._take_verdict)
         self.session = session
         self.recording.begin(Identity(session.run, session.rank, dist.get_world_size()))
         compares = session.agreement is not None
-        self.comparing = Comparing(session, self.standing, self._settings) if compares else None
+        self.comparing = Comparing(session, self.state, self._settings) if compares else None
         return session
 
     # -- subscriber of `collectives` -----------------------------------------------------------------------------------
@@ -98,10 +98,10 @@ class Watching:
         """Describe, record, and where possible compare, before anything moves."""
         if self._is_inherited:
             return
-        standing = self.standing
-        if standing.verdict is not None:
-            raise standing.verdict.with_traceback(None)
-        if not call.blocking and self._settings.compares and not standing.silent and _is_on_host(call):
+        state = self.state
+        if state.verdict is not None:
+            raise state.verdict.with_traceback(None)
+        if not call.blocking and self._settings.compares and not state.silent and _is_on_host(call):
             call.timeout_ms = self._timeout_ms
         comparing = self.comparing
         if comparing is not None and comparing.agreement.has_unread:
@@ -117,12 +117,12 @@ class Watching:
             seq = group.seq
             entry = event, group.messages.next(event) if is_message else seq, time.time()
             self.ring.append(entry)
-            standing.collectives += 1
+            state.collectives += 1
             if self.recording.has_begun:
                 self.recording.write_event(event_of(entry))
         call.subscriber_state = group, entry
         comparing = self.comparing  # a new one, at the first collective
-        if standing.silent or group.exchange is None or comparing is None:
+        if state.silent or group.exchange is None or comparing is None:
             return
         if is_message:
             comparing.verdicts.begin_message(group, event_of(entry))
@@ -141,7 +141,7 @@ class Watching:
 
     def after(self, call: Collective, work: Any) -> None:
         """Wait for a blocking collective, so that a rank that never comes is named."""
-        if self.comparing is None or self.standing.silent or work is None:
+        if self.comparing is None or self.state.silent or work is None:
             return
         if not _is_on_host(call):  # the program does not wait for a device here, either
             return
@@ -158,12 +158,12 @@ class Watching:
         self._works[id(work)] = _Work(work, group, entry, call.own_timeout_sec)
 
     def waiting(self, work: Any, limited: bool) -> bool:
-        """The program waits for an asynchronous collective, or a message: now it must be settled.
+        """Settle an asynchronous collective, or a message, for which the program is about to wait.
 
         Where it waits under a timeout of its own, that holds, and what is not there yet is settled later.
         """
         comparing = self.comparing
-        if comparing is None or self.standing.silent:
+        if comparing is None or self.state.silent:
             return False
         known = None if limited else self._works.pop(id(work), None)
         if known is None:
@@ -174,7 +174,7 @@ class Watching:
             return True
         if group.is_given_up or (self._mode == "strict" and comparing.settle(group, entry[1], known.limit)):
             return False
-        if not self.standing.silent:
+        if not self.state.silent:
             comparing.verdicts.wait_for(work, group, entry, known.limit)
         return False
 
@@ -194,19 +194,19 @@ class Watching:
         parts = parts_of(call)
         pieces = pieces_of(call) if call.operator.compared == "pieces" else NO_PIECES
         frame, by_torch, is_api = calling_frame(3)
-        found: str | Inferred | None = current_label()
-        if found is None and by_torch:
-            found = BY_TORCH if call.operator.combines else None
-        elif found is None and self._settings.infer_labels and is_api and frame is not None and _may_have_name(call):
-            found = infer(frame)
+        label: str | Inferred | None = current_label()
+        if label is None and by_torch:
+            label = BY_TORCH if call.operator.combines else None
+        elif label is None and self._settings.infer_labels and is_api and frame is not None and _may_have_name(call):
+            label = infer(frame)
         call_site = (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
-        key = group, parts, pieces, call.peer, call.tag, found, call_site
+        key = group, parts, pieces, call.peer, call.tag, label, call_site
         event = self._known.get(key)
         if event is None:
             if len(self._known) >= _KEPT_EVENTS:
                 self._known.clear()
             signature, digest = signature_of(parts)
-            name = found.path if isinstance(found, Inferred) else found
+            name = label.path if isinstance(label, Inferred) else label
             event = self._known[key] = Event(
                 f"{group.name}{MESSAGES}" if call.operator.is_message else group.name,
                 0,
@@ -218,7 +218,7 @@ class Watching:
                 *pieces,
                 None if call.peer is None else call.view.ranks[call.peer],
                 call.tag,
-                evidence_source=found if isinstance(found, Inferred) else None,
+                evidence_source=label if isinstance(label, Inferred) else None,
             )
             self._silence(event)
         return event
@@ -238,7 +238,7 @@ class Watching:
         return group
 
     def leave(self, error: BaseException | None, compares: bool = False) -> None:
-        """Tell the others that this rank leaves, and how; never waits. Idempotent.
+        """Report that this rank leaves, and how; never waits. Idempotent.
 
         ``compares``: the last comparison follows.
         """
@@ -257,7 +257,7 @@ class Watching:
 
     def tally(self) -> Tally:
         """Return what was compared so far, over all sessions."""
-        past = self.standing.past
+        past = self.state.past
         return past if self.session is None else past + self.session.tally()
 
     def is_over(self) -> bool:
@@ -276,7 +276,7 @@ class Watching:
         self._is_inherited, self.comparing = True, None
         self.recording.close()
 
-    # -- telling the others -------------------------------------------------------------------------------------------
+    # -- statuses and verdicts -----------------------------------------------------------------------------------------
 
     def _position(self) -> str:
         last = self.ring.last()
@@ -295,7 +295,7 @@ class Watching:
             -1 if session is None else session.rank,
             events,
             0 if group is None else group.seq,
-            self.standing.waits_in(name),
+            self.state.waits_in(name),
             self._position() or None,
             self.how_left,
             False,
@@ -304,8 +304,8 @@ class Watching:
             tuple(self.ring.of(name + MESSAGES)[-_REPORTED_MESSAGES:]),
         )
 
-    def _heard(self, finding: GuardFinding) -> None:
-        """A verdict has come. Labels that may differ are not compared on their lines any more, on any rank."""
+    def _take_verdict(self, finding: GuardFinding) -> None:
+        """Take a verdict: labels that may differ are not compared on their lines any more, on any rank."""
         if finding.kind == DOUBT and self.session is not None and self.session.rank == min(finding.by_rank):
             log.warning("%s", finding.message)
         events = self.ring.silence(finding.group, finding.doubts)

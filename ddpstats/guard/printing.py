@@ -1,12 +1,13 @@
 """What a guard prints: an error that all ranks raise, once and not once per rank, and the line that it ends with.
 
-The verdict names the rank that prints it whole (`status.GuardFinding`). Every other rank prints one line: the calls,
+The verdict names the rank that prints it whole (`diagnosis.GuardFinding`). Every other rank prints one line: the calls,
 what differs, and which rank has the rest. So nothing that matters is lost where that rank is killed meanwhile. All
 write the same line where torchrun looks (``TORCHELASTIC_ERROR_FILE``), with the time at which it happened, and the
 others give the rank that prints a moment before they end.
 
 A rank that fails makes torchrun end the others by SIGTERM, within a tenth of a second. So SIGTERM waits while ranks
-come to a verdict (`sigterm_deferred`); one that comes between the verdict and its printing prints it.
+come to a verdict (`sigterm_deferred`). One that comes after the verdict prints it if nothing has printed it yet, also
+where the program has caught it, and ends the process with status 1.
 """
 
 from __future__ import annotations
@@ -213,9 +214,9 @@ class Tally:
     not_compared: Counter[str] = field(default_factory=Counter)
     agreeing: frozenset[int] = frozenset()
 
-    def __add__(self, other: Tally) -> Tally:
-        reasons = self.not_compared + other.not_compared
-        return Tally(self.compared + other.compared, reasons, self.agreeing | other.agreeing)
+    def __add__(self, more: Tally) -> Tally:
+        reasons = self.not_compared + more.not_compared
+        return Tally(self.compared + more.compared, reasons, self.agreeing | more.agreeing)
 
 
 @dataclass(frozen=True)

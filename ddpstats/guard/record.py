@@ -263,13 +263,13 @@ def diagnose(records: Sequence[RankRecord]) -> list[GuardFinding]:
 def not_compared(records: Sequence[RankRecord]) -> list[str]:
     """Return a sentence for each thing that ranks may have done differently without `diagnose` finding it."""
     known = {record.rank for record in records}
-    asked = {rank for given in _described(records).values() for rank in given["ranks"]}
+    asked = {rank for group in _described(records).values() for rank in group["ranks"]}
     absent = max((record.world_size for record in records), default=0) - len(known | asked)
     cut = [record.rank for record in records if not record.complete and record.messages]
     sentences = [
-        f"{given['words']}: no record says which ranks belong to it, and only {ranks_text(given['ranks'])} used it"
-        for given in _undescribed(records).values()
-        if len(given["ranks"]) == 1
+        f"{group['words']}: no record says which ranks belong to it, and only {ranks_text(group['ranks'])} used it"
+        for group in _undescribed(records).values()
+        if len(group["ranks"]) == 1
     ]
     if absent > 0:
         sentences.append(f"{count_of(absent, 'ranks')} without a record, of which no group is known")
@@ -286,10 +286,10 @@ def assumed(records: Sequence[RankRecord]) -> list[str]:
         if not may_wait
     ]
     return alone + [
-        f"{given['words']}: no record says which ranks belong to it; {ranks_text(given['ranks'])}, which used it, were "
+        f"{group['words']}: no record says which ranks belong to it; {ranks_text(group['ranks'])}, which used it, were "
         "compared"
-        for given in _undescribed(records).values()
-        if len(given["ranks"]) > 1
+        for group in _undescribed(records).values()
+        if len(group["ranks"]) > 1
     ]
 
 
@@ -342,7 +342,7 @@ def _unpaired(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, Event
 
 
 def _described(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
-    return {name: given for record in records for name, given in record.groups.items()}
+    return {name: group for record in records for name, group in record.groups.items()}
 
 
 def _undescribed(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:

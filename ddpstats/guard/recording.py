@@ -137,7 +137,8 @@ class Recording:
                 self._open(goes_on)
             except OSError as error:
                 raise ConfigError(
-                    f"rank {identity.rank} cannot write its record to {self._directory}: {error.strerror}"
+                    f"rank {identity.rank} cannot write its record to {self._directory}: {error.strerror}. "
+                    "Give another record_dir (--record-dir), or make this one writable."
                 ) from None
             self.has_begun = True
             for entry in self._early:

@@ -28,7 +28,7 @@ from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, GuardFinding, message_place
 from ddpstats.guard.event import MESSAGES, Entry, Event, event_of, stable_hash
 from ddpstats.guard.failure_agreement import wait_until
-from ddpstats.guard.group import FindLimit, Group, Limit, Session, Settings, Standing
+from ddpstats.guard.group import FindLimit, Group, GuardState, Limit, Session, Settings
 from ddpstats.guard.printing import leave_running, print_once, sigterm_deferred
 
 _SLICE_SEC = 0.2
@@ -64,9 +64,9 @@ class Unfinished(Exception):  # no error: a way out
 class Verdicts:
     """The verdicts of one session."""
 
-    def __init__(self, session: Session, standing: Standing, settings: Settings) -> None:
+    def __init__(self, session: Session, state: GuardState, settings: Settings) -> None:
         assert session.agreement is not None
-        self._session, self.agreement, self._standing = session, session.agreement, standing
+        self._session, self.agreement, self._state = session, session.agreement, state
         self._warn, self._strict, self.timeout_sec = settings.warn, settings.mode == "strict", settings.timeout_sec
         self.ends_by: float | None = None  # the program has ended: until when others are waited for
         self.has_ended = False  # this rank has posted its ends: it issues nothing more that is compared
@@ -77,7 +77,7 @@ class Verdicts:
 
     def catch_up(self) -> None:
         """Come to the verdicts of all alarms that are on: of groups, too, which this rank is no member of."""
-        while not self._standing.silent and (alarm := self.agreement.alarm()) is not None:
+        while not self._state.silent and (alarm := self.agreement.alarm()) is not None:
             self.await_verdict(alarm)
 
     def await_verdict(self, alarm: Alarm) -> None:
@@ -117,7 +117,7 @@ class Verdicts:
         alarm = self.agreement.alarm() or alarm_of(group, group.seq, overdue, tentative=True)
         try:
             # It waited until now. A rank that did not wait there is the missing one.
-            with self._standing.waiting(group, group.seq):
+            with self._state.waiting(group, group.seq):
                 self.await_verdict(alarm)
         except DdpstatsError as verdict:
             return verdict
@@ -128,12 +128,12 @@ class Verdicts:
             return
         error = _error_of(finding, alarm)
         self._session.note(finding.group, finding.seq, finding.kind == MISMATCH)
-        self._standing.recording.alarm("guard", finding.message)
+        self._state.recording.alarm("guard", finding.message)
         if self._warn and isinstance(error, CollectiveMismatch):
-            self._standing.silent = True
+            self._state.silent = True
             log.warning("%s", error)
             return
-        self._standing.verdict = error
+        self._state.verdict = error
         rank, roster = self.agreement.rank, self.agreement.roster
         printer = rank if finding.printer is None else finding.printer
         print_once(error, rank, printer, lambda: bool(roster.dead([printer])))
@@ -180,7 +180,7 @@ class Verdicts:
             deadline = math.inf if limit.is_own else time.monotonic() + limit.seconds - _SLICE_SEC
             is_unseen = not self._strict and group.exchange is not None and not group.exchange.is_quick
             watch = self.watch(group, seq, deadline, digest=entry[0].digest if is_unseen else None)
-            with self._standing.waiting(group, seq):
+            with self._state.waiting(group, seq):
                 while not collectives.wait_within(work, _SLICE):
                     watch()
         except Silenced:
@@ -236,7 +236,7 @@ class Verdicts:
             if now < looks_at:
                 return
             looks_at = now + look_sec
-            self._standing.recording.wait(began)
+            self._state.recording.wait(began)
             try:
                 passed_at = min(passed_at, now) if self.has_ended and self._is_passed(group) else math.inf
                 self._look(group, seq, now > deadline, is_own)
@@ -257,10 +257,10 @@ class Verdicts:
         return watch
 
     def _look(self, group: Group, seq: int, is_late: bool, is_own: bool) -> None:
-        if self._standing.verdict is not None:  # another thread has come to it
-            raise self._standing.verdict.with_traceback(None)
+        if self._state.verdict is not None:  # another thread has come to it
+            raise self._state.verdict.with_traceback(None)
         self.catch_up()
-        if self._standing.silent:
+        if self._state.silent:
             raise Silenced
         if self.has_given_up(group) or (is_late and is_own):
             raise GivenUp
@@ -329,7 +329,7 @@ class Verdicts:
 
     def wait_for_message(self, work: Any, group: Group, event: Event) -> None:
         """Wait until a message was sent, or has come."""
-        with self._standing.waiting(group, message_place(event), MESSAGES):
+        with self._state.waiting(group, message_place(event), MESSAGES):
             try:
                 collectives.wait_once(work, group.limit().seconds)
                 return
