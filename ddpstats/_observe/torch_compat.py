@@ -114,7 +114,7 @@ def keys_below(key: str) -> Any:
 
 
 # The kernel that an operator has at a key now: to keep it while a thread may still enter it, and to call it. Without it
-# a kernel that is removed is not kept for such a thread, and bits of matrix products cannot be flipped.
+# removed kernels are not kept, the sentinel's parked ones stay, and bits of matrix products cannot be flipped.
 kernel_at: Callable[[str, str], Any] | None = find("_C._dispatch_get_computed_kernel_for_dispatch_key")
 
 # Takes the kernels of a `torch.library.Library` away at a moment that we choose. Without it no kernel is registered: no

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks = "start N ranks on this machine (without: be a rank of torchrun's)"
     parser.add_argument("--nproc", type=int, metavar="N", help=ranks)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
-    parser.add_argument("script", metavar="SCRIPT", help="the program: source text, a directory or a zip file")
+    parser.add_argument("script", metavar="SCRIPT", help="the program: a file, a directory or a zip file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
 
 

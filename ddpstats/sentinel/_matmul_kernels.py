@@ -10,7 +10,7 @@ No other operator pays. Our kernel
 1. hands the operator on to the kernel of the tensors' device, which computes what it always computes;
 2. shows the listener the arguments and the result as a `Product`. What the listener multiplies itself is not shown.
 
-A kernel may not be taken away while another thread is about to enter it, and nobody can tell (`kernels`). So
+A kernel may not be taken away while another thread is about to enter it, and torch does not say when (`Kernels`). So
 `uninstall` only stops the listening: our kernels stay parked, hand on, and cost each product some microseconds, until
 `tidy` finds them parked for 5 seconds and removes them. `install` takes parked kernels into use again. A forked child
 has parked kernels and no listener.
