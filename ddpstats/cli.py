@@ -53,7 +53,7 @@ _VERBS = {
         "a training script under the guard, unchanged",
         json="with --nproc, where ranks failed: the diagnosis as a line of JSON on stderr, where there is one",
     ),
-    "watch": _Verb("ddpstats.guard.watch", "what each rank of a program that goes on is doing, and who is waited for"),
+    "watch": _Verb("ddpstats.guard.watch", "what each rank of a running program does, and which rank is waited for"),
     "report": _Verb(
         "ddpstats.report._report", "where the ranks parted, from what they recorded: text, JSON, a page to look at"
     ),

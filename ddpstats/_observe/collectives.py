@@ -300,7 +300,7 @@ hide_from_dynamo(_all_reduce)
 
 
 def _limited(options: Any, limit: timedelta) -> Any:
-    """Return options with a timeout of at most ``limit``. The caller's stay as they are; a negative timeout is none."""
+    """Return options with a timeout of at most ``limit``, and leave the caller's. A negative timeout is no limit."""
     if timedelta(0) <= options.timeout <= limit:
         return options
     limited = _AllreduceOptions()

@@ -131,7 +131,7 @@ class Evidence:
     def from_list(cls, parts: Any, before: Evidence | None = None) -> Evidence:
         """Return what `as_list`, here or in release 0.1.0, made a list of, with the same ``before``.
 
-        Raises ValueError or TypeError for anything else.
+        Raises ValueError or TypeError for other input.
         """
         if len(parts) == _PARTS_OF_0_1:
             key, names, source, fate, _, aliases, _, _, chosen_by, outer = parts

@@ -66,7 +66,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         on_mismatch: "raise", or "warn": the error's text as a warning of the logger "ddpstats", and no more comparing.
         infer_labels: look in the calling frames for the key under which the program reached the tensor.
         check_every: collectives of one group between two comparisons; mode "step" only.
-        timeout_sec: how long a collective may wait for other ranks; None: DDPSTATS_TIMEOUT_SEC, else as long as the
+        timeout_sec: how long a collective may wait for other ranks; None: DDPSTATS_TIMEOUT_SEC, or the timeout that the
             program has given the process group. Where the group's or the call's own timeout is shorter, that holds, and
             ends the wait with torch's own error.
         record_dir: write each rank's collectives there, as JSON lines for ``ddpstats report``; any mode but "off".

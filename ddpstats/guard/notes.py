@@ -70,9 +70,9 @@ class StoreNotes:
 
     def post(self, seq: int, note: Note) -> None:
         """Post this rank's note; never waits."""
-        store, mine = self._store, json.dumps([note.digest, note.label])
+        store, own = self._store, json.dumps([note.digest, note.label])
         for kind in range(_MAX_KINDS):
-            if store.post(f"note/{seq}/{kind}", mine) == mine.encode():
+            if store.post(f"note/{seq}/{kind}", own) == own.encode():
                 break
         if note.balance:
             store.add(f"balance/{seq}", note.balance % _BALANCES)
@@ -95,7 +95,7 @@ class StoreNotes:
             store.delete_key(key)
 
     def look(self, seq: int) -> list[Note] | None:
-        """Return the different notes if all ranks have posted, the first with the sum of all balances; else None.
+        """Return the different notes if all ranks have posted, the first with the sum of all balances; otherwise None.
 
         Raises `Overrun` where they were deleted already: all ranks have posted much later ones since.
         """
@@ -109,7 +109,7 @@ class StoreNotes:
             return [
                 Note(int(digest), 0 if kind else int(balance), int(label)) for kind, (digest, label) in enumerate(notes)
             ] or None
-        except (ValueError, TypeError):  # no rank of ours wrote it
+        except (ValueError, TypeError):  # foreign bytes
             return None
 
     def absent(self, seq: int) -> list[int]:

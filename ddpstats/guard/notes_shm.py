@@ -129,7 +129,7 @@ class Exchange:
     # -- what a rank is about to do, for the ranks of its host --------------------------------------------------------
 
     def announce(self, seq: int, digest: int, encoded: bytes) -> bool:
-        """Say what this rank is about to issue; never waits. True if a neighbour is about to issue something else.
+        """Say what this rank is about to issue; never waits. True if a neighbour is about to issue another one.
 
         If the ranks of a host are not all about to do the same, two that are neighbours in the ring of ranks differ,
         and the later of the two sees it. So two looks are enough for any number of ranks.
@@ -140,7 +140,7 @@ class Exchange:
     def announce_message(self, peer: int, key: int, digest: int) -> bool:
         """Say what message this rank begins; never waits. True if ``peer``, the other rank of it, began another one.
 
-        ``key`` names the message on both ranks, and ``digest`` stands for what is in it.
+        ``key`` names the message on both ranks, and ``digest`` is a hash of what is in it.
         """
         slot = _MESSAGES_AT + key % _MESSAGES_KEPT * _HEAD_WORDS
         return self._shared is not None and self._shared.announce(slot, key, digest, (peer,))
@@ -178,9 +178,9 @@ class _Shared:
         try:
             os.fchmod(file, 0o600)
             os.ftruncate(file, size * _RANK_BYTES)
-            mine = f"{os.getpid()} {file} {name}"
-            known = store.post(f"memory/{machine.hex()}", mine).decode()
-            if known != mine:
+            own = f"{os.getpid()} {file} {name}"
+            known = store.post(f"memory/{machine.hex()}", own).decode()
+            if known != own:
                 os.close(file)
                 file = -1
                 file = _open(known)

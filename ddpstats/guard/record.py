@@ -367,7 +367,7 @@ def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRec
 
 def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:
     if record is None:
-        return RankStatus(rank, last=None, left="wrote no record")
+        return RankStatus(rank, left="wrote no record")
     events = record.events_by_group.get(group, [])
     if record.end is None:
         left = "its record ends here (the process was killed, or hangs)"

@@ -44,14 +44,15 @@ EPILOG = """examples:
   ddpstats run --nproc 2 --guard record --record-dir records train.py; ddpstats report records
   ddpstats run --nproc 2 --watch train.py                       and show what each rank is doing
 
-exit status: the script's own; with --nproc torchrun's: 1 where a rank ended with any other than 0"""
+exit status: the script's own, or 1 in place of 0 where the guard finds a mismatch at its end; with --nproc torchrun's:
+1 where a rank ended with any other than 0"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes = "strict (default), step, record, off"
     parser.add_argument("--guard", choices=_MODES, metavar="MODE", help=f"{modes}; DDPSTATS_GUARD where it is set")
     parser.add_argument("--no-labels", action="store_true", help="compare operations and shapes, not keys")
-    timeout = "how long a collective waits for other ranks (as long as its process group)"
+    timeout = "how long a collective waits for other ranks (default: the timeout of its process group)"
     parser.add_argument("--timeout-sec", type=float, metavar="S", help=timeout)
     records = "each rank's flight record, for `ddpstats report` and `watch`"
     parser.add_argument("--record-dir", "--watch-dir", metavar="DIR", help=records)

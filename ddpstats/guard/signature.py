@@ -4,7 +4,7 @@ Most of what a rank passes must be the same on all ranks: that is the `Signature
 fit pairwise: what rank i sends to rank j is what rank j expects from rank i (all_to_all, gather, scatter). For these
 every rank has a *balance*: the hashes of what it sends, minus those of what it expects, as a sum modulo 2**64. All
 pieces fit exactly if the balances of all ranks add up to 0 (short of a collision of 64-bit hashes), so one number of
-fixed size per rank is enough to tell.
+fixed size per rank is enough.
 """
 
 from __future__ import annotations

@@ -196,9 +196,9 @@ class Verdicts:
 
     def _waits_elsewhere(self, group: Group, seq: int, digest: int) -> bool:
         """Return whether a rank waits in another collective of that number. Say what this one waits in."""
-        store, key, mine = self.agreement.store, f"waits/{group.name}/{seq}", str(digest)
+        store, key, own = self.agreement.store, f"waits/{group.name}/{seq}", str(digest)
         with store.within(GLANCE_SEC):
-            if store.post(key, mine) != mine.encode():
+            if store.post(key, own) != own.encode():
                 return True
             if self._waits_at not in ("", key):
                 store.delete_key(self._waits_at)
