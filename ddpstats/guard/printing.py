@@ -2,8 +2,8 @@
 
 The verdict names the rank that prints it whole (`diagnosis.GuardFinding`). Every other rank prints one line: the calls,
 what differs, and which rank has the rest. So nothing that matters is lost where that rank is killed meanwhile. All
-write the same line where torchrun looks (``TORCHELASTIC_ERROR_FILE``), with the time at which it happened, and the
-others give the rank that prints a moment before they end.
+write the same line where torchrun looks (``TORCHELASTIC_ERROR_FILE``), with the time at which it happened. The others
+print theirs when the rank that prints has ended, or a moment later: lines of several ranks do not mix.
 
 A rank that fails makes torchrun end the others by SIGTERM, within a tenth of a second. So SIGTERM waits while ranks
 come to a verdict (`sigterm_deferred`). One that comes after the verdict prints it if nothing has printed it yet, also
@@ -34,7 +34,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = tuple(
     os.path.join(_PACKAGE, *part) for part in (("guard", ""), ("_observe", "collectives.py"), ("_ranks", "gloo.py"))
 )
-_PRINTER_SEC = 2.0  # for the rank that prints the verdict whole, before another rank ends
+_PRINTER_SEC = 2.0  # for the rank that prints the verdict whole, before another rank prints and ends
 
 
 # -- an error that all ranks raise ------------------------------------------------------------------------------------
@@ -80,14 +80,14 @@ def print_verdict(error: BaseException, show: Callable[[], object]) -> bool:
     line = f"{in_short(verdict.error)} The output of rank {verdict.printer} has it in full."
     with sigterm_deferred():
         _leave_for_torchrun(line, error)
-        if is_printer:
-            show()
-        else:
-            print(f"rank {verdict.rank}: {line}", file=sys.stderr)
-        sys.stderr.flush()
         deadline = time.monotonic() + _PRINTER_SEC
         while not is_printer and not verdict.has_printer_ended() and time.monotonic() < deadline:
             time.sleep(0.02)
+        if is_printer:
+            show()
+        else:
+            print(f"rank {verdict.rank}: {line}", file=sys.stderr)  # behind the other rank's text, not within it
+        sys.stderr.flush()
     return True
 
 

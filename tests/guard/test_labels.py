@@ -552,17 +552,3 @@ def test_site_is_no_line_of_a_wing_that_watches_the_program(wing: str) -> None:
     frame, by_torch, _ = between["call"]()
     assert "test_labels.py" in str(site_of(frame))
     assert not by_torch
-
-
-def test_partial_with_the_tensor_bound_gets_no_label_of_another_argument() -> None:
-    def scaled(tensor: T, factor: T) -> None:
-        reduce(tensor * factor)
-        reduce(tensor)
-
-    def program(stats: Stats) -> None:
-        total = number()
-        scale = functools.partial(scaled, total)
-        for key in stats:
-            scale(stats[key])
-
-    assert labels_of(program) == [None] * 4

@@ -222,8 +222,5 @@ def argument_for(call: ast.expr, callee: CodeType, parameter: str) -> ast.expr |
     index = positional.index(parameter) - (positional[0] in ("self", "cls"))  # which the method is called on
     if index < 0:
         return call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    is_partial = called_name(call) != callee.co_name and len(call.args) + len(call.keywords) < len(positional)
-    if is_partial and not callee.co_name.startswith("__"):
-        return None  # perhaps made by `functools.partial`, which has the first arguments
     is_shown = not any(isinstance(argument, ast.Starred) for argument in call.args[: index + 1])
     return call.args[index] if is_shown and index < len(call.args) else None
