@@ -37,9 +37,17 @@ def measure(gradients: Sequence[Tensor | None]) -> Tensor:
 
 
 def any_bad(gradients: Sequence[Tensor | None], norms: Sequence[Tensor] = ()) -> bool:
-    """Return whether any element of a gradient, or any of ``norms``, is not finite. Waits for the devices."""
-    on_host = [measure(gradients), *(vector.to("cpu", torch.float64) for vector in norms)]
-    return not bool(torch.cat(on_host).isfinite().all())
+    """Return whether any element of a gradient, or any of ``norms``, is not finite. Waits once for each device."""
+    with torch.no_grad():
+        values = [elements(gradient) for gradient in gradients if gradient is not None]
+        vectors = [*([as_vector(norms_of(values))] if values else []), *norms]
+        if not vectors:
+            return False
+        device = vectors[0].device
+        if math.isfinite(torch.cat([vector.to(device, torch.float64) for vector in vectors]).sum().item()):
+            return False
+        on_host = [measure(values), *(vector.to("cpu", torch.float64) for vector in norms)]
+        return not bool(torch.cat(on_host).isfinite().all())
 
 
 def norm_kind(device: torch.device) -> str:

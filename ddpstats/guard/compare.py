@@ -210,7 +210,7 @@ def alarms_of(reports: Iterable[Iterable[Digests]]) -> list[Alarm]:
 # -- a step as a question that all ranks ask in one collective ---------------------------------------------------------
 #
 # 1. Each rank sends its share of a sum over all ranks which is 0 if in every group all have done the same
-#    (`notes.share`); and whether it knows of a mismatch already.
+#    (`notes.share`), modulo 2**36: a difference goes unseen once in as many; and whether it knows of a mismatch.
 # 2. 0, and no rank knows of anything: compared.
 # 3. Otherwise every rank sends what it has done in each group, as digests. All see in which groups ranks differ, and
 #    come to the verdict on these, also where they are no members.

@@ -51,7 +51,7 @@ def share(name: str, index: int, size: int, note: Note) -> int:
     """Return what a rank adds to a sum over ranks that proves that all notes of a group are the same, labels included.
 
     Each two neighbours in the ring of ranks cancel out what stands for their notes, if these are equal: the sum is 0
-    modulo 2**64. A difference goes unseen once in 2**64. Shares of several groups may be added up in one sum.
+    modulo 2**64, and so modulo any smaller power of 2. Shares of several groups may be added up in one sum.
 
     Args:
         name: of the group; the same on all of its ranks, and another one for each group.
