@@ -231,6 +231,7 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
             return redispatch(keys, *args)
         args = (*args, *defaults[len(args) :])  # torch leaves trailing defaults out
         call = read(args, view)
+        call.is_on_host = keys is _CPU  # by the first tensor, which a barrier has as well
         if timeout_at:
             call.limit = args[timeout_at]
         for subscriber in _subscribers:

@@ -68,7 +68,9 @@ def norms_of(gradients: list[Tensor]) -> list[Tensor]:
 
 def _norms_of_a_kind(gradients: list[Tensor]) -> list[Tensor]:
     if not gradients[0].is_cpu:
-        return list(norm_each(gradients, math.inf))
+        # A small parameter's shard is empty on some ranks, and torch refuses the largest magnitude of nothing.
+        values = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]
+        return list(norm_each(values, math.inf))
     half = gradients[0].dtype in (torch.float16, torch.bfloat16)
     return list(norm_each(gradients, 2, dtype=torch.float32 if half else None))
 

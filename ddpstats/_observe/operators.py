@@ -138,6 +138,7 @@ class Collective:
         splits: (sizes sent, sizes received) of an all_to_all; None where there are none.
         peer, tag: of a message; ``peer`` is a rank in the group, or None for a receive from any rank.
         blocking: the caller goes on only when the result is there.
+        is_on_host: it moves host memory, so that a wait for it is a wait of the CPU.
         timeout_ms: a subscriber may set it, to less than the program's own; None leaves that.
         limit: the call's own timeout, in milliseconds or as torch's options with a ``timeout``; None where it has none.
         on_failure: a subscriber may set it: called with this and the error if the collective fails while it is issued.
@@ -154,6 +155,7 @@ class Collective:
     peer: int | None = None
     tag: int | None = None
     blocking: bool = False
+    is_on_host: bool = True
     timeout_ms: int | None = None
     limit: Any = None
     on_failure: Callable[[Collective, RuntimeError], None] | None = None

@@ -227,8 +227,7 @@ class StepQuestion:
         self._state.steps += 1
         share = 0
         try:
-            if self._state.verdict is not None:
-                raise self._state.verdict.with_traceback(None)
+            self._state.raise_verdict()
             if self._comparing is not None and not self._state.silent:
                 share = self._comparing.ask()
         except CollectiveMismatch as error:  # the others are to know of it

@@ -43,6 +43,7 @@ class Ending:
     def begin(self) -> None:
         """Enter the guard, and compare when the interpreter ends."""
         self.guard.__enter__()
+        self.guard.ends_process()
         atexit.register(self._end)
 
     def cancel(self) -> None:

@@ -83,6 +83,7 @@ class FailureAgreement:
         self.is_lost = False  # the store does not answer any more
         self._left: dict[int, Departure] = {}
         self._leaving = StoreLog(self.store, "left")
+        self.attend: Callable[[], None] = lambda: None  # called by the watchdog, after each of its looks
         self.look_sec = shared_poll(WATCHDOG_SEC, len(roster.ranks))  # how often a watchdog looks
         self._position, self._kept_position, self._is_reachable = position, "", is_reachable
         self._reported = self._counted = -1  # the last verdict for which this rank has done so
@@ -232,7 +233,9 @@ class FailureAgreement:
         finding = diagnosis.find(alarm.group, alarm.words, all_statuses, overdue, alarm.tentative)
         finding = finding or diagnosis.unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
         gone = {*finding.missing, *self.dead(alarm.ranks)}
-        return replace(finding, printer=min(statuses.keys() - gone, default=self.rank))
+        elsewhere = {rank for rank, status in statuses.items() if status.is_elsewhere}
+        printers = statuses.keys() - gone - elsewhere or statuses.keys() - gone
+        return replace(finding, printer=min(printers, default=self.rank))
 
     # -- ranks that are gone ------------------------------------------------------------------------------------------
 
@@ -291,6 +294,8 @@ class FailureAgreement:
                 with suppress(StoreSilent), self.store.within(_LOOK_ANSWERS_SEC):
                     self._look()
                 self._note_awake()
+                self.attend()
+                self._awake = time.monotonic()  # coming to a verdict may take a while
         except STORE_ERRORS:
             pass
         finally:
@@ -314,6 +319,9 @@ class FailureAgreement:
                 self.has_unread = self.verdicts == number
             self._count_as_reader(number)
 
+    def is_watchdog(self) -> bool:
+        return threading.current_thread() is self._watchdog
+
     def _note_awake(self) -> None:
         self.slept_sec()
         self._awake = time.monotonic()
@@ -332,7 +340,7 @@ class FailureAgreement:
 
     def close(self) -> None:
         self._is_closed.set()
-        if self._watchdog is not threading.current_thread():
+        if not self.is_watchdog():
             self._watchdog.join(2 * WATCHDOG_SEC + 1)
 
 

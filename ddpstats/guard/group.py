@@ -29,7 +29,7 @@ from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import GLANCE_SEC, LIMIT_SEC, STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
 from ddpstats.guard.diagnosis import GuardFinding
-from ddpstats.guard.event import Event, MessageNumbers, decode
+from ddpstats.guard.event import Entry, Event, MessageNumbers, decode
 from ddpstats.guard.failure_agreement import FailureAgreement, ReportStatus
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.printing import GIVEN_UP, MESSAGES_SEEN, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
@@ -67,12 +67,20 @@ class GuardState:
     """The state of a guard, over all its sessions."""
 
     verdict: DdpstatsError | None = None
+    is_raised: bool = False  # the verdict was, in a thread of the program
+    ends_process: bool = False  # where the program never comes back to raise it
     silent: bool = False  # a mismatch was warned of: nothing is compared any more
     waits: dict[int, tuple[str, int]] = field(default_factory=dict)  # thread -> the (group, number) that it waits in
     collectives: int = 0
     steps: int = 0
     past: Tally = field(default_factory=Tally)  # of sessions that are over
     recording: Recording = field(default_factory=lambda: Recording(None))
+
+    def raise_verdict(self) -> None:
+        """Raise the verdict, where some thread of this process has come to one."""
+        if self.verdict is not None:
+            self.is_raised = True
+            raise self.verdict.with_traceback(None)
 
     def waits_in(self, name: str) -> tuple[str, int] | None:
         """Return where some thread of this rank waits: in the group of that name, if one does there."""
@@ -140,6 +148,7 @@ class Group:
         self.words = f"{known_as} of {len(view.ranks)} ranks"
         self.lock = threading.RLock()  # one thread at a time compares
         self.seq = 0  # of the last collective begun
+        self.newest: Entry | None = None  # that one
         self.posted = 0  # the last note: of a collective in mode "strict", otherwise of all that was done so far
         self.settled = 0  # the last note that was compared
         self.rolling = 0  # digest of all that this rank did
@@ -253,7 +262,7 @@ class Session:
 
         A group in which this rank has only sent and received is not among them: its other ranks may never come to it.
         """
-        used = [group for group in self.named.values() if group.exchange and group.seq and not group.is_given_up]
+        used = [group for group in list(self.named.values()) if group.exchange and group.seq and not group.is_given_up]
         return sorted(used, key=lambda group: group.name)
 
     def has_given_up(self) -> bool:

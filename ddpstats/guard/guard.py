@@ -170,12 +170,12 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def _explain(self, error: BaseException) -> DdpstatsError | None:
         """Return the verdict that explains what the program has raised, if there is one."""
         state, comparing = self._watching.state, self._watching.comparing
-        if comparing is None or state.verdict is not None or comparing.session.has_given_up():
+        if comparing is None or state.is_raised or comparing.session.has_given_up():
             return None
         behind = errors_behind(error)
         if comparing.verdicts.passed_on in behind or not any(map(is_broken, behind)):
             return None
-        return comparing.verdicts.explain(self._watching.ring.last())
+        return state.verdict or comparing.verdicts.explain(self._watching.ring.last())
 
     def _compare_last(self, error: BaseException | None, at_end: bool = False) -> None:
         """Make the last comparison of this process group, if that is possible, and was not done. Raises what it finds.
@@ -185,8 +185,10 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         end in time, the last line of the guard says so. Otherwise every rank is to come.
         """
         comparing, state = self._watching.comparing, self._watching.state
-        if comparing is None or state.silent or state.verdict is not None:
+        if comparing is None or state.silent or state.is_raised:
             return
+        self._found_late = state.verdict
+        state.raise_verdict()
         session = comparing.session
         if session.is_concluded or not session.is_reachable():
             return
@@ -241,6 +243,10 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         """Return what was raised as the guard's finding; it stays here where the program has caught it."""
         return self._watching.state.verdict
 
+    def ends_process(self) -> None:
+        """From now on the watchdog ends this process where a verdict is there, and the program never raises it."""
+        self._watching.state.ends_process = True
+
     def abandon(self, error: BaseException | None = None) -> None:
         """Leave without a last comparison; local, and raises nothing of the other ranks'. Idempotent."""
         if self in _active:
@@ -262,8 +268,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         """Mark a step boundary; in mode "step" compare all groups. Every rank must call. Raises as the guard does."""
         state, comparing = self._watching.state, self._watching.comparing
         state.steps += 1
-        if state.verdict is not None:
-            raise state.verdict.with_traceback(None)
+        state.raise_verdict()
         if comparing is not None and not state.silent and not self._watching.is_over():
             comparing.step()
 

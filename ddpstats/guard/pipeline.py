@@ -99,9 +99,8 @@ class Watching:
         if self._is_inherited:
             return
         state = self.state
-        if state.verdict is not None:
-            raise state.verdict.with_traceback(None)
-        if not call.blocking and self._settings.compares and not state.silent and _is_on_host(call):
+        state.raise_verdict()
+        if not call.blocking and self._settings.compares and not state.silent and call.is_on_host:
             call.timeout_ms = self._timeout_ms
         comparing = self.comparing
         if comparing is not None and comparing.agreement.has_unread:
@@ -117,6 +116,8 @@ class Watching:
             seq = group.seq
             entry = event, group.messages.next(event) if is_message else seq, time.time()
             self.ring.append(entry)
+            if not is_message:
+                group.newest = entry
             state.collectives += 1
             if self.recording.has_begun:
                 self.recording.write_event(event_of(entry))
@@ -143,7 +144,7 @@ class Watching:
         """Wait for a blocking collective, so that a rank that never comes is named."""
         if self.comparing is None or self.state.silent or work is None:
             return
-        if not _is_on_host(call):  # the program does not wait for a device here, either
+        if not call.is_on_host:  # the program does not wait for a device here, either
             return
         group, entry = call.subscriber_state
         if call.blocking:
@@ -302,6 +303,7 @@ class Watching:
             main_stack(_STACK_FRAMES),
             slept_sec if slept_sec > self._settings.timeout_sec / 2 else 0.0,  # which is why others have waited so long
             tuple(self.ring.of(name + MESSAGES)[-_REPORTED_MESSAGES:]),
+            self.comparing is not None and self.comparing.verdicts.is_elsewhere(),
         )
 
     def _take_verdict(self, finding: GuardFinding) -> None:
@@ -315,11 +317,6 @@ class Watching:
             self._silenced.update(product({event.label for event in named}, {str(event.site) for event in named}))
         for event in list(self._known.values()):
             self._silence(event)
-
-
-def _is_on_host(call: Collective) -> bool:
-    tensors = call.inputs or call.outputs
-    return not tensors or bool(tensors[0].is_cpu)
 
 
 def _may_have_name(call: Collective) -> bool:

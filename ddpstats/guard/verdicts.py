@@ -29,7 +29,7 @@ from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, GuardFinding, mes
 from ddpstats.guard.event import MESSAGES, Entry, Event, event_of, stable_hash
 from ddpstats.guard.failure_agreement import wait_until
 from ddpstats.guard.group import FindLimit, Group, GuardState, Limit, Session, Settings
-from ddpstats.guard.printing import leave_running, print_once, sigterm_deferred
+from ddpstats.guard.printing import end_process, leave_running, print_message, print_once, sigterm_deferred
 
 _SLICE_SEC = 0.2
 _SLICE = timedelta(seconds=_SLICE_SEC)
@@ -44,6 +44,10 @@ _REFUSED = re.compile(r"\[enforce fail at ")
 _REFUSED_SEC = 2.0  # for the other ranks to begin a collective whose arguments gloo has refused here
 _NOTICE_SEC = 0.5  # for a rank whose own timeout has passed to report that, once it has closed its connections
 _PASSED_SEC = 5.0  # for a collective that this rank has ended without: its caller may have given it a timeout
+_QUIET_SEC = 1.0  # without a collective: the program may wait for a device
+_UNRAISED_SEC = 1.0  # for the program to raise the verdict before the watchdog prints it
+_TORCHS_SEC = 2.0  # for torch to raise its own timeout, which the program may catch; NCCL ends the process instead
+_STUCK_SEC = 10.0  # for the program to raise it before the watchdog ends the process
 _SHORT_SEC = 60.0  # a timeout of a group that may be meant to pass
 
 log = logging.getLogger("ddpstats")
@@ -72,6 +76,9 @@ class Verdicts:
         self.has_ended = False  # this rank has posted its ends: it issues nothing more that is compared
         self._waits_at = ""  # the key in the store that says in which collective this rank waited last
         self.passed_on: BaseException | None = None  # torch's own error of a message, which the program gets
+        self._concluded = 0.0  # when this rank has come to its verdict
+        self._seen, self._quiet_since = 0, time.monotonic()  # the program's collectives so far, and since when
+        self.agreement.attend = self.attend
 
     # -- coming to a verdict ------------------------------------------------------------------------------------------
 
@@ -133,11 +140,66 @@ class Verdicts:
             self._state.silent = True
             log.warning("%s", error)
             return
-        self._state.verdict = error
-        rank, roster = self.agreement.rank, self.agreement.roster
-        printer = rank if finding.printer is None else finding.printer
-        print_once(error, rank, printer, lambda: bool(roster.dead([printer])))
-        raise error
+        if self._state.verdict is None:  # otherwise another thread has come to it meanwhile
+            self._state.verdict, self._concluded = error, time.monotonic()
+            rank, roster = self.agreement.rank, self.agreement.roster
+            printer = rank if finding.printer is None else finding.printer
+            print_once(error, rank, printer, lambda: bool(roster.dead([printer])))
+        if self.agreement.is_watchdog():
+            raise error
+        self._state.raise_verdict()
+
+    # -- for a program that waits where no guard waits with it --------------------------------------------------------
+
+    def attend(self) -> None:
+        """Come to a verdict, and print it, where the program waits elsewhere. Called by the watchdog now and then.
+
+        It may wait for a device (``loss.item()``) or in C++, for a collective that never ends. What the program raises
+        by itself is left to it.
+        """
+        state, now = self._state, time.monotonic()
+        if state.silent or state.is_raised:
+            return
+        if state.verdict is not None:
+            if now > self._concluded + _UNRAISED_SEC:
+                print_message(state.verdict)
+            if now > self._concluded + _STUCK_SEC and state.ends_process:
+                end_process(1)
+            return
+        if state.waits or state.collectives != self._seen:
+            self._seen, self._quiet_since = state.collectives, now
+        if not self.is_elsewhere():
+            return
+        with suppress(DdpstatsError, Silenced, Unfinished, *STORE_ERRORS):
+            if self.agreement.has_unread:
+                self.catch_up()
+            for group in self._session.groups():
+                self._look_behind(group)
+
+    def is_elsewhere(self) -> bool:
+        """Return, to the watchdog, whether the program has begun no collective for a while and waits in none."""
+        return self.agreement.is_watchdog() and time.monotonic() > self._quiet_since + _QUIET_SEC
+
+    def _look_behind(self, group: Group) -> None:
+        """Raise the alarm where another rank cannot come to this one's newest collective, or is too late, or differs.
+
+        A rank that began it may have left since, or have died: the collective may be done.
+        """
+        if group.newest is None:
+            return
+        event, seq, issued = group.newest
+        behind = set(self._behind(group, seq))
+        left = self.agreement.left()
+        lost = {rank for rank in left.keys() & set(group.view.ranks) if left[rank].counts.get(group.name, 0) < seq}
+        limit = group.limit()
+        torchs_sec = _TORCHS_SEC if limit.is_own and group.view.has_host else 0.0
+        is_late = bool(behind) and time.time() > issued + limit.seconds + torchs_sec
+        is_compared = self._strict or group.exchange is None or group.exchange.is_quick
+        with self._state.waiting(group, seq):
+            if lost or is_late or self.agreement.dead(behind):
+                self.await_verdict(alarm_of(group, seq, overdue=True))
+            elif not is_compared and self._waits_elsewhere(group, seq, event.digest):
+                self.differ(group, seq)
 
     # -- a timeout of the program's own -------------------------------------------------------------------------------
 
@@ -257,8 +319,7 @@ class Verdicts:
         return watch
 
     def _look(self, group: Group, seq: int, is_late: bool, is_own: bool) -> None:
-        if self._state.verdict is not None:  # another thread has come to it
-            raise self._state.verdict.with_traceback(None)
+        self._state.raise_verdict()
         self.catch_up()
         if self._state.silent:
             raise Silenced

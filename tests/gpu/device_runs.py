@@ -1,4 +1,4 @@
-"""Reductions, guard, capture and sentinel on one device: what `test_device` runs on all ranks."""
+"""Reductions, guard, capture and sentinel on one device: what `test_device` and `test_nccl` run on all ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpstats
 from ddpstats import CollectiveMismatch, Max, NaNCapture, Sentinel, SentinelAlarm, StepChecks, collective_guard
 from ddpstats.testing import BitFlip, inject_bit_flips
 from tests import training
+from tests.gpu import nccl
 from tests.training import Batch, Hooks, loss_of
 
 t = torch.tensor
@@ -209,3 +213,43 @@ def alone(device: str, backend: str, dirpath: str) -> Any:
         "capture": [kind for kind, *_ in captured(device, torch.bfloat16, dirpath)[0]],
         "sentinel": watched(device, torch.float32, []),
     }
+
+
+# -- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A layer with a parameter of one element, which is an empty shard on every rank but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) * self.scale
+        return out
+
+
+def sharded(dirpath: str) -> list[bool]:
+    """Return whether capture and sentinel found each of three steps right; in the second, rank 1 has a NaN."""
+    nccl.use_nccl()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    model: Any = nn.Sequential(Scaled(), Scaled())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    optimizer, are_ok = torch.optim.SGD(model.parameters(), lr=0.1), []
+    with NaNCapture(dirpath, model=model, on_nonfinite="skip") as capture, collective_guard("step") as guard:
+        checks = StepChecks(capture=capture, guard=guard)
+        for step in range(3):
+            x = torch.ones(4, 8)
+            if step == 1 and dist.get_rank() == 1:
+                x[0, 0] = torch.nan
+            with capture.micro_batch({"x": x}):
+                model(x).float().square().mean().backward()
+            are_ok.append(checks.step().ok)
+            if are_ok[-1]:
+                optimizer.step()
+            optimizer.zero_grad()
+    return are_ok

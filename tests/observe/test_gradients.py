@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpstats._observe.gradient_norms import NO_GRADIENT, any_bad, measure
+from ddpstats._observe.gradient_norms import NO_GRADIENT, any_bad, measure, norms_of
 from ddpstats._observe.gradients import GradientWatch
 
 NAN, INF = float("nan"), float("inf")
@@ -38,6 +38,11 @@ def test_a_norm_is_finite_if_and_only_if_every_element_is(dtype: torch.dtype, ba
 def test_a_norm_is_the_norm() -> None:
     wide, half = torch.tensor([[2.0]], dtype=torch.float64), torch.ones(4, dtype=torch.bfloat16)
     assert measure([torch.tensor([3.0, 4.0]), wide, half]).tolist() == [5.0, 2.0, 2.0]
+
+
+def test_an_empty_shard_of_a_device_has_a_norm() -> None:
+    """Of a parameter smaller than the number of ranks; torch refuses the largest magnitude of nothing."""
+    assert [norm.shape for norm in norms_of([torch.empty(0, device="meta"), torch.ones(2, device="meta")])] == [()] * 2
 
 
 def bad_names(watch: GradientWatch) -> list[str]:

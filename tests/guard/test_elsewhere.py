@@ -1,0 +1,94 @@
+"""A program that waits where no guard waits with it: for a device, or in C++. Its watchdog prints the verdict in time.
+
+On a CPU, a sleep in one long call takes the place of ``loss.item()`` behind a collective that never ends; tests/gpu has
+the real one.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from tests.guard.tiers import tiers
+from tests.programs import on_ranks
+
+HEAD = """
+    import datetime, os, sys, time
+    import torch, torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(sys.argv[2])))
+    rank, case = dist.get_rank(), sys.argv[1]
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+"""
+FAULTY = """
+    if case == "differs":
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+        else:
+            time.sleep(1)
+            dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX)
+    elif rank == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+    elif case == "raises":
+        raise ValueError("bad batch")
+    elif case == "killed":
+        os.kill(os.getpid(), 9)
+    time.sleep(60)
+"""
+LEGAL = """
+    if case == "exits early" and rank == 1:
+        os._exit(0)
+    if case == "late":
+        if rank == 1:
+            time.sleep(3)
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        if rank == 0:
+            time.sleep(4)
+        work.wait()
+        assert not dist.all_reduce(torch.ones(1))
+    time.sleep(3)
+    print("done", flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "case", "text"),
+    tiers(
+        [("step", "differs", "What differs: the reduce op")],
+        [
+            ("strict", "differs", "What differs: the reduce op"),
+            ("strict", "raises", "rank 1: left the guard by ValueError: bad batch"),
+            ("step", "raises", "rank 1: left the guard by ValueError: bad batch"),
+            ("step", "killed", "rank 1: the process is gone"),
+            ("step", "late", "rank 1: did not take part"),
+        ],
+    ),
+)
+def test_verdict_is_printed_and_the_process_ended_where_the_program_never_comes_back(
+    script: Any, mode: str, case: str, text: str
+) -> None:
+    began = time.monotonic()
+    done = on_ranks("-m", "ddpstats", "run", "--guard", mode, script(HEAD, FAULTY), case, "4")
+    assert time.monotonic() - began < 45
+    ended = {1, -signal.SIGTERM}  # the first rank that ends ends the others, as torchrun does
+    assert done.statuses[0] in ended
+    assert done.statuses[1] in ({-signal.SIGKILL} if case == "killed" else ended)
+    assert case != "late" or 1 in done.statuses
+    assert text in done.stderr
+    assert done.stderr.count("Last collective on which they agreed: number 3") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["strict", "step"])
+@pytest.mark.parametrize(("case", "timeout", "printed"), [("exits early", "60", 1), ("late", "60", 2)])
+def test_a_program_that_is_right_is_left_alone(script: Any, mode: str, case: str, timeout: str, printed: int) -> None:
+    done = on_ranks("-m", "ddpstats", "run", "--guard", mode, script(HEAD, LEGAL), case, timeout)
+    assert done.statuses == [0, 0], done.stderr
+    assert done.stdout.count("done") == printed
+    assert "Error" not in done.stderr
+    assert "RankMissing" not in done.stderr
