@@ -77,6 +77,7 @@ class Verdicts:
         self._waits_at = ""  # the key in the store that says in which collective this rank waited last
         self.passed_on: BaseException | None = None  # torch's own error of a message, which the program gets
         self._concluded = 0.0  # when this rank has come to its verdict
+        self._is_stuck = False  # it has begun what is in question, which cannot be completed
         self._seen, self._quiet_since = 0, time.monotonic()  # the program's collectives so far, and since when
         self.agreement.attend = self.attend
 
@@ -142,6 +143,8 @@ class Verdicts:
             return
         if self._state.verdict is None:  # otherwise another thread has come to it meanwhile
             self._state.verdict, self._concluded = error, time.monotonic()
+            group = self._session.named.get(finding.group)
+            self._is_stuck = group is not None and group.seq >= finding.seq
             rank, roster = self.agreement.rank, self.agreement.roster
             printer = rank if finding.printer is None else finding.printer
             print_once(error, rank, printer, lambda: bool(roster.dead([printer])))
@@ -163,7 +166,7 @@ class Verdicts:
         if state.verdict is not None:
             if now > self._concluded + _UNRAISED_SEC:
                 print_message(state.verdict)
-            if now > self._concluded + _STUCK_SEC and state.ends_process:
+            if self._is_stuck and now > self._concluded + _STUCK_SEC and state.ends_process:
                 end_process(1)
             return
         if state.waits or state.collectives != self._seen:
@@ -195,11 +198,10 @@ class Verdicts:
         torchs_sec = _TORCHS_SEC if limit.is_own and group.view.has_host else 0.0
         is_late = bool(behind) and time.time() > issued + limit.seconds + torchs_sec
         is_compared = self._strict or group.exchange is None or group.exchange.is_quick
-        with self._state.waiting(group, seq):
-            if lost or is_late or self.agreement.dead(behind):
-                self.await_verdict(alarm_of(group, seq, overdue=True))
-            elif not is_compared and self._waits_elsewhere(group, seq, event.digest):
-                self.differ(group, seq)
+        cannot_end = lost or is_late or self.agreement.dead(behind)
+        if cannot_end or (not is_compared and self._waits_elsewhere(group, seq, event.digest)):
+            with self._state.waiting(group, seq):
+                self.await_verdict(alarm_of(group, seq, overdue=bool(cannot_end)))
 
     # -- a timeout of the program's own -------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.guard.tiers import tiers
 from tests.programs import on_ranks
+
+pytestmark = pytest.mark.slow
 
 HEAD = """
     import datetime, os, sys, time
@@ -39,6 +40,16 @@ FAULTY = """
         os.kill(os.getpid(), 9)
     time.sleep(60)
 """
+SAVES = """
+    import signal
+
+    if rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(20)
+        print("saved", flush=True)
+        os._exit(0)
+    dist.all_reduce(torch.ones(1))
+"""
 LEGAL = """
     if case == "exits early" and rank == 1:
         os._exit(0)
@@ -58,16 +69,14 @@ LEGAL = """
 
 @pytest.mark.parametrize(
     ("mode", "case", "text"),
-    tiers(
-        [("step", "differs", "What differs: the reduce op")],
-        [
-            ("strict", "differs", "What differs: the reduce op"),
-            ("strict", "raises", "rank 1: left the guard by ValueError: bad batch"),
-            ("step", "raises", "rank 1: left the guard by ValueError: bad batch"),
-            ("step", "killed", "rank 1: the process is gone"),
-            ("step", "late", "rank 1: did not take part"),
-        ],
-    ),
+    [
+        ("strict", "differs", "What differs: the reduce op"),
+        ("step", "differs", "What differs: the reduce op"),
+        ("strict", "raises", "rank 1: left the guard by ValueError: bad batch"),
+        ("step", "raises", "rank 1: left the guard by ValueError: bad batch"),
+        ("step", "killed", "rank 1: the process is gone"),
+        ("step", "late", "rank 1: did not take part"),
+    ],
 )
 def test_verdict_is_printed_and_the_process_ended_where_the_program_never_comes_back(
     script: Any, mode: str, case: str, text: str
@@ -83,7 +92,6 @@ def test_verdict_is_printed_and_the_process_ended_where_the_program_never_comes_
     assert done.stderr.count("Last collective on which they agreed: number 3") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["strict", "step"])
 @pytest.mark.parametrize(("case", "timeout", "printed"), [("exits early", "60", 1), ("late", "60", 2)])
 def test_a_program_that_is_right_is_left_alone(script: Any, mode: str, case: str, timeout: str, printed: int) -> None:
@@ -92,3 +100,11 @@ def test_a_program_that_is_right_is_left_alone(script: Any, mode: str, case: str
     assert done.stdout.count("done") == printed
     assert "Error" not in done.stderr
     assert "RankMissing" not in done.stderr
+
+
+def test_a_rank_that_does_not_wait_for_what_failed_is_not_ended(script: Any) -> None:
+    """It may be writing a checkpoint."""
+    done = on_ranks("-m", "ddpstats", "run", "--guard", "step", "--timeout-sec", "3", script(HEAD, SAVES), "", "60")
+    assert done.statuses == [0, 1], done.stderr
+    assert "rank 0: did not take part" in done.stderr
+    assert "saved" in done.stdout
