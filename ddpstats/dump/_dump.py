@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._base.lazy import breaks_graph
-from ddpstats.dump._config import DumpConfig, read_config
 from ddpstats.dump.collect._calls import CallWatch
 from ddpstats.dump.collect._modules import ModuleWatch
 from ddpstats.dump.collect._recorder import Recorder
-from ddpstats.dump.format._names import DUMP, LINES
+from ddpstats.dump.config import DumpConfig, read_config
+from ddpstats.dump.msprobe import DUMP, LINES
 from ddpstats.errors import ConfigError, DumpError
 
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpstats import ConfigError, DumpError
 from ddpstats.dump import StatsDump
-from ddpstats.dump.format._files import open_rank
-from ddpstats.dump.format._names import parse_name
+from ddpstats.dump.msprobe import parse_name
+from ddpstats.dump.reader import open_rank
 from tests import training
 from tests.dump.collecting import LEAF_KEYS, Block, batch, data, dumped, hooks_of, leaves, lines, make_model
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ddpstats import ConfigError
-from ddpstats.dump._config import ALL_MODES, DumpConfig, read_config
-from ddpstats.dump._selection import DumpSelection, direction_of, pattern_of
+from ddpstats.dump.config import ALL_MODES, DumpConfig, read_config
+from ddpstats.dump.selection import DumpSelection, direction_of, pattern_of
 
 FIRST_STEP = """\
 {
@@ -252,6 +252,6 @@ def test_pipe_device_and_huge_file_are_not_read(tmp_path: Path, monkeypatch: pyt
     for path in (pipe, Path("/dev/zero")):
         with pytest.raises(ConfigError, match=f"{path}: cannot be read: Not a regular file"):
             read_config(path)
-    monkeypatch.setattr("ddpstats.dump._config._MOST_BYTES", 10)
+    monkeypatch.setattr("ddpstats.dump.config._MOST_BYTES", 10)
     with pytest.raises(ConfigError, match="more than 10 bytes"):
         read_config(written(tmp_path, '{"dump_path": "d"}'))

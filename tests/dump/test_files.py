@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.dump.format import _files
-from ddpstats.dump.format._files import find_ranks, open_rank, ranks_without_dump, steps_in
+from ddpstats.dump import reader
+from ddpstats.dump.reader import find_ranks, open_rank, ranks_without_dump, steps_in
 from ddpstats.errors import DumpError
 from tests.dump.hand_made import forward, tensor, write_lines, write_rank
 
@@ -97,7 +97,7 @@ def test_damaged_file_is_refused_by_name(text: str, words: str, tmp_path: Path) 
 
 
 def test_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_files, "LARGEST_VALUE_BYTES", 100)
+    monkeypatch.setattr(reader, "LARGEST_VALUE_BYTES", 100)
     (tmp_path / "dump.jsonl").write_bytes(bytes(1000))
     with pytest.raises(DumpError, match=r"dump.jsonl: its first line is no JSON object"):
         open_rank(tmp_path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump.format._names import Name, parse_name
+from ddpstats.dump.msprobe import Name, parse_name
 
 
 @pytest.mark.parametrize(

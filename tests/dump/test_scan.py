@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump.format import _scan
-from ddpstats.dump.format._scan import Scanner
+from ddpstats.dump import scan
+from ddpstats.dump.scan import Scanner
 from ddpstats.errors import DumpError
 from tests.dump.hand_made import as_lines, backward, document, forward, tensor
 
@@ -50,7 +50,7 @@ def read(text: str) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
 @pytest.mark.parametrize("chunk", [31, 1 << 20])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_same_entries(layout: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scan, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(scan, "_CHUNK_BYTES", chunk)
     header, entries = read(LAYOUTS[layout])
     assert header == {key: value for key, value in WHOLE.items() if key != "data"}
     assert repr(entries) == repr(ENTRIES)
@@ -89,7 +89,7 @@ def test_wrong_value_is_refused_without_reading_on() -> None:
 def test_number_cut_between_reads_is_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
     text = '{"a": 1e+5, "b": -2.5E-3, "data": {}}'
     for chunk in range(1, len(text)):
-        monkeypatch.setattr(_scan, "_CHUNK_BYTES", chunk)
+        monkeypatch.setattr(scan, "_CHUNK_BYTES", chunk)
         assert read(text)[0] == {"a": 1e5, "b": -2.5e-3}
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump.format._names import file_name
 from ddpstats.dump.format._writer import StepWriter
+from ddpstats.dump.msprobe import file_name
 
 HEADER = {"task": "statistics", "level": "mix", "dump_data_dir": None}
 ENTRY: dict[str, Any] = {"input_args": [{"Max": math.nan, "Min": -math.inf}], "output": []}

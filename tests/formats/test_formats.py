@@ -20,9 +20,9 @@ import torch
 from ddpstats._rerun.random_state import RandomState
 from ddpstats._rerun.serialize import from_plain
 from ddpstats.capture._bundle import Bundle
-from ddpstats.dump._config import read_config
 from ddpstats.dump.compare._tensor_compare import load_tensor
-from ddpstats.dump.format._files import RankDump, find_ranks
+from ddpstats.dump.config import read_config
+from ddpstats.dump.reader import RankDump, find_ranks
 from ddpstats.errors import DdpstatsError, DumpError
 from ddpstats.guard.record import diagnose, read_records
 from ddpstats.report._report import run

@@ -32,11 +32,11 @@ from ddpstats._rerun.random_state import RandomState
 from ddpstats._rerun.runner import Runner, RunSettings
 from ddpstats._rerun.serialize import from_plain
 from ddpstats.capture._bundle import Bundle
-from ddpstats.dump._config import read_config
 from ddpstats.dump.compare import _compare
 from ddpstats.dump.compare._tensor_compare import load_tensor
-from ddpstats.dump.format._files import open_rank
+from ddpstats.dump.config import read_config
 from ddpstats.dump.origin import _nan_origin
+from ddpstats.dump.reader import open_rank
 from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, ProtocolMismatch
 from ddpstats.guard.diagnosis import Alarm, GuardFinding, RankStatus
 from ddpstats.guard.event import decode as decode_events

@@ -15,7 +15,7 @@ from ddpstats._observe.torch_compat import no_dispatch_no_grad
 from ddpstats.dump.collect._argument_json import tensors_in
 from ddpstats.dump.collect._gradient_edges import Before, watch_backward
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
-from ddpstats.dump.format._names import backward_of
+from ddpstats.dump.msprobe import backward_of
 
 
 class ForwardPass:

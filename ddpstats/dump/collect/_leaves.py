@@ -46,7 +46,7 @@ from ddpstats.dump.collect._tensor_stats import (
     of_numbers,
     plain_values,
 )
-from ddpstats.dump.format._entries import STATISTICS
+from ddpstats.dump.entries import STATISTICS
 from ddpstats.dump.format._tensor_files import TensorFiles, checksum, without_repeats
 
 Leaf = dict[str, Any]

@@ -42,7 +42,7 @@ from ddpstats._observe.torch_compat import (
 )
 from ddpstats.dump.collect._forward import ForwardPass
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
-from ddpstats.dump.format._names import module_base
+from ddpstats.dump.msprobe import module_base
 
 
 class ModuleWatch:

@@ -28,7 +28,7 @@ from ddpstats.dump.compare._pages import Section, write_page, write_table
 from ddpstats.dump.compare._rows import MODES, Mode, table, table_path
 from ddpstats.dump.compare._rules import TOLERANCE
 from ddpstats.dump.compare._two_dumps import PairedDumps, compare_dumps
-from ddpstats.dump.format._files import RankDump, find_ranks, rank_of, ranks_without_dump, sayable_errors, steps_in
+from ddpstats.dump.reader import RankDump, find_ranks, rank_of, ranks_without_dump, sayable_errors, steps_in
 from ddpstats.errors import DumpError
 
 NOTHING = 2  # the status: a success would be taken for equal dumps

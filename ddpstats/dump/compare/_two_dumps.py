@@ -32,9 +32,9 @@ from typing import Literal
 from ddpstats.dump.compare._comparer import EntryComparer
 from ddpstats.dump.compare._rows import Row
 from ddpstats.dump.compare._rules import difference, is_over
-from ddpstats.dump.format._entries import STATISTICS, DumpEntry
-from ddpstats.dump.format._files import RankDump
-from ddpstats.dump.format._scan import Member
+from ddpstats.dump.entries import STATISTICS, DumpEntry
+from ddpstats.dump.reader import RankDump
+from ddpstats.dump.scan import Member
 
 KEPT_ROWS = 3000
 

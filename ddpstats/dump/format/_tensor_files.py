@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddpstats._base.files import TEMPORARY_PREFIX, make_private_directory
 from ddpstats._observe.torch_compat import without_tensor_classes
-from ddpstats.dump.format._names import file_name
+from ddpstats.dump.msprobe import file_name
 
 _LONGEST_NAME = 255
 

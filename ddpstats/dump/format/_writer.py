@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddpstats._base.files import make_private_directory, replace_file
-from ddpstats.dump.format._names import CONSTRUCT, DUMP, FORMAT, LINES, STACK, VERSION
+from ddpstats.dump.msprobe import CONSTRUCT, DUMP, FORMAT, LINES, STACK, VERSION
 
 encode: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 

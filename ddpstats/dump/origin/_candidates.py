@@ -18,10 +18,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from ddpstats.dump.format._entries import CollectiveEntry, DumpEntry, DumpLeaf
-from ddpstats.dump.format._files import RankDump, rank_of
-from ddpstats.dump.format._names import Name
+from ddpstats.dump.entries import CollectiveEntry, DumpEntry, DumpLeaf
+from ddpstats.dump.msprobe import Name
 from ddpstats.dump.origin._growth import Growth
+from ddpstats.dump.reader import RankDump, rank_of
 
 Kind = Literal["computation", "arrived", "parameter", "uninitialised", "given", "gradient", "collective"]
 Standing = Literal["strong", "weak", "unused", "finite again"]

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ddpstats._base.text import ranks_text, shorten
-from ddpstats.dump.format._files import RankDump, header
-from ddpstats.dump.format._names import parse_name
+from ddpstats.dump.msprobe import parse_name
 from ddpstats.dump.origin._candidates import Candidate
 from ddpstats.dump.origin._first_nan import NaNOrigin
+from ddpstats.dump.reader import RankDump, header
 from ddpstats.errors import DumpError
 
 

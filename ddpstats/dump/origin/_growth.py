@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ddpstats._base.text import dtype_name
-from ddpstats.dump.format._entries import DumpEntry, DumpLeaf
-from ddpstats.dump.format._files import RankDump
-from ddpstats.dump.format._names import Name
+from ddpstats.dump.entries import DumpEntry, DumpLeaf
+from ddpstats.dump.msprobe import Name
+from ddpstats.dump.reader import RankDump
 
 FACTOR = 4.0  # below, nothing is called growth
 _TRAIL, _KEPT = 12, 4096

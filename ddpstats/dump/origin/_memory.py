@@ -17,8 +17,8 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ddpstats.dump.format._entries import DumpEntry, DumpLeaf
-from ddpstats.dump.format._names import parse_name
+from ddpstats.dump.entries import DumpEntry, DumpLeaf
+from ddpstats.dump.msprobe import parse_name
 
 
 @dataclass

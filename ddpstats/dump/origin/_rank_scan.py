@@ -18,9 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ddpstats.dump.format._entries import DumpEntry, DumpLeaf, read_collective
-from ddpstats.dump.format._files import RankDump
-from ddpstats.dump.format._names import Name, parse_name
+from ddpstats.dump.entries import DumpEntry, DumpLeaf, read_collective
+from ddpstats.dump.msprobe import Name, parse_name
 from ddpstats.dump.origin._candidates import (
     Candidate,
     Kind,
@@ -39,6 +38,7 @@ from ddpstats.dump.origin._candidates import (
     overwrites,
 )
 from ddpstats.dump.origin._growth import ancestors
+from ddpstats.dump.reader import RankDump
 
 _MAX_CANDIDATES, _BEFORE = 256, 5
 _PARAMETERS = "parameters."

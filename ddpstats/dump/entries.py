@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from ddpstats.dump.format._names import Name
+from ddpstats.dump.msprobe import Name
 from ddpstats.errors import DumpError
 
 STATISTICS = ("Max", "Min", "Mean", "Norm")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from ddpstats._base.text import shorten
-from ddpstats.dump._config import DumpConfig
+from ddpstats.dump.config import DumpConfig
 
 _SHOWN = 8
 

@@ -22,9 +22,9 @@ from typing import Any, BinaryIO, TypeVar
 
 from ddpstats._base.files import bounded_lines, explain_version, open_regular
 from ddpstats._base.text import printable, shorten
-from ddpstats.dump.format._entries import DumpEntry
-from ddpstats.dump.format._names import CONSTRUCT, DUMP, FORMAT, LINES, STACK, TENSORS, VERSION
-from ddpstats.dump.format._scan import LARGEST_VALUE_BYTES, Member, Scanner, parse
+from ddpstats.dump.entries import DumpEntry
+from ddpstats.dump.msprobe import CONSTRUCT, DUMP, FORMAT, LINES, STACK, TENSORS, VERSION
+from ddpstats.dump.scan import LARGEST_VALUE_BYTES, Member, Scanner, parse
 from ddpstats.errors import DumpError
 
 _RANK = re.compile(r"rank(\d*)")
