@@ -13,9 +13,9 @@ from pathlib import Path
 from ddpstats._base.marks import Mark
 from ddpstats._base.text import printable
 from ddpstats.capture._manifest import BUNDLE_NAME, read_manifest
-from ddpstats.dump.origin._explain import verdict
-from ddpstats.dump.origin._first_nan import find_origins
-from ddpstats.dump.origin._rank_scan import scan_rank
+from ddpstats.dump.analyze._explain import verdict
+from ddpstats.dump.analyze._first_nan import find_origins
+from ddpstats.dump.analyze.nan_scan import scan_rank
 from ddpstats.dump.reader import find_ranks, rank_of, steps_in
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard.record import NoRecord, RankRecord, diagnose, read_records

@@ -32,10 +32,10 @@ from ddpstats._rerun.random_state import RandomState
 from ddpstats._rerun.runner import Runner, RunSettings
 from ddpstats._rerun.serialize import from_plain
 from ddpstats.capture._bundle import Bundle
+from ddpstats.dump.analyze import nan_origin
 from ddpstats.dump.compare import _compare
 from ddpstats.dump.compare._tensor_compare import load_tensor
 from ddpstats.dump.config import read_config
-from ddpstats.dump.origin import _nan_origin
 from ddpstats.dump.reader import open_rank
 from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, ProtocolMismatch
 from ddpstats.guard.diagnosis import Alarm, GuardFinding, RankStatus
@@ -209,7 +209,7 @@ def _walk(path: Path) -> None:
 
 def _origin(path: Path) -> None:
     with quiet():
-        _nan_origin.run(argparse.Namespace(directory=str(path), json=False))
+        nan_origin.run(argparse.Namespace(directory=str(path), json=False))
 
 
 def _compared(path: Path, good: Path) -> None:

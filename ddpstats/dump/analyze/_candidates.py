@@ -1,6 +1,6 @@
 """What is kept of a rank's entries in the search for the first NaN: where it may have begun.
 
-Which of them is to blame is decided elsewhere: on one rank by `_rank_scan`, over all ranks by `_first_nan`.
+Which of them is to blame is decided elsewhere: on one rank by `nan_scan`, over all ranks by `_first_nan`.
 
 What is not finite is followed from entry to entry (`Traces`), and leads back to where it began:
 
@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from ddpstats.dump.analyze._growth import Growth
 from ddpstats.dump.entries import CollectiveEntry, DumpEntry, DumpLeaf
 from ddpstats.dump.msprobe import Name
-from ddpstats.dump.origin._growth import Growth
 from ddpstats.dump.reader import RankDump, rank_of
 
 Kind = Literal["computation", "arrived", "parameter", "uninitialised", "given", "gradient", "collective"]

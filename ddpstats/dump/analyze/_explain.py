@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ddpstats._base.text import ranks_text, shorten
+from ddpstats.dump.analyze._candidates import Candidate
+from ddpstats.dump.analyze._first_nan import NaNOrigin
 from ddpstats.dump.msprobe import parse_name
-from ddpstats.dump.origin._candidates import Candidate
-from ddpstats.dump.origin._first_nan import NaNOrigin
 from ddpstats.dump.reader import RankDump, header
 from ddpstats.errors import DumpError
 

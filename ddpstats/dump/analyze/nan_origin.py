@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddpstats._base.text import VerbReport, count_of, dtype_name, printable, ranks_text
+from ddpstats.dump.analyze._candidates import RankScan
+from ddpstats.dump.analyze._explain import advice, also_words, coverage_of, left_out_words, verdict, what_of
+from ddpstats.dump.analyze._first_nan import Findings, NaNOrigin, find_origins
+from ddpstats.dump.analyze._growth import Grower, Grown
+from ddpstats.dump.analyze.nan_scan import scan_rank
+from ddpstats.dump.analyze.stomp import MemoryWalk, Overlap
 from ddpstats.dump.entries import DumpLeaf
 from ddpstats.dump.msprobe import parse_name
-from ddpstats.dump.origin._candidates import RankScan
-from ddpstats.dump.origin._explain import advice, also_words, coverage_of, left_out_words, verdict, what_of
-from ddpstats.dump.origin._first_nan import Findings, NaNOrigin, find_origins
-from ddpstats.dump.origin._growth import Grower, Grown
-from ddpstats.dump.origin._memory import MemoryWalk, Overlap
-from ddpstats.dump.origin._rank_scan import scan_rank
 from ddpstats.dump.reader import RankDump, find_ranks, notes_of, sayable_errors
 from ddpstats.errors import DumpError
 

@@ -1,6 +1,6 @@
 """The first operation of a step, over all ranks, whose inputs were finite and whose outputs were not.
 
-1. Each rank's entries are read once (`_rank_scan`): its candidates and its collectives.
+1. Each rank's entries are read once (`nan_scan`): its candidates and its collectives.
 2. Collectives of different ranks are matched by their group, their kind and their order in the group; a send with its
    receive. Walked in an order that fits all ranks, they give every rank a clock: what is after a collective is later
    than what is before it on any of its ranks.
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ddpstats._base.text import ranks_text
+from ddpstats.dump.analyze._candidates import Candidate, Kind, RankScan, bad_ones
+from ddpstats.dump.analyze._growth import Grower, ancestors, overflowed
 from ddpstats.dump.entries import CollectiveEntry
-from ddpstats.dump.origin._candidates import Candidate, Kind, RankScan, bad_ones
-from ddpstats.dump.origin._growth import Grower, ancestors, overflowed
 
 Phase = Literal["", "before the first collective", "between collectives", "in a collective"]
 Key = tuple[str, tuple[int, ...], str, int, int]

@@ -18,9 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ddpstats.dump.entries import DumpEntry, DumpLeaf, read_collective
-from ddpstats.dump.msprobe import Name, parse_name
-from ddpstats.dump.origin._candidates import (
+from ddpstats.dump.analyze._candidates import (
     Candidate,
     Kind,
     NonFiniteTensor,
@@ -37,7 +35,9 @@ from ddpstats.dump.origin._candidates import (
     mixes_with_weights,
     overwrites,
 )
-from ddpstats.dump.origin._growth import ancestors
+from ddpstats.dump.analyze._growth import ancestors
+from ddpstats.dump.entries import DumpEntry, DumpLeaf, read_collective
+from ddpstats.dump.msprobe import Name, parse_name
 from ddpstats.dump.reader import RankDump
 
 _MAX_CANDIDATES, _BEFORE = 256, 5
