@@ -1,10 +1,7 @@
-"""What to dump: the configuration file, and the errors it can hold.
+"""The configuration of a dump, and which entries of a step it chooses.
 
-1. The file is read as JSON; a key given twice is an error, for only one of the two could count.
-2. Every key is checked for its name, then its type, then its value; then what goes together is checked.
-
-The keys and their meaning are those of the dump configurations of other tools, so that a file written for one of them
-can be used unchanged. What cannot be done here is refused, and never ignored in silence.
+The keys and their meaning are msprobe's, so that its files can be used unchanged. A key that ddpstats does not have is
+named in a warning; a value that ddpstats cannot carry out is a `ConfigError`.
 """
 
 from __future__ import annotations
@@ -13,37 +10,29 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn
 
-from ddpstats._base.files import open_regular, read_at_most
+from ddpstats._base.files import open_regular, parse_json, read_at_most
 from ddpstats._base.text import shorten
 from ddpstats.errors import ConfigError
 
 Task = Literal["statistics", "tensor"]
 Level = Literal["L0", "L1", "mix"]
-Precision = Literal["high", "low"]
 SummaryMode = Literal["statistics", "md5"]
 
 ASYNC_MAX_BYTES = 1 << 30
 ALL_MODES = frozenset({"forward", "backward", "input", "output"})
+EXAMPLE = '{"task": "statistics", "dump_path": "dump", "step": [0], "level": "mix"}'
 
-_SECTIONS = {
-    "statistics": ("scope", "list", "tensor_list", "data_mode", "summary_mode"),
-    "tensor": ("scope", "list", "data_mode", "summary_mode", "file_format"),
-}
-_OTHER_TASKS = ("run_ut", "overflow_check", "free_benchmark", "grad_probe", "structure", "exception_dump")
-_KEYS = (
-    "task", "dump_path", "rank", "step", "level", "enable_dataloader", "async_dump", "async_max_bytes", "precision",
-)  # fmt: skip
-_RANGE = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
-_MAX_RANGE = 1_000_000
-_MAX_DIGITS = 18
 _MOST_BYTES = 16 << 20  # of a file
+_RANGE = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
+_LONGEST_RANGE = 1_000_000
 _SHOWN = 8
-_NAMES = "a list of names, or of parts of names, such as 'Functional.linear.3'"
+_SIMILAR = 0.8  # of difflib: "levle" and "level", but not "risk_level"
 
 
 @dataclass(frozen=True)
@@ -57,11 +46,9 @@ class DumpConfig:
         level: "L0" modules, "L1" functions, "mix" both.
         async_dump: nothing is written, and no device is waited for, before the step has ended. A run that a signal
             kills in the step leaves nothing of it.
-        precision: accepted for the sake of existing files, without a difference: statistics are always computed in
-            float32 or better, for the norm of a large float16 tensor overflows in its own type.
         scope: (first, last) name, both included, in execution order; None is all.
-        names: names, or parts of names, of what is wanted; empty is all.
-        tensor_names: parts of the names of which the tensors are saved too, under the task "statistics".
+        names: names, parts of names or ``name-regex(...)`` of what is wanted; empty is all.
+        tensor_names: the same, of entries whose tensors are saved too, under the task "statistics".
         data_mode: some of "forward" and "backward", and some of "input" and "output"; never none of either pair.
         summary_mode: "md5" adds a checksum of the bytes (which is a CRC-32: the name is older than the method).
         async_max_bytes: how much an asynchronous dump may hold at once, in bytes.
@@ -73,7 +60,6 @@ class DumpConfig:
     steps: frozenset[int] | None = None
     level: Level = "L1"
     async_dump: bool = False
-    precision: Precision = "low"
     scope: tuple[str, str] | None = None
     names: tuple[str, ...] = ()
     tensor_names: tuple[str, ...] = ()
@@ -89,7 +75,7 @@ class DumpConfig:
         return self.steps is None or step in self.steps
 
     def problems(self, world_size: int) -> list[str]:
-        """What is chosen, and will never come, in a sentence each; to be told when a run starts."""
+        """Return a sentence for ranks that are chosen and do not exist."""
         beyond = sorted(rank for rank in self.ranks or () if rank >= world_size)
         if not beyond:
             return []
@@ -97,278 +83,282 @@ class DumpConfig:
         return [f"rank chooses {shorten(beyond, _SHOWN, ', ...')}, and there {counted}, counted from 0"]
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
+# -- the keys ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Key:
+    """How a key is read: ``read`` raises ValueError for a value that is not ``legal``; null is the default."""
+
+    read: Callable[[Any], Any]
+    default: Any
+    legal: str
+
+
+def _choice(*legal: str, default: str = "", why: str = "") -> _Key:
+    words = "one of " + ", ".join(map(repr, legal)) + why
+    return _Key(lambda value: legal[legal.index(value)], default or legal[0], words)
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise ValueError
+
+
+def _numbers(value: Any) -> frozenset[int] | None:
+    numbers: set[int] = set()
+    for item in _list(value):
+        if type(item) is int and item >= 0:
+            numbers.add(item)
+            continue
+        match = _RANGE.fullmatch(item.replace(" ", "")) if isinstance(item, str) else None
+        first, last = (int(match[1]), int(match[2])) if match is not None else _refuse()
+        if not first <= last <= first + _LONGEST_RANGE:
+            _refuse()
+        numbers.update(range(first, last + 1))
+    return frozenset(numbers) or None
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    strings = tuple(_list(value))
+    return strings if all(isinstance(item, str) and item for item in strings) else _refuse()
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    names = _strings(value)
+    try:
+        any(map(pattern_of, names))
+    except re.error:
+        _refuse()
+    return names
+
+
+def _scope(value: Any) -> tuple[str, ...] | None:
+    ends = _strings(value)
+    return (ends or None) if len(ends) in (0, 2) else _refuse()
+
+
+def _data_mode(value: Any) -> frozenset[str]:
+    modes = set(_strings(value)) or {"all"}
+    if modes == {"all"}:
+        return ALL_MODES
+    if not modes <= ALL_MODES:
+        _refuse()
+    for pair in ({"forward", "backward"}, {"input", "output"}):
+        modes |= pair if not modes & pair else set()
+    return frozenset(modes)
+
+
+_NAMES = "a list of names, of parts of names such as 'Functional.linear.3', or of 'name-regex(...)'"
+_NUMBERS = 'a list of whole numbers from 0 and of ranges such as "2-5" (of at most 1,000,000); [] is all'
+
+
+def _only(legal: Any, words: str) -> _Key:
+    """A key of msprobe with the one value at which ddpstats does the same without it."""
+    return _Key(lambda value: None if value == legal else _refuse(), None, words)
+
+
+_SECTION_KEY = _Key(lambda value: value if isinstance(value, Mapping) else _refuse(), {}, "an object")
+_KEYS = {
+    "task": _choice("statistics", "tensor", why=": ddpstats has no other task"),
+    "dump_path": _Key(
+        lambda value: Path(value) if isinstance(value, (str, Path)) and str(value) else _refuse(),
+        None,
+        f"the path of a directory, as in {EXAMPLE}",
+    ),
+    "rank": _Key(_numbers, None, _NUMBERS),
+    "step": _Key(_numbers, None, _NUMBERS),
+    "level": _choice(
+        *("L0", "L1", "mix"),
+        default="L1",
+        why=": L2 needs the profiler of the device, and debug is for single tensors, which torch.save writes",
+    ),
+    "async_dump": _Key(lambda value: value if isinstance(value, bool) else _refuse(), False, "true or false"),
+    "async_max_bytes": _Key(
+        lambda value: value if type(value) is int and value > 0 else _refuse(),
+        ASYNC_MAX_BYTES,
+        "a whole number of bytes above 0",
+    ),
+    "enable_dataloader": _only(False, "false: call step() at the end of every step instead"),
+    "dump_enable": _only(True, "true or left out: ddpstats reads the configuration once"),
+    "load": _only({}, "left out: ddpstats does not replace what the program computes"),
+    "statistics": _SECTION_KEY,
+    "tensor": _SECTION_KEY,
+}
+_SECTION = {
+    "scope": _Key(
+        _scope, None, "[first, last], two full names such as 'Functional.linear.0.forward', or [] for everything"
+    ),
+    "list": _Key(_names, (), _NAMES),
+    "tensor_list": _Key(_names, (), _NAMES),
+    "data_mode": _Key(_data_mode, ALL_MODES, "['all'], or a list of some of 'forward', 'backward', 'input', 'output'"),
+    "summary_mode": _choice("statistics", "md5", why=": 'md5' adds a checksum, and xor is msprobe's alone"),
+    "slice": _only([], "left out: ddpstats describes whole tensors"),
+    "request_id": _only("", "left out: ddpstats does not know requests"),
+}
 
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, object]) -> DumpConfig:
-    """The configuration in a JSON file, or in a mapping of the same keys.
+    """Return the configuration in a JSON file, or in a mapping of the same keys.
 
     Raises:
         ConfigError: names the file, the key, what was given, and the legal values.
     """
-    if isinstance(source, Mapping):
-        return _config(_Section("the configuration given", source))
-    try:
-        path = os.fspath(source)
-        path.encode()  # a path of bytes has no such thing
-    except (TypeError, AttributeError, UnicodeEncodeError):
+    where, top = ("the configuration given", source) if isinstance(source, Mapping) else _load(os.fspath(source))
+    unknown: list[str] = []
+    values = _values(where, "", top, _KEYS, unknown)
+    task = values["task"]
+    chosen = _values(where, f"{task}.", values[task], _SECTION, unknown)
+    if unknown:
+        warnings.warn(
+            f"ddpstats: {where}: ignores keys that ddpstats does not have: {', '.join(sorted(unknown))}", stacklevel=3
+        )
+    if values["dump_path"] is None:
+        raise ConfigError(f"{where}: 'dump_path' is missing: it must be {_KEYS['dump_path'].legal}")
+    config = DumpConfig(
+        task=task,
+        dump_path=values["dump_path"],
+        ranks=values["rank"],
+        steps=values["step"],
+        level=values["level"],
+        async_dump=values["async_dump"],
+        scope=chosen["scope"],
+        names=chosen["list"],
+        tensor_names=chosen["tensor_list"],
+        data_mode=chosen["data_mode"],
+        summary_mode=chosen["summary_mode"],
+        async_max_bytes=values["async_max_bytes"],
+    )
+    if config.async_dump and config.summary_mode == "md5":
         raise ConfigError(
-            f"the configuration is {shown(source)}, but must be the path of a JSON file, or a mapping"
-        ) from None
-    return _config(_Section(path, load(path)))
-
-
-def _config(top: _Section) -> DumpConfig:
-    top.check_keys((*_KEYS, *_SECTIONS), hidden=_OTHER_TASKS)
-    if top.given.get("task") in _OTHER_TASKS:
-        top.fail("task", top.given["task"], "'statistics' or 'tensor': ddpstats has no other task")
-    task: Task = top.choice("task", ("statistics", "tensor"))
-    sections = _sections(top)
-    if top.flag("enable_dataloader"):
-        top.fail("enable_dataloader", True, "false: call step() at the end of every step instead")
-    config = _read(top, sections[task], task)
-    _check_other_section(top, sections, config)
-    _check_together(sections[task], config)
+            f"{where}: '{task}.summary_mode' is \"md5\", but must be 'statistics' with async_dump: a checksum waits "
+            "for the device"
+        )
+    if config.async_dump and task == "tensor" and not config.names:
+        raise ConfigError(
+            f"{where}: 'tensor.list' is [], but must name something with async_dump, which holds all these tensors in "
+            "memory until the step ends. Dump the task 'statistics' first, and take the names from there"
+        )
     return config
 
 
-def _read(top: _Section, section: _Section, task: Task) -> DumpConfig:
-    if top.given.get("level") == "L2":
-        top.fail("level", "L2", "one of 'L0', 'L1', 'mix': L2, kernels, needs the profiler of the device")
-    return DumpConfig(
-        task=task,
-        dump_path=top.directory("dump_path"),
-        ranks=top.numbers("rank"),
-        steps=top.numbers("step"),
-        level=top.choice("level", ("L0", "L1", "mix"), default="L1"),
-        async_dump=top.flag("async_dump"),
-        precision=top.choice("precision", ("low", "high")),
-        scope=section.scope(),
-        names=section.strings("list", _NAMES),
-        tensor_names=section.strings("tensor_list", _NAMES),
-        data_mode=section.data_mode(),
-        summary_mode=section.choice("summary_mode", ("statistics", "md5")),
-        async_max_bytes=top.bytes("async_max_bytes", ASYNC_MAX_BYTES),
-    )
-
-
-def _sections(top: _Section) -> dict[str, _Section]:
-    for name in (*_SECTIONS, *_OTHER_TASKS):
-        if name in top.given and not isinstance(top.given[name], Mapping):
-            top.fail(name, top.given[name], "an object: what the task of this name needs")
-    found = {}
-    for name, legal in _SECTIONS.items():
-        found[name] = _Section(top.where, cast(Mapping[str, object], top.given.get(name, {})), f"{name}.")
-        found[name].check_keys(legal)
-    files = found["tensor"].given.get("file_format", "npy")
-    if files not in ("npy", "bin"):
-        found["tensor"].fail("file_format", files, "'npy' or 'bin' (files are .pt in any case)")
-    return found
-
-
-def _check_other_section(top: _Section, sections: Mapping[str, _Section], config: DumpConfig) -> None:
-    """A file may have both, as templates do; but a selection in the one that is not read would do nothing."""
-    task = config.task
-    other: Task = "tensor" if task == "statistics" else "statistics"
-    ignored = _read(top, sections[other], other)  # which may have mistakes in it
-    if any(mine != default for _, mine, default in _selecting(config)):
-        return
-    for key, chosen, plain in _selecting(ignored):
-        if chosen != plain:
+def _values(
+    where: str, prefix: str, given: Mapping[str, Any], keys: Mapping[str, _Key], unknown: list[str]
+) -> dict[str, Any]:
+    """Return a value for every key; names that are no key are added to ``unknown``. Raises `ConfigError`."""
+    for name in given.keys() - keys.keys():
+        close = difflib.get_close_matches(str(name), keys, 1, _SIMILAR)
+        if close:
             raise ConfigError(
-                f"{top.where}: {other + '.' + key!r} is {shown(sections[other].given[key])}, but the task {task!r} "
-                f"reads the section {task!r}, which chooses nothing: write it there, or choose the task {other!r}"
+                f"{where}: unknown key {prefix + str(name)!r}: did you mean {prefix + close[0]!r}? Legal keys: "
+                f"{', '.join(keys)}"
             )
-
-
-def _check_together(section: _Section, config: DumpConfig) -> None:
-    if config.async_dump and config.summary_mode == "md5":
-        section.fail("summary_mode", "md5", "'statistics' with async_dump: a checksum waits for the device")
-    if config.async_dump and config.task == "tensor" and not config.names:
-        section.fail(
-            "list",
-            [],
-            "a list of names that is not empty, for async_dump holds all these tensors in memory until the step "
-            "ends. Dump the task 'statistics' first, and take the names from there",
-        )
-
-
-def _selecting(config: DumpConfig) -> list[tuple[str, object, object]]:
-    """The keys of a section that choose something: what they are, and what they are where nobody chose."""
-    return [
-        ("scope", config.scope, None),
-        ("list", config.names, ()),
-        ("tensor_list", config.tensor_names, ()),
-        ("data_mode", config.data_mode, ALL_MODES),
-        ("summary_mode", config.summary_mode, "statistics"),
-    ]
-
-
-class _Section:
-    """One object of a configuration: reads the values of its keys, and complains of them by their whole names."""
-
-    def __init__(self, where: str, given: Mapping[str, object], prefix: str = "") -> None:
-        self.where, self.given, self._prefix = where, given, prefix
-
-    def fail(self, key: str, given: object, needs: str) -> NoReturn:
-        raise ConfigError(f"{self.where}: {self._prefix + key!r} is {shown(given)}, but must be {needs}")
-
-    def check_keys(self, legal: Sequence[str], hidden: Sequence[str] = ()) -> None:
-        for key in self.given:
-            if key in legal or key in hidden:
-                continue
-            close = difflib.get_close_matches(str(key), legal, 1)
-            hint = f": did you mean {self._prefix + close[0]!r}?" if close else "."
-            unknown = f"unknown key {self._prefix + str(key)!r}"
-            raise ConfigError(f"{self.where}: {unknown}{hint} Legal keys: {', '.join(legal)}")
-
-    def directory(self, key: str) -> Path:
-        if key not in self.given:
-            raise ConfigError(f"{self.where}: {key!r} is missing: the directory to write to, as in {EXAMPLE}")
-        path = self.given[key]
-        text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-        if not isinstance(text, str) or not text:  # a path may be one of bytes
-            self.fail(key, path, "the path of a directory")
-        if "\0" in text:
-            self.fail(key, path, "the path of a directory: this has a NUL character in it")
+        unknown.append(f"{prefix}{name}")
+    values = {}
+    for name, key in keys.items():
+        value = given.get(name)
         try:
-            return Path(text).expanduser() if text.startswith("~") else Path(text)
-        except RuntimeError:
-            self.fail(key, path, "the path of a directory: there is no such user, or it has no home")
-
-    def choice(self, key: str, legal: Sequence[str], default: str = "") -> Any:
-        """One of the words of a Literal."""
-        value = self.given.get(key, default or legal[0])
-        if not isinstance(value, str) or value not in legal:
-            close = _closest(value, legal) if isinstance(value, str) else []
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            self.fail(key, value, "one of " + ", ".join(map(repr, legal)) + hint)
-        return value
-
-    def flag(self, key: str) -> bool:
-        value = self.given.get(key, False)
-        if not isinstance(value, bool):
-            self.fail(key, value, "true or false")
-        return value
-
-    def bytes(self, key: str, default: int) -> int:
-        value = self.given.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            self.fail(key, value, f"a whole number of bytes above 0; {default} where not given")
-        return value
-
-    def numbers(self, key: str) -> frozenset[int] | None:
-        needs = 'a list of whole numbers from 0 and of ranges such as "2-5"; [] is all'
-        found: set[int] = set()
-        for item in self._list(key, needs):
-            if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 10**_MAX_DIGITS:
-                found.add(item)
-            elif isinstance(item, str) and (match := _RANGE.fullmatch(item.replace(" ", ""))):
-                found.update(self._range(key, item, int(match[1]), int(match[2])))
-            else:
-                self.fail(key, self.given[key], f"{needs}; {shown(item)} is neither")
-        return frozenset(found) or None
-
-    def _range(self, key: str, item: str, first: int, last: int) -> range:
-        if first > last:
-            self.fail(key, [item], f"a range from the smaller to the larger number: write '{last}-{first}'")
-        if last - first > _MAX_RANGE:
-            self.fail(key, [item], f"a range of at most {_MAX_RANGE:,} numbers; [] is all")
-        return range(first, last + 1)
-
-    def strings(self, key: str, needs: str) -> tuple[str, ...]:
-        value = self._list(key, needs)
-        if not all(isinstance(item, str) and item for item in value):
-            self.fail(key, value, needs)
-        return tuple(value)
-
-    def scope(self) -> tuple[str, str] | None:
-        needs = "[first, last], two full names such as 'Functional.linear.0.forward', or [] for everything"
-        ends = self.strings("scope", needs)
-        if len(ends) not in (0, 2):
-            self.fail("scope", ends, f"{needs}; this has {len(ends)}")
-        return (ends[0], ends[1]) if ends else None
-
-    def data_mode(self) -> frozenset[str]:
-        needs = "['all'], or a list of some of 'forward', 'backward', 'input', 'output'"
-        value = self._list("data_mode", needs)
-        for item in value:
-            if not isinstance(item, str) or item not in {*ALL_MODES, "all"}:
-                self.fail("data_mode", value, f"{needs}; {shown(item)} is none of them")
-        modes = set(value) or {"all"}
-        if "all" in modes:
-            if len(modes) > 1:
-                self.fail("data_mode", value, f"{needs}; 'all' stands alone")
-            return ALL_MODES
-        for pair in ({"forward", "backward"}, {"input", "output"}):
-            modes |= pair if not modes & pair else set()
-        return frozenset(modes)
-
-    def _list(self, key: str, needs: str) -> Sequence[Any]:
-        value = self.given.get(key, [])
-        if not isinstance(value, (list, tuple)):
-            self.fail(key, value, needs)
-        return value
+            values[name] = key.default if value is None else key.read(value)
+        except ValueError:
+            raise ConfigError(f"{where}: {prefix + name!r} is {_shown(value)}, but must be {key.legal}") from None
+    return values
 
 
-def _closest(value: str, legal: Sequence[str]) -> list[str]:
-    """By letters, whether large or small."""
-    same = [word for word in legal if word.lower() == value.lower()]
-    return same or difflib.get_close_matches(value, legal, 1, 0.5)
-
-
-EXAMPLE = '{"task": "statistics", "dump_path": "dump", "step": [0], "level": "mix"}'
-
-
-def load(path: str) -> Mapping[str, object]:
-    """The object in a JSON file. Raises `ConfigError`, which names the file and what is wrong with it."""
+def _load(path: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the path and the JSON object in its file. Raises `ConfigError`."""
     try:
         with open_regular(path) as file:
-            text = read_at_most(file, _MOST_BYTES).decode("utf-8-sig")
-        given = json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs))
-    except ConfigError:
-        raise
+            given = parse_json(read_at_most(file, _MOST_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}. Is this the right path?") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not a text file in UTF-8") from None
-    except json.JSONDecodeError as error:
-        hint = _python_word(error)
-        raise ConfigError(
-            f"{path}: is not legal JSON: {error.msg}, at line {error.lineno}, column {error.colno}{hint}"
-        ) from None
-    except RecursionError:
-        raise ConfigError(f"{path}: is nested too deep; it must hold one JSON object, as in {EXAMPLE}") from None
-    except ValueError as error:  # a path with a NUL in it, a number of thousands of digits
-        raise ConfigError(f"{path!r}: cannot be read: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not legal JSON: {error}") from None
     if not isinstance(given, dict):
-        raise ConfigError(f"{path}: holds {shown(given)}, but must hold one JSON object, as in {EXAMPLE}")
-    return given
+        raise ConfigError(f"{path}: holds {_shown(given)}, but must hold one JSON object, as in {EXAMPLE}")
+    return path, given
 
 
-def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ConfigError(
-                f"{path}: key {key!r} is given twice, as {shown(found[key])} and as {shown(value)}; "
-                "leave one of them out"
-            )
-        found[key] = value
-    return found
-
-
-def _python_word(error: json.JSONDecodeError) -> str:
-    """What JSON writes in place of the word of Python's at which it stopped; empty where there is none."""
-    word = re.match(r"True|False|None", error.doc[error.pos :])
-    written = {"True": "true", "False": "false", "None": "null"}
-    return f": JSON writes {written[word[0]]}, not {word[0]}" if word else ""
-
-
-def shown(value: object) -> str:
+def _shown(value: object) -> str:
     """As it stands in JSON, and not too long."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        text = f"a {type(value).__name__} that cannot be shown" if isinstance(value, (int, list, dict)) else repr(value)
+    text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+# -- which entries are chosen ------------------------------------------------------------------------------------------
+
+
+class DumpSelection:
+    """Which entries of one step are wanted. One object per step; ask it about every entry, in execution order."""
+
+    def __init__(self, config: DumpConfig) -> None:
+        self._scope, self._modes = config.scope, config.data_mode
+        self._patterns = {name: pattern_of(name) for name in config.names}
+        self._inside = [] if config.level == "L1" else [pattern_of(n) for n in config.names if n.startswith("Module.")]
+        self._begun, self._ending = config.scope is None, False
+        self._unmatched = dict.fromkeys(config.names)
+        self._seen: set[str] = set()  # of the scope's two names
+
+    def wants(self, name: str, parents: Sequence[str]) -> bool:
+        """Whether to collect ``name``, which runs inside the modules ``parents``.
+
+        Asked of every entry as it begins, wanted or not: a scope opens with one name and closes with another. What
+        runs inside the module that closes the scope still belongs to it.
+        """
+        return self._in_scope(name, parents) and direction_of(name) in self._modes and self._is_listed(name, parents)
+
+    def _in_scope(self, name: str, parents: Sequence[str]) -> bool:
+        if self._scope is None:
+            return True
+        first, last = self._scope
+        if name in self._scope and (name == first or self._begun):
+            self._seen.add(name)
+        if self._ending and name != last and last not in parents:
+            self._begun = self._ending = False
+        self._begun = self._begun or name == first
+        self._ending = self._ending or (self._begun and name == last)
+        return self._begun
+
+    def _is_listed(self, name: str, parents: Sequence[str]) -> bool:
+        if not self._patterns:
+            return True
+        matched = [part for part, pattern in self._patterns.items() if pattern.search(name)]
+        for part in matched:
+            self._unmatched.pop(part, None)
+        return bool(matched) or any(pattern.search(parent) for pattern in self._inside for parent in parents)
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each choice that this step did not have: a name may be misspelt."""
+        problems = []
+        if self._scope is not None:
+            first, last = self._scope
+            if first not in self._seen:
+                problems.append(f"scope begins with {first}, which did not come: nothing was collected")
+            elif last not in self._seen:
+                problems.append(
+                    f"scope ends with {last}, which did not come after {first}: all that came was collected"
+                )
+        if self._unmatched and (self._scope is None or self._seen):
+            names = shorten(self._unmatched, _SHOWN, ", ...")
+            problems.append(f"list has {names}, which is in no name that came and that scope and data_mode choose")
+        return problems
+
+
+_REGEX = re.compile(r"name-regex\((.*)\)", re.DOTALL)
+
+
+def pattern_of(part: str) -> re.Pattern[str]:
+    """Compile ``part``, which may be anywhere in a name, or the expression of a ``name-regex(...)``.
+
+    A number at the end is the whole number: "linear.1" is not in "linear.10".
+    """
+    if (match := _REGEX.fullmatch(part)) is not None:
+        return re.compile(match[1])
+    return re.compile(re.escape(part) + (r"(?!\d)" if part[-1:].isdigit() else ""))
+
+
+def direction_of(name: str) -> str:
+    """ "forward" or "backward"; gradients of parameters belong to "backward"."""
+    return "forward" if "forward" in name.split(".")[-2:] else "backward"
