@@ -1,6 +1,11 @@
-"""What things are called: the files of one rank's step, and the NAME of an entry, made and taken apart.
+"""What ddpstats knows of msprobe: its directories, files and names, and how its dumps spell what ours spell otherwise.
 
 ::
+
+    dump_path/step{N}/rank{R}/dump.json  stack.json  construct.json  dump_tensor_data/*.pt
+                              dump.jsonl      ours, instead of the three while the step runs, or after a crash in it
+
+A process without torch.distributed writes ``rank``, and msprobe's of today ``proc{pid}``. Names of entries::
 
     Functional.linear.5.backward               {prefix}.{api}.{number}.{direction}
     Module.net.fc1.Linear.forward.0            Module.{path}.{class}.{direction}.{number}
@@ -13,10 +18,20 @@ pass has the number of the call, for it belongs to it.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import re
 import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from ddpstats.dump.entries import DumpEntry, DumpLeaf
+
+STEP_DIRECTORY = re.compile(r"step(\d+)")
+RANK_DIRECTORY = re.compile(r"rank(\d*)|proc\d+")
 DUMP, LINES, STACK, CONSTRUCT, ERRORS = "dump.json", "dump.jsonl", "stack.json", "construct.json", "dump_error_info.log"
 TENSORS = "dump_tensor_data"
 
@@ -112,3 +127,230 @@ def backward_of(forward: str) -> str:
     if tail == "forward":
         return f"{head}.backward"
     return f"{head.removesuffix('.forward')}.backward.{tail}"
+
+
+# -- two dumps that spell the same call in two ways --------------------------------------------------------------------
+
+_OPERATOR = re.compile(r"__([ir]?)(add|sub|mul|truediv|matmul|pow|gt|ge|lt|le|eq|ne)__")
+
+
+def _spelling_group(name: Name) -> str:
+    """The function that ``Tensor.add`` and ``Tensor.__add__``, or ``Torch.relu`` and ``Functional.relu``, call."""
+    prefix = "Torch" if name.prefix == "Functional" else name.prefix
+    match = _OPERATOR.fullmatch(name.api)
+    if match is None:
+        return f"{prefix}.{name.api}"
+    function = "div" if match[2] == "truediv" else match[2]
+    return f"{prefix}.{function}{'_' if match[1] == 'i' else ''}"
+
+
+def common_names(a: Iterable[str], b: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return for two dumps the names that have to change, and into what, for equal calls to have equal names.
+
+    1. Where all modules of one dump are inside of ``module``, which DistributedDataParallel calls its model, and those
+       of the other are not, ``module`` goes.
+    2. Where the dumps spell a function in different ways, both get one spelling. Each spelling has numbers of its own:
+       where a dump has several, its calls are numbered anew, in their order.
+    """
+    sides = [[parse_name(full) for full in dict.fromkeys(names)] for names in (a, b)]
+    wrapped = [_is_wrapped(names) for names in sides]
+    spellings = [_spellings(names) for names in sides]
+    return (
+        _renamed(sides[0], wrapped == [True, False], spellings[0], spellings[1]),
+        _renamed(sides[1], wrapped == [False, True], spellings[1], spellings[0]),
+    )
+
+
+def _is_wrapped(names: Iterable[Name]) -> bool:
+    paths = [name.api for name in names if name.is_module]
+    return bool(paths) and all(path.split(".", 1)[0] == "module" for path in paths)
+
+
+def _spellings(names: Iterable[Name]) -> Mapping[str, set[str]]:
+    spellings: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        spellings[_spelling_group(name)].add(f"{name.prefix}.{name.api}")
+    return spellings
+
+
+def _renamed(
+    names: Iterable[Name], unwrap: bool, mine: Mapping[str, set[str]], others: Mapping[str, set[str]]
+) -> dict[str, str]:
+    renamed: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    numbers: dict[str, int] = {}  # by the forward entry's name
+    for name in names:
+        group = _spelling_group(name)
+        if name.is_module and unwrap:
+            root = f"Module.{ROOT}." if name.api == "module" else "Module."
+            renamed[name.full] = root + name.full.removeprefix("Module.module.")
+        elif name.number is not None and not name.is_module and mine[group] != others.get(group, mine[group]):
+            if len(mine[group]) > 1 and name.direction == "forward":
+                numbers[name.full] = counts[group]
+                counts[group] += 1
+            rest = name.full.removeprefix(f"{name.prefix}.{name.api}.{name.number}")
+            renamed[name.full] = f"{group}.{numbers.get(name.forward, name.number)}{rest}"
+    return renamed
+
+
+def common_values(name: Name, values: Iterable[tuple[str, DumpLeaf]]) -> dict[str, DumpLeaf]:
+    """Return an entry's values, None too, by paths on which two tools agree.
+
+    An argument of a function in Python is known by its position, however it was passed, and left out where it has its
+    default value. Gradients are counted without those that are None.
+    """
+    if name.direction == "backward":
+        return _without_none(values)
+    parameters = _parameters(name.prefix, name.api)
+    positions = {parameter.name: str(position) for position, parameter in enumerate(parameters)}
+    common = {}
+    for path, value in values:
+        section, _, rest = path.partition(".")
+        argument, dot, inside = rest.partition(".")
+        position = positions.get(argument, "") if section == "input_kwargs" else argument
+        if section not in ("input", "input_kwargs") or position not in positions.values():
+            common[path] = value
+        elif dot or value.is_tensor or value.value != parameters[int(position)].default:
+            common[f"input.{position}{dot}{inside}"] = value
+    return common
+
+
+def _without_none(values: Iterable[tuple[str, DumpLeaf]]) -> dict[str, DumpLeaf]:
+    common = {}
+    positions: dict[str, dict[str, int]] = defaultdict(dict)
+    for path, value in values:
+        if value.type == "None":
+            continue
+        section, _, rest = path.partition(".")
+        argument, dot, inside = rest.partition(".")
+        position = positions[section].setdefault(argument, len(positions[section]))
+        common[f"{section}.{position}{dot}{inside}"] = value
+    return common
+
+
+@functools.cache
+def _parameters(prefix: str, api: str) -> tuple[inspect.Parameter, ...]:
+    """Return the parameters of a function of torch, of which nothing runs; none where it is not written in Python.
+
+    torch is imported by its name: only dumps of two tools need it.
+    """
+    try:
+        torch = importlib.import_module("torch")
+        names = vars({"Functional": torch.nn.functional, "Torch": torch, "Tensor": torch.Tensor}[prefix])
+        parameters = _signature(names.get(api))
+        if any(parameter.kind == inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+            parameters = _signature(names.get(f"_{api}"))  # max_pool1d chooses between two functions
+    except (KeyError, ImportError, ValueError, TypeError):
+        return ()
+    return parameters
+
+
+def _signature(function: Any) -> tuple[inspect.Parameter, ...]:
+    """Raises ValueError or TypeError where there is none."""
+    return tuple(inspect.signature(function).parameters.values())
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+# A collective's entry of ours has its inputs among the inputs. Other tools record the call's arguments, and the buffers
+# that a collective writes to are among these: what was in them before does not matter.
+
+_ROOTS = {  # the argument that names the root: by keyword, and by position
+    "broadcast": ("src", 1),
+    "scatter": ("src", 2),
+    "reduce": ("dst", 1),
+    "gather": ("dst", 2),
+    "gather_into_tensor": ("dst", 2),
+}
+_PEERS = {"send": ("dst", 1), "isend": ("dst", 1), "recv": ("src", 1), "irecv": ("src", 1)}
+_OUTPUTS = {  # the argument that the function writes to
+    "recv": ("tensor", 0),
+    "irecv": ("tensor", 0),
+    "all_gather": ("tensor_list", 0),
+    "all_gather_into_tensor": ("output_tensor", 0),
+    "_all_gather_base": ("output_tensor", 0),
+    "reduce_scatter": ("output", 0),
+    "reduce_scatter_tensor": ("output", 0),
+    "_reduce_scatter_base": ("output", 0),
+    "gather": ("gather_list", 1),
+    "scatter": ("tensor", 0),
+    "all_to_all": ("output_tensor_list", 0),
+    "all_to_all_single": ("output", 0),
+}
+
+
+@dataclass(frozen=True)
+class CollectiveEntry:
+    """A collective of one rank: with whom, and what it took and gave. Ranks are global ones.
+
+    Attributes:
+        ranks: of the group; empty where the dump does not say.
+        sequence: its number in its group (of a message: between these two); None where the dump does not say.
+        peer: of a message; None where it has none, or the dump does not say.
+        incomplete: it had not ended when the dump did, or it failed.
+        taken, made: its tensors that matter on this rank, finite or not.
+        bad_inputs, bad_outputs: whether some of these are not finite.
+    """
+
+    entry: DumpEntry
+    api: str
+    number: int
+    ranks: tuple[int, ...]
+    group: str
+    op: str
+    sequence: int | None
+    peer: int | None
+    incomplete: bool
+    taken: tuple[tuple[str, DumpLeaf], ...]
+    made: tuple[tuple[str, DumpLeaf], ...]
+    bad_inputs: bool = False
+    bad_outputs: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def is_message(self) -> bool:
+        return self.api in _PEERS
+
+
+def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
+    """Read a collective that rank ``me`` took part in."""
+    arguments = {path: leaf for path, leaf in entry.values() if not leaf.is_tensor}
+    group = next((leaf.raw for leaf in arguments.values() if leaf.type.endswith("ProcessGroup")), {})
+    keyword, _ = _ROOTS.get(name.api, ("", 0))
+    is_root = _integer(arguments, _ROOTS.get(name.api)) in (None, me)
+    op = arguments.get("input_kwargs.op")
+    taken, made = _tensors(entry, name.api)
+    return CollectiveEntry(
+        entry,
+        name.api,
+        name.number or 0,
+        tuple(rank for rank in group.get("group_ranks") or () if isinstance(rank, int)),
+        str(group.get("group_id", "")),
+        str(op.value if op is not None else ""),
+        _integer(arguments, ("seq", -1)),
+        _integer(arguments, _PEERS.get(name.api)),
+        entry.raw.get("incomplete") is True,
+        tuple(taken) if is_root or keyword != "src" else (),
+        tuple(made) if is_root or keyword != "dst" else (),
+    )
+
+
+def _tensors(entry: DumpEntry, api: str) -> tuple[list[tuple[str, DumpLeaf]], list[tuple[str, DumpLeaf]]]:
+    """Return what the collective takes, and what it makes. Another tool has all arguments among both."""
+    taken, made = entry.inputs, entry.outputs
+    if api not in _OUTPUTS or any(leaf.nan_count is not None for _, leaf in (*taken, *made)):  # we alone count
+        return taken, made
+    keyword, position = _OUTPUTS[api]
+    buffers = (f"input.{position}", f"input_kwargs.{keyword}", f"output.{position}")
+    written = [path for path, _ in (*taken, *made) if ".".join(path.split(".")[:2]) in buffers]
+    return [item for item in taken if item[0] not in written], [item for item in made if item[0] in written] or made
+
+
+def _integer(arguments: Mapping[str, DumpLeaf], argument: tuple[str, int] | None) -> int | None:
+    """Return the value of an argument that is a whole number, given by keyword or by position."""
+    keyword, position = argument or ("", -1)
+    leaf = arguments.get(f"input_kwargs.{keyword}") or arguments.get(f"input.{position}")
+    return leaf.value if leaf is not None and type(leaf.value) is int else None

@@ -12,7 +12,6 @@ dump.json is read: it takes its place before the other one is removed.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,12 +22,20 @@ from typing import Any, BinaryIO, TypeVar
 from ddpstats._base.files import bounded_lines, explain_version, open_regular
 from ddpstats._base.text import printable, shorten
 from ddpstats.dump.entries import DumpEntry
-from ddpstats.dump.msprobe import CONSTRUCT, DUMP, FORMAT, LINES, STACK, TENSORS, VERSION
+from ddpstats.dump.msprobe import (
+    CONSTRUCT,
+    DUMP,
+    FORMAT,
+    LINES,
+    RANK_DIRECTORY,
+    STACK,
+    STEP_DIRECTORY,
+    TENSORS,
+    VERSION,
+)
 from ddpstats.dump.scan import LARGEST_VALUE_BYTES, Member, Scanner, parse
 from ddpstats.errors import DumpError
 
-_RANK = re.compile(r"rank(\d*)")
-_STEP = re.compile(r"step(\d+)")
 _SHOWN = 8
 T = TypeVar("T")
 
@@ -153,7 +160,7 @@ def find_ranks(path: str | Path) -> list[RankDump]:
             path=str(path),
         )
     step = next(iter(steps.values())) if steps else path
-    ranks = [child for child in _children(step) if _RANK.fullmatch(child.name) and _file_in(child) is not None]
+    ranks = [child for child in _rank_directories(step) if _file_in(child) is not None]
     if not ranks:
         raise DumpError(f"{path}: {_what_is_there(path)}", path=str(path))
     dumps = sorted(map(open_rank, ranks), key=rank_of)
@@ -174,12 +181,14 @@ def rank_of(dump: RankDump) -> int:
 
 def ranks_without_dump(step: Path) -> list[str]:
     """Rank directories of a step in which there is no dump: the rank ended early, or was not copied."""
-    return sorted(child.name for child in _children(step) if _RANK.fullmatch(child.name) and _file_in(child) is None)
+    return sorted(
+        child.name for child in _children(step) if RANK_DIRECTORY.fullmatch(child.name) and _file_in(child) is None
+    )
 
 
 def steps_in(path: Path) -> dict[int, Path]:
     """The step directories of a dump's root, ascending."""
-    found = {int(match[1]): child for child in _children(path) if (match := _STEP.fullmatch(child.name))}
+    found = {int(match[1]): child for child in _children(path) if (match := STEP_DIRECTORY.fullmatch(child.name))}
     return dict(sorted(found.items()))
 
 
@@ -192,7 +201,7 @@ def open_rank(path: str | Path) -> RankDump:
         raise DumpError(f"{given}: {_what_is_there(given)}", path=str(given))
     said = header(path)
     directory = path.absolute().parent
-    rank, step = _RANK.fullmatch(directory.name), _STEP.fullmatch(directory.parent.name)
+    rank, step = RANK_DIRECTORY.fullmatch(directory.name), STEP_DIRECTORY.fullmatch(directory.parent.name)
     return RankDump(
         path,
         int(rank[1]) if rank is not None and rank[1] else None,
@@ -209,6 +218,10 @@ def _file_in(directory: Path) -> Path | None:
 
 def _children(path: Path) -> list[Path]:
     return [child for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
+
+
+def _rank_directories(step: Path) -> list[Path]:
+    return [child for child in _children(step) if RANK_DIRECTORY.fullmatch(child.name)]
 
 
 def _what_is_there(path: Path) -> str:

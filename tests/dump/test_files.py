@@ -24,6 +24,15 @@ def test_root_step_rank_and_file_lead_to_the_rank(given: str, tmp_path: Path) ->
     assert [(entry.name, entry.raw) for entry in dump.entries()] == ENTRIES
 
 
+@pytest.mark.parametrize("given", [".", "step0", "step0/proc4242", "step0/proc4242/dump.json"])
+def test_process_of_msprobe_is_found(given: str) -> None:
+    (dump,) = find_ranks(Path(__file__).parent / "msprobe_26/one" / given)
+    assert (dump.rank, dump.step, dump.level) == (None, 0, "mix")
+    assert len(list(dump.entries())) == 37
+    assert dump.stack_of("Tensor.add.0.forward")
+    assert dump.parent_of("Functional.linear.0.forward") == "Module.fc.Linear.forward.0"
+
+
 def test_ranks_are_sorted_by_number(tmp_path: Path) -> None:
     for rank in (10, 2, 0):
         write_rank(tmp_path / "step0" / f"rank{rank}", ENTRIES)

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from ddpstats.dump.analyze._growth import Growth
-from ddpstats.dump.entries import CollectiveEntry, DumpEntry, DumpLeaf
-from ddpstats.dump.msprobe import Name
+from ddpstats.dump.entries import DumpEntry, DumpLeaf
+from ddpstats.dump.msprobe import CollectiveEntry, Name
 from ddpstats.dump.reader import RankDump, rank_of
 
 Kind = Literal["computation", "arrived", "parameter", "uninitialised", "given", "gradient", "collective"]

@@ -20,7 +20,7 @@ from typing import Literal
 from ddpstats._base.text import ranks_text
 from ddpstats.dump.analyze._candidates import Candidate, Kind, RankScan, bad_ones
 from ddpstats.dump.analyze._growth import Grower, ancestors, overflowed
-from ddpstats.dump.entries import CollectiveEntry
+from ddpstats.dump.msprobe import CollectiveEntry
 
 Phase = Literal["", "before the first collective", "between collectives", "in a collective"]
 Key = tuple[str, tuple[int, ...], str, int, int]

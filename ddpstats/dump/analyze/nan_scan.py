@@ -36,8 +36,8 @@ from ddpstats.dump.analyze._candidates import (
     overwrites,
 )
 from ddpstats.dump.analyze._growth import ancestors
-from ddpstats.dump.entries import DumpEntry, DumpLeaf, read_collective
-from ddpstats.dump.msprobe import Name, parse_name
+from ddpstats.dump.entries import DumpEntry, DumpLeaf
+from ddpstats.dump.msprobe import Name, parse_name, read_collective
 from ddpstats.dump.reader import RankDump
 
 _MAX_CANDIDATES, _BEFORE = 256, 5
