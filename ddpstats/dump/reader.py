@@ -1,25 +1,25 @@
-"""The files of a dump on disk: which ranks there are, and what stands in the files of one.
+"""The dumps on disk: which ranks there are, and the entries in the files of each.
 
-::
-
-    dump_path/step{N}/rank{R}/dump.json  stack.json  construct.json  dump_tensor_data/*.pt
-                              dump.jsonl      instead of the three while the step runs, or after a crash in it
-
-``rank`` without a number is that of a process without torch.distributed. If both dump.json and dump.jsonl are there,
-dump.json is read: it takes its place before the other one is removed.
+Our dump.json has an entry a line, which is read when it is needed. What another tool wrote is parsed whole, and kept
+with an entry a line too. If both dump.json and dump.jsonl are there, dump.json is read: it takes its place before the
+other one is removed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import io
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
-from ddpstats._base.files import bounded_lines, explain_version, open_regular
+from ddpstats._base.files import bounded_lines, explain_version, open_regular, parse_json, read_at_most
 from ddpstats._base.text import printable, shorten
 from ddpstats.dump.entries import DumpEntry
 from ddpstats.dump.msprobe import (
@@ -33,11 +33,30 @@ from ddpstats.dump.msprobe import (
     TENSORS,
     VERSION,
 )
-from ddpstats.dump.scan import LARGEST_VALUE_BYTES, Member, Scanner, parse
 from ddpstats.errors import DumpError
 
+LARGEST_ENTRY_BYTES = 64 << 20  # a larger line is no entry
+LARGEST_FILE_BYTES = 1 << 30  # of a file that is parsed whole
+
 _SHOWN = 8
-T = TypeVar("T")
+_HEADER = re.compile(rb'\{.*"data": ?\{\r?\n')
+_ENTRY = re.compile(r'("(?:[^"\\]|\\.)*"): ?(\{.*\}),?\r?\n')
+_END = re.compile(r"\}\}\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class EntryText:
+    """An entry as it stands in the file, in JSON.
+
+    Attributes:
+        key: its NAME.
+        offset, size: of what `RankDump.reread` needs to read again, in bytes.
+    """
+
+    key: str
+    text: str
+    offset: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -48,50 +67,82 @@ class RankDump:
         path: dump.json, or dump.jsonl.
         rank: from the directory's name; None where it says none.
         step: likewise.
-        task: ``statistics`` or ``tensor``.
-        level: ``L0``, ``L1`` or ``mix``; empty where the file does not say.
+        header: what stands before the entries.
         complete: False if the run ended inside this step: the newest entries may be missing.
+        rewritten: another tool's dump, with an entry a line.
         notes: what could not be read besides the entries; filled in by `stack_of` and `parent_of`.
     """
 
     path: Path
     rank: int | None
     step: int | None
-    task: str
-    level: str
+    header: Mapping[str, Any]
     complete: bool
+    rewritten: bytes | None = field(default=None, repr=False)
     notes: list[str] = field(default_factory=list, init=False, compare=False)
 
     @property
     def directory(self) -> Path:
         return self.path.parent
 
-    def members(self) -> Iterator[Member]:
-        """The entries as text, in execution order, without parsing more than their ends; `entry` parses one."""
-        if self.complete:
-            return _members(self.path)
-        return (Member(record["name"], text, offset) for record, text, offset in _records(self.path))
+    @property
+    def task(self) -> str:
+        """``statistics`` or ``tensor``."""
+        return self._word("task") or "statistics"
 
-    def reread(self, key: str, offset: int, size: int) -> Member:
-        """A member of which only the place was kept."""
-        with open_regular(self.path) as file:
-            file.seek(offset)
-            return Member(key, file.read(size).decode("latin-1"), offset)
+    @property
+    def level(self) -> str:
+        """``L0``, ``L1`` or ``mix``; empty where the file does not say."""
+        return self._word("level")
 
-    def entries(self) -> Iterator[DumpEntry]:
-        """All entries in execution order; one is in memory at a time.
+    def _word(self, key: str) -> str:
+        value = self.header.get(key)
+        return value if isinstance(value, str) else ""
+
+    def _open(self) -> BinaryIO:
+        return open_regular(self.path) if self.rewritten is None else io.BytesIO(self.rewritten)
+
+    def members(self) -> Iterator[EntryText]:
+        """Yield the entries as text, in execution order; `entry` parses one.
 
         Raises:
             DumpError: for a damaged file, when its damage is reached.
         """
-        return (self.entry(member) for member in self.members())
+        if not self.complete:
+            for offset, size, record in _records(self.path):
+                yield EntryText(record["name"], json.dumps(record.get("entry")), offset, size)
+            return
+        with self._open() as file:
+            for offset, line in _lines(file, self.path):
+                if not offset or not line.strip():
+                    continue
+                if _END.fullmatch(line) and not file.read(1):
+                    return
+                match = _ENTRY.fullmatch(line)
+                if match is None:
+                    raise damaged(self.path, f"the line at byte {offset:,} is no entry, or the file ends in it")
+                yield EntryText(json.loads(match[1], strict=False), match[2], offset + match.start(2), len(match[2]))
+        raise damaged(self.path, "it ends in the middle of its JSON")
 
-    def entry(self, member: Member) -> DumpEntry:
-        raw = _parsed(member, self.path)
-        if not self.complete:  # a whole line, with the entry in it
-            raw = raw.get("entry")
-        if not isinstance(raw, dict):
-            raise damaged(self.path, f"{member.key} is {str(raw)[:60]!r}, and should be an object")
+    def reread(self, key: str, offset: int, size: int) -> EntryText:
+        """Read an entry again of which only the position was kept."""
+        with self._open() as file:
+            file.seek(offset)
+            text = file.read(size).decode("ascii")
+        if not self.complete:
+            text = json.dumps(json.loads(text).get("entry"))
+        return EntryText(key, text, offset, size)
+
+    def entries(self) -> Iterator[DumpEntry]:
+        """Yield all entries in execution order; one is in memory at a time. Raises what `members` raises."""
+        return map(self.entry, self.members())
+
+    def entry(self, member: EntryText) -> DumpEntry:
+        try:
+            raw = parse_json(member.text, strict=False)
+        except ValueError as error:
+            raise damaged(self.path, f"{member.key} is not JSON: {error}") from None
+        _check_mapping(self.path, member.key, raw)
         return DumpEntry(member.key, raw, str(self.path))
 
     def stack_of(self, name: str) -> list[str]:
@@ -110,18 +161,29 @@ class RankDump:
 
     @cached_property
     def _stacks(self) -> dict[str, list[str]]:
-        return self._beside(STACK, read_stacks)
+        if not self.complete:
+            return {record["name"]: _strings(record.get("stack")) for *_, record in _records(self.path)}
+        stacks: dict[str, list[str]] = {}
+        for key, stack in self._beside(STACK).items():
+            if isinstance(stack, list) and len(stack) == 2 and all(isinstance(part, list) for part in stack):
+                stacks.update(dict.fromkeys(_strings(stack[0]), _strings(stack[1])))
+            else:  # an older form: a name, and the lines
+                stacks[key] = _strings(stack)
+        return stacks
 
     @cached_property
     def _parents(self) -> dict[str, str | list[str] | None]:
-        return self._beside(CONSTRUCT, read_parents)
+        if not self.complete:
+            return {record["name"]: _parent(record.get("parent")) for *_, record in _records(self.path)}
+        return {name: _parent(parent) for name, parent in self._beside(CONSTRUCT).items()}
 
-    def _beside(self, what: str, read: Callable[[Path], dict[str, T]]) -> dict[str, T]:
-        """Damage beside sound entries costs what it hit, and a note, not the verdict on the entries."""
+    def _beside(self, name: str) -> dict[str, Any]:
+        """Return the object in another file of the rank. Damage in it costs a note, not the verdict on the entries."""
+        path = self.directory / name
         try:
-            return read(self.path)
+            return _parse_whole(path) if path.is_file() else {}
         except DumpError as error:
-            self.notes.append(f"without what {what} says: {error}")
+            self.notes.append(f"without what {name} says: {error}")
             return {}
 
     def tensor_file(self, data_name: str) -> Path:
@@ -199,16 +261,19 @@ def open_rank(path: str | Path) -> RankDump:
         path = _file_in(path) or path
     if not path.is_file():
         raise DumpError(f"{given}: {_what_is_there(given)}", path=str(given))
-    said = header(path)
+    header, rewritten = _contents(path)
+    refused = explain_version(header[VERSION], FORMAT) if VERSION in header else None  # other tools' dumps have none
+    if refused is not None:
+        raise DumpError(f"{path}: {refused}", path=str(path))
     directory = path.absolute().parent
     rank, step = RANK_DIRECTORY.fullmatch(directory.name), STEP_DIRECTORY.fullmatch(directory.parent.name)
     return RankDump(
         path,
         int(rank[1]) if rank is not None and rank[1] else None,
         int(step[1]) if step is not None else None,
-        _word(said, "task") or "statistics",
-        _word(said, "level"),
+        header,
         path.suffix != ".jsonl",
+        rewritten,
     )
 
 
@@ -235,11 +300,6 @@ def _what_is_there(path: Path) -> str:
     )
 
 
-def _word(header: dict[str, Any], key: str) -> str:
-    value = header.get(key)
-    return value if isinstance(value, str) else ""
-
-
 def notes_of(dumps: Iterable[RankDump]) -> list[str]:
     """What could not be read of them, with their names."""
     return [f"{dump.path}: {note}" for dump in dumps for note in dump.notes]
@@ -259,128 +319,98 @@ def sayable_errors() -> Iterator[None]:
         raise DumpError(f"{where}{error.strerror or error}. Check the path and its permissions.") from None
 
 
-# -- what stands in one rank's files -----------------------------------------------------------------------------------
+# -- the files of one rank ---------------------------------------------------------------------------------------------
 
 
-def header(path: Path) -> dict[str, Any]:
-    """What stands before the entries. Raises `DumpError`, also for a format that this ddpstats does not read."""
-    if path.suffix == ".jsonl":
-        found = _lines_header(path)
-    else:
-        with _object_in(path) as scanner:
-            found = {member.key: _parsed(member, path) for member in scanner.members(stop_at="data")}
-    refused = explain_version(found[VERSION], FORMAT) if VERSION in found else None  # other tools' dumps have none
-    if refused is not None:
-        raise DumpError(f"{path}: {refused}", path=str(path))
-    return found
+def _contents(path: Path) -> tuple[dict[str, Any], bytes | None]:
+    """Return what stands before the entries and, of another tool's dump, all of it with an entry a line."""
+    with open_regular(path) as file:
+        first = file.readline(LARGEST_ENTRY_BYTES)
+    is_ours = path.suffix == ".jsonl" or _HEADER.fullmatch(first)
+    if not is_ours:
+        return _rewritten(path)
+    try:
+        header = parse_json(first if path.suffix == ".jsonl" else first + b"}}", strict=False)
+    except ValueError as error:
+        raise damaged(path, f"its first line is no JSON object: {error}") from None
+    _check_mapping(path, "its first line", header)
+    return header, None
 
 
-def read_stacks(path: Path) -> dict[str, list[str]]:
-    """NAME -> lines of its stack, one list shared by all that have it. Both forms of stack.json are understood."""
-    shared: dict[tuple[str, ...], list[str]] = {}
-
-    def share(lines: list[str]) -> list[str]:
-        """There are many calls, and few places in the program that make them."""
-        return shared.setdefault(tuple(lines), lines)
-
-    if path.suffix == ".jsonl":
-        return {record["name"]: share(_strings(record.get("stack"))) for record, *_ in _records(path)}
-    file = path.parent / STACK
-    stacks: dict[str, list[str]] = {}
-    for member in _members_of(file):
-        held = _parsed(member, file)
-        if isinstance(held, list) and len(held) == 2 and all(isinstance(part, list) for part in held):
-            lines = _strings(held[1])
-            stacks.update(dict.fromkeys(_strings(held[0]), lines))
-        else:
-            stacks[member.key] = share(_strings(held))
-    return stacks
+def _rewritten(path: Path) -> tuple[dict[str, Any], bytes]:
+    header = _parse_whole(path)
+    data = header.pop("data", None)
+    _check_mapping(path, '"data"', data)
+    for name, entry in data.items():
+        _check_mapping(path, name, entry)
+    try:
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in data.items())
+    except RecursionError:
+        raise damaged(path, "it is nested too deeply") from None
+    return header, f'{{"data": {{\n{lines}\n}}}}\n'.encode("ascii")
 
 
-def read_parents(path: Path) -> dict[str, str | list[str] | None]:
-    """NAME -> that of the module's pass around it: a name, a list of names, or None at the root."""
-    if path.suffix == ".jsonl":
-        return {record["name"]: _parent(record.get("parent")) for record, *_ in _records(path)}
-    file = path.parent / CONSTRUCT
-    return {member.key: _parent(_parsed(member, file)) for member in _members_of(file)}
+def _parse_whole(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, which is parsed whole. Raises `DumpError`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > LARGEST_FILE_BYTES:
+            raise DumpError(
+                f"{path} has {size:,} bytes, and a file that has not ddpstats' own layout is read only up to "
+                f"{LARGEST_FILE_BYTES:,}. Dump fewer entries, by list or scope.",
+                path=str(path),
+            )
+        try:
+            whole = parse_json(read_at_most(file, LARGEST_FILE_BYTES), strict=False)
+        except ValueError as error:
+            raise damaged(path, f"it is not JSON: {error}") from None
+    _check_mapping(path, "it", whole)
+    return whole  # type: ignore[no-any-return]
 
 
-def _parent(held: Any) -> str | list[str] | None:
-    return held if isinstance(held, str) else _strings(held) or None
-
-
-def _strings(held: Any) -> list[str]:
-    return [line for line in held if isinstance(line, str)] if isinstance(held, list) else []
+def _check_mapping(path: Path, what: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise damaged(path, f"{what} is {str(value)[:60]!r}, and should be an object")
 
 
 def damaged(path: Path, problem: str) -> DumpError:
-    return DumpError(f"{path}: {problem}. It is damaged, or no statistics dump: dump the step again.", path=str(path))
+    return DumpError(
+        f"{path}: {problem}. It is damaged, not copied completely, or no statistics dump: copy it again, or dump the "
+        "step again.",
+        path=str(path),
+    )
 
 
-@contextlib.contextmanager
-def _object_in(path: Path) -> Iterator[Scanner]:
-    with open_regular(path) as file:
-        scanner = Scanner(file, path)
-        scanner.enter()
-        yield scanner
-
-
-def _members(path: Path) -> Iterator[Member]:
-    with _object_in(path) as scanner:
-        for _ in scanner.members(stop_at="data"):
-            pass
-        if scanner.at_end():
-            raise damaged(path, 'it has no "data"')
-        scanner.enter()
-        yield from scanner.members()
-        scanner.rest_of_braces()
-
-
-def _members_of(path: Path) -> Iterator[Member]:
-    """The members of a file; none where it is not there."""
-    if path.is_file():
-        with _object_in(path) as scanner:
-            yield from scanner.members()
-
-
-def _parsed(member: Member, path: Path) -> Any:
+def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines, each with the byte at which it begins."""
+    offset = 0
     try:
-        return member.value()
-    except ValueError as error:
-        raise damaged(path, f"{member.key} is not JSON: {error}") from None
-
-
-def _lines_header(path: Path) -> dict[str, Any]:
-    try:
-        with open_regular(path) as file:
-            header = parse(next(bounded_lines(file, LARGEST_VALUE_BYTES), b"").decode("latin-1"))
-    except ValueError:
-        header = None
-    if not isinstance(header, dict):
-        raise damaged(path, "its first line is no JSON object with task and level")
-    return header
-
-
-def _records(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """The lines of a dump.jsonl after the first, parsed, with their text and place. A broken last line is left out."""
-    with open_regular(path) as file:
-        offset = len(file.readline(LARGEST_VALUE_BYTES))
-        for line in _bounded(file, path):
-            text = line.decode("latin-1")
-            try:
-                record = parse(text)
-                if not isinstance(record, dict) or not isinstance(record.get("name"), str):
-                    raise ValueError("no object with a name")
-            except ValueError as error:
-                if not line.endswith(b"\n") or not file.read(1):  # killed while it was written
-                    return
-                raise damaged(path, f"the line at byte {offset:,} is not one of a dump: {error}") from None
-            yield record, text, offset
+        for line in bounded_lines(file, LARGEST_ENTRY_BYTES):
+            yield offset, line.decode("ascii")
             offset += len(line)
-
-
-def _bounded(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    try:
-        yield from bounded_lines(file, LARGEST_VALUE_BYTES)
     except ValueError as error:
-        raise damaged(path, str(error)) from None
+        raise damaged(path, f"at byte {offset:,}: {error}") from None
+
+
+def _records(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield the lines of a dump.jsonl after the first: offset, size and object. A broken last line is left out."""
+    with open_regular(path) as file:
+        for offset, line in _lines(file, path):
+            try:
+                record = parse_json(line, strict=False)
+                if offset and not isinstance(record["name"], str):
+                    raise ValueError("its name is no string")
+            except (ValueError, TypeError, KeyError) as error:
+                if not line.endswith("\n") or not file.read(1):  # killed while it was written
+                    return
+                raise damaged(path, f"the line at byte {offset:,} is not one of a dump: {error!r}") from None
+            if offset:
+                yield offset, len(line), record
+
+
+def _parent(parent: Any) -> str | list[str] | None:
+    return parent if isinstance(parent, str) else _strings(parent) or None
+
+
+def _strings(lines: Any) -> list[str]:
+    return [line for line in lines if isinstance(line, str)] if isinstance(lines, list) else []

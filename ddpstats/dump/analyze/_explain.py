@@ -12,8 +12,7 @@ from ddpstats._base.text import ranks_text, shorten
 from ddpstats.dump.analyze._candidates import Candidate
 from ddpstats.dump.analyze._first_nan import NaNOrigin
 from ddpstats.dump.msprobe import parse_name
-from ddpstats.dump.reader import RankDump, header
-from ddpstats.errors import DumpError
+from ddpstats.dump.reader import RankDump
 
 
 class Coverage(NamedTuple):
@@ -30,10 +29,7 @@ class Coverage(NamedTuple):
 
 
 def coverage_of(dump: RankDump) -> Coverage:
-    try:
-        said = header(dump.path)
-    except DumpError:  # it was read before, and is gone: nothing is known
-        said = {}
+    said = dump.header
     left_out = [] if dump.level != "L0" else ["operations between modules (level L0)"]
     left_out += [f"what is outside of {key} {_listed(said[key])}" for key in ("scope", "list") if said.get(key)]
     modes = said.get("data_mode")

@@ -33,8 +33,7 @@ from ddpstats.dump.compare._comparer import EntryComparer
 from ddpstats.dump.compare._rows import Row
 from ddpstats.dump.compare._rules import difference, is_over
 from ddpstats.dump.entries import STATISTICS, DumpEntry
-from ddpstats.dump.reader import RankDump
-from ddpstats.dump.scan import Member
+from ddpstats.dump.reader import EntryText, RankDump
 
 KEPT_ROWS = 3000
 
@@ -185,7 +184,7 @@ def _rows(pair: Pair, a: RankDump, b: RankDump, comparer: EntryComparer, found: 
     return comparer.alone(pair.index, entry, side)
 
 
-def _entry(dump: RankDump, member: Member | None) -> DumpEntry | None:
+def _entry(dump: RankDump, member: EntryText | None) -> DumpEntry | None:
     return None if member is None else dump.entry(member)
 
 
@@ -236,8 +235,8 @@ class Pair:
     """
 
     index: int
-    a: Member | None
-    b: Member | None
+    a: EntryText | None
+    b: EntryText | None
 
 
 class _Waiting:
@@ -253,10 +252,10 @@ class _Waiting:
     def __contains__(self, key: str) -> bool:
         return key in self._places
 
-    def keep(self, index: int, member: Member) -> None:
-        self._places.setdefault(member.key, deque()).append((index, member.offset, len(member.text)))
+    def keep(self, index: int, member: EntryText) -> None:
+        self._places.setdefault(member.key, deque()).append((index, member.offset, member.size))
 
-    def take(self, key: str) -> tuple[int, Member] | None:
+    def take(self, key: str) -> tuple[int, EntryText] | None:
         places = self._places.get(key)
         if places is None:
             return None
@@ -265,7 +264,7 @@ class _Waiting:
             del self._places[key]
         return index, self._dump.reread(key, offset, size)
 
-    def all(self) -> Iterator[tuple[int, Member]]:
+    def all(self) -> Iterator[tuple[int, EntryText]]:
         order = sorted((place[0], key) for key, places in self._places.items() for place in places)
         for _, key in order:
             taken = self.take(key)
@@ -296,7 +295,7 @@ def pairs(a: RankDump, b: RankDump) -> Iterator[Pair]:
     yield from (Pair(place, None, other) for place, other in of_b.all())
 
 
-def _late(place: int, other: Member, of_a: _Waiting, of_b: _Waiting) -> Iterator[Pair]:
+def _late(place: int, other: EntryText, of_a: _Waiting, of_b: _Waiting) -> Iterator[Pair]:
     """An entry of B that nobody asks for now: its partner waits already, or it waits for it."""
     waited = of_a.take(other.key)
     if waited is None:
