@@ -153,7 +153,7 @@ def test_nan_of_one_rank_is_traced_back_through_the_reducer(path: Path, capsys: 
         (1, "Torch.log.0.forward", "computation")
     ]
     assert document["phase"] == "between collectives"
-    assert document["rank_1"][0]["construct_info"] == ["Module.root.LogOfNegative.forward.0"]
+    assert document["origins"][0]["modules"] == ["Module.root.LogOfNegative.forward.0"]
 
 
 def test_entry_of_a_collective_is_where_the_collective_ended(path: Path) -> None:

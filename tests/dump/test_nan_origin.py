@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from ddpstats.cli import main
+from tests.dump.collecting import dumped
 from tests.dump.dumps import INF, NAN, backward, collective, forward, leaf, write, write_lines
 
 BAD, OTHER_BAD = leaf(NAN, NAN), leaf(NAN, NAN, (9,))
@@ -259,9 +262,9 @@ def test_innermost_entry_is_named_with_its_modules(tmp_path: Path, inner_first: 
     parents["Module.net.fc.Linear.forward.0"] = "Module.net.Net.forward.0"
     stacks = {"Torch.log.0.forward": ["File /home/train.py, line 12, in forward,\n    y = x.log()"]}
     step = write(tmp_path, entries, parents=parents, stacks=stacks)
-    (origin,) = findings(step)["rank_0"]
-    assert origin["op_name"] == "Torch.log.0.forward"
-    assert origin["construct_info"] == ["Module.net.fc.Linear.forward.0", "Module.net.Net.forward.0"]
+    (origin,) = findings(step)["origins"]
+    assert origin["name"] == "Torch.log.0.forward"
+    assert origin["modules"] == ["Module.net.fc.Linear.forward.0", "Module.net.Net.forward.0"]
 
 
 def test_text_and_json_of_a_computation(tmp_path: Path) -> None:
@@ -281,24 +284,22 @@ def test_text_and_json_of_a_computation(tmp_path: Path) -> None:
 Rank 3: Torch.log.0.forward made the first NaN: its inputs are finite.
   at File /home/train.py, line 12, in forward, y = x.log()
   in Module.net.Net.forward.0
-  inputs:
     input.0  float32[2, 3]  Max 3, Min -1, Mean 1, Norm 4
-  outputs:
     output.0  float32[2, 3]  Max nan, Min nan, Mean nan, Norm nan, 2 NaN, first at [0, 0]
   just before: Torch.add.0.forward
   What to do next: dump the step again with task "tensor" and list ["Torch.log.0.forward"], to see the elements. """
         """If nothing is found then, timing matters: set async_dump, and suspect memory that is given out too early.
-
 note: rank 3: this dump does not record where its tensors are in memory.
 """
     )
     status, text = report(step, "--json")
     document = json.loads(text)
     assert status == 1
-    assert document["origins"][0]["name"] == "Torch.log.0.forward"
-    assert document["rank_3"][0]["op_name"] == "Torch.log.0.forward"
-    assert document["rank_3"][0]["data_info"]["output"][0]["Max"] == "NaN"
-    assert document["rank_3"][0]["construct_info"] == ["Module.net.Net.forward.0"]
+    (origin,) = document["origins"]
+    assert (origin["rank"], origin["name"]) == (3, "Torch.log.0.forward")
+    assert origin["entry"]["output"][0]["Max"] == "NaN"
+    assert origin["modules"] == ["Module.net.Net.forward.0"]
+    assert origin["stack"] == ["File /home/train.py, line 12, in forward, y = x.log()"]
 
 
 def test_unused_infinity_is_a_note_and_hides_no_origin(tmp_path: Path) -> None:
@@ -333,6 +334,30 @@ def test_inputs_that_are_not_recorded_are_not_called_finite(tmp_path: Path) -> N
     assert "made the first NaN: its inputs are not in this dump" in text
     text = report(write(tmp_path / "backward", {"Torch.log.0.backward": backward(leaf(), out=BAD)}))[1]
     assert "its inputs are finite, and the forward pass is not in this dump" in text
+
+
+class Logarithm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x - 10)
+
+
+@pytest.mark.parametrize("level", ["L0", "mix"])
+@pytest.mark.parametrize("has_gradients", [True, False])
+@pytest.mark.parametrize("last", [nn.Identity(), nn.Dropout(0.0).eval()])
+def test_module_that_returns_its_input_hides_no_origin(
+    tmp_path: Path, level: str, has_gradients: bool, last: nn.Module
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Logarithm(), nn.Identity(), nn.Linear(4, 4), last)
+
+    def step() -> None:
+        with torch.set_grad_enabled(has_gradients):
+            loss = model(torch.ones(2, 4)).sum()
+        if has_gradients:
+            loss.backward()
+
+    dumped(tmp_path, step, model, level)
+    name = "Module.1.Logarithm.forward.0" if level == "L0" else "Torch.log.0.forward"
+    assert blamed(tmp_path) == [(None, "computation", name)]
 
 
 # -- growth -----------------------------------------------------------------------------------------------------------

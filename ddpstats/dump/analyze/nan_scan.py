@@ -1,54 +1,135 @@
 """One rank's entries, read once: where its tensors may have stopped being finite, and its collectives.
 
-1. An entry whose inputs were finite and whose outputs are not is a candidate. A tensor that is not finite when it is
-   first seen is one, too: something that the dump does not record made it, or it was so before.
-2. What is not finite carries its candidate along (`Traces`).
-3. Infinities that were put there on purpose (an argument that is an infinity; a mask of minus infinities) are no
-   candidates, nor is what they turn into, unless that is a NaN or an infinity of the other sign. A NaN that the
-   program wrote is a candidate, for it may be meant to be written over.
-4. A candidate stands if a gradient or a collective takes of it, or if the loss ends in it. It falls if all that is seen
-   of it becomes finite again outside gradients (the log of a mask of zeros). Where nothing uses it, and there are
-   gradients, which are finite, it is mentioned, and not blamed. See `Candidate.settle`.
-5. What is computed again (activation checkpointing) does not count.
+1. An entry whose inputs are finite and whose outputs are not is a candidate. So is one with an input that is not
+   finite and that no recorded entry made. Entries that activation checkpointing computes again do not count.
+2. Every tensor that is not finite leads back to its candidate. Our own dumps identify a tensor by its storage, offset
+   and statistics, others by the statistics alone; of two that look the same, the newer one is meant.
+3. Infinities that are meant (`tensor_rules`) lead back to nothing, nor does what they become, unless that is a NaN or
+   an infinity of the other sign.
+4. Which candidates matter is decided at the end (`Candidate.standing`): those that lead to a gradient, to a collective,
+   or to a tensor that no entry takes: the loss.
+
+Beside them, it collects which operation makes tensors larger until they overflow (`Growth`): the operation that
+overflows is often not the one at fault.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
-from ddpstats.dump.analyze._candidates import (
-    Candidate,
-    Kind,
-    NonFiniteTensor,
-    RankScan,
-    Trace,
-    Traces,
-    bad_ones,
-    is_literal_write,
-    is_minus_infinity,
-    is_on_purpose,
-    is_uninitialised,
+from ddpstats._base.text import dtype_name
+from ddpstats._observe.tensor_rules import (
+    is_uninitialized,
     is_view,
-    keeps_in_place,
-    mixes_with_weights,
-    overwrites,
+    is_weighted_product,
+    may_be_mask,
+    overwrites_target,
+    puts_infinity,
+    writes_in_place,
 )
-from ddpstats.dump.analyze._growth import ancestors
 from ddpstats.dump.entries import DumpEntry, DumpLeaf
-from ddpstats.dump.msprobe import Name, parse_name, read_collective
-from ddpstats.dump.reader import RankDump
+from ddpstats.dump.msprobe import CollectiveEntry, Name, parse_name, read_collective
+from ddpstats.dump.reader import RankDump, rank_of
 
-_MAX_CANDIDATES, _BEFORE = 256, 5
+Kind = Literal["computation", "arrived", "parameter", "uninitialised", "given", "gradient", "collective"]
+Standing = Literal["strong", "weak", "unused", "finite again"]
+Leaves = list[tuple[str, DumpLeaf]]
+_T = TypeVar("_T")
+
+_MAX_TENSORS, _MAX_CANDIDATES, _BEFORE = 65_536, 256, 5
 _PARAMETERS = "parameters."
 _GRADIENTS = ("backward", "parameters_grad")
 
 
-def scan_rank(dump: RankDump, also: Callable[[DumpEntry], None] = lambda entry: None) -> RankScan:
-    """Read one rank's entries once. Keeps its collectives, its first candidates, and little else.
+@dataclass(eq=False)
+class Candidate:
+    """An entry where something finite may have become NaN or infinite.
 
-    ``also`` gets every entry, for who wants to know something else of them.
+    Attributes:
+        kind: "computation", "collective": this entry made it. "arrived", "parameter": the entry took it in, and nothing
+            recorded made it. "uninitialised": memory that was not written to. "given": the program gave this entry a
+            NaN to write. "gradient": a parameter's gradient of which the dump has nothing else.
+        bad: the tensors that are not finite.
+        position: the number of collectives of this rank before it.
+        order: the number of entries before it.
+        before: names of the entries just before it.
+        in_backward: the backward pass had begun.
+        masked: some of its inputs hold infinities that are meant.
+        parameters: names in the model of those that were not finite.
+        standing: "strong": it leads to a gradient, a collective or the loss. "weak": nothing recorded used what it
+            made, and the dump has no gradients that could show it. "unused": the gradients are there, and do not show
+            it. "finite again": everything made of it became finite.
+    """
+
+    kind: Kind
+    entry: DumpEntry
+    bad: Leaves
+    position: int
+    order: int
+    before: tuple[str, ...]
+    in_backward: bool
+    masked: bool = False
+    parameters: tuple[str, ...] = ()
+    standing: Standing = "finite again"
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def has_nan(self) -> bool:
+        return any(leaf.has_nan for _, leaf in self.bad)
+
+    @property
+    def has_infinity(self) -> bool:
+        return any(leaf.has_infinity for _, leaf in self.bad)
+
+    @property
+    def holds(self) -> bool:
+        return self.standing in ("strong", "weak")
+
+
+@dataclass(eq=False)
+class Collective:
+    """A collective of one rank.
+
+    Attributes:
+        origin: the candidate that it is where its inputs on this rank were finite and its outputs were not.
+    """
+
+    call: CollectiveEntry
+    has_bad_inputs: bool
+    origin: Candidate | None
+
+
+@dataclass
+class RankScan:
+    """What one rank's dump says.
+
+    Attributes:
+        recorded: which parts its entries have tensors in: ("forward", "input"), ("backward", "output"), ...
+    """
+
+    dump: RankDump
+    entries: int = 0
+    candidates: list[Candidate] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    growth: Growth = field(default_factory=lambda: Growth())
+    recorded: set[tuple[str, str]] = field(default_factory=set)
+
+    @property
+    def rank(self) -> int:
+        return rank_of(self.dump)
+
+
+def scan_rank(dump: RankDump, also: Callable[[DumpEntry], None] = lambda entry: None) -> RankScan:
+    """Read one rank's entries once. Keeps its collectives, its candidates, and little else.
+
+    ``also`` is called with every entry.
     """
     walk = _Walk(RankScan(dump))
     for entry in dump.entries():
@@ -56,229 +137,386 @@ def scan_rank(dump: RankDump, also: Callable[[DumpEntry], None] = lambda entry: 
         if not entry.is_recompute:
             walk.take(entry)
     walk.settle()
-    return walk.found
+    return walk.scan
+
+
+@dataclass(eq=False)
+class _Tensor:
+    """A tensor that is not finite.
+
+    Attributes:
+        cause: the candidate that it leads back to; None: infinities that are meant.
+        maker: name of the entry that made it.
+        after: the number of entries of backward passes before it.
+        in_place: its maker wrote into an existing tensor.
+        is_raw: memory as it was handed out.
+    """
+
+    cause: Candidate | None
+    maker: str
+    storage: int | None
+    requires_grad: bool
+    after: int
+    in_place: bool = False
+    is_raw: bool = False
 
 
 class _Walk:
-    """The state of reading one rank."""
+    """The state of reading one rank; the oldest tensors are forgotten where there are too many."""
 
-    def __init__(self, found: RankScan) -> None:
-        self.found = found
-        self._traces = Traces()
+    def __init__(self, scan: RankScan) -> None:
+        self.scan = scan
+        self._tensors: dict[str, _Tensor] = {}  # by their statistics, and by their place in memory with these
+        self._unused: dict[_Tensor, None] = {}  # those that no entry took yet
+        self._has_backward: dict[str, bool] = {}  # names of makers -> whether their backward pass came
         self._before: deque[str] = deque(maxlen=_BEFORE)
-        self._gradients = 0  # entries of backward passes so far
-        self._is_settled = False  # something reached a gradient: what grows afterwards tells nothing
+        self._gradients = 0  # entries of backward passes
+        self._lost_gradient = False  # a parameter's gradient is not finite, and no tensor leads there
+        self._is_settled = False  # a gradient or a collective is not finite: the growth is over
 
     def take(self, entry: DumpEntry) -> None:
         name = parse_name(entry.name)
-        is_gradient = name.direction in _GRADIENTS
-        self._gradients += is_gradient
-        if not self._is_settled:
-            self.found.growth.take(entry, name)
-        self._note_recorded(entry, "backward" if is_gradient else "forward")
+        direction = "backward" if name.direction in _GRADIENTS else "forward"
+        self._gradients += direction == "backward"
+        parts = (("input", entry.inputs), ("output", entry.outputs))
+        self.scan.recorded.update((direction, part) for part, leaves in parts if leaves)
         if name.is_collective:
             self._take_collective(entry, name)
         elif name.direction == "parameters_grad":
             self._take_gradient(entry)
         else:
+            if not self._is_settled:
+                self.scan.growth.take(entry, name)
             self._take_call(entry, name)
-        self.found.entries += 1
+        self.scan.entries += 1
         self._before.append(entry.name)
 
     def settle(self) -> None:
-        self.found.candidates.sort(key=lambda candidate: candidate.order)
-        for candidate in self.found.candidates:
-            candidate.settle(self._gradients)
+        """Judge the tensors that no entry took."""
+        for tensor in self._unused:
+            cause, is_newest = tensor.cause, tensor.after == self._gradients
+            if cause is None or tensor.is_raw or cause.standing == "strong":
+                continue
+            is_loss = tensor.requires_grad and (is_newest or self._lost_gradient)
+            if is_loss or self._has_backward.get(tensor.maker):
+                cause.standing = "strong"
+            elif not self._gradients or (is_newest and tensor.in_place):  # a parameter that the optimizer ruined
+                cause.standing = "weak"
+            elif cause.standing == "finite again":
+                cause.standing = "unused"
 
-    def _note_recorded(self, entry: DumpEntry, direction: str) -> None:
-        for part, leaves in (("input", entry.inputs), ("output", entry.outputs)):
-            if leaves:
-                self.found.recorded.add((direction, part))
-
-    # -- calls --------------------------------------------------------------------------------------------------------
+    # -- entries ------------------------------------------------------------------------------------------------------
 
     def _take_call(self, entry: DumpEntry, name: Name) -> None:
-        if name.direction == "backward":
-            self._traces.backward_of(name.forward)
-        made = bad_ones(entry.outputs)
-        parameters: list[NonFiniteTensor] = []
+        if name.direction == "backward" and name.forward in self._has_backward:
+            self._has_backward[name.forward] = True
+        made = bad_leaves(entry.outputs)
+        parameters: Leaves = []
         if "parameters" in entry.raw:
-            parameters = bad_ones((path, leaf) for path, leaf in entry.leaves() if path.startswith(_PARAMETERS))
-        traces = [self._taken(entry, name, bad, made) for bad in [*parameters, *self._inputs(entry, name)]]
-        real = [trace.cause for trace in traces if trace.cause is not None]
+            parameters = bad_leaves(leaf for leaf in entry.leaves() if leaf[0].startswith(_PARAMETERS))
+        taken = [self._taken(entry, name, leaf, made) for leaf in (*parameters, *self._read_inputs(entry, name))]
+        causes = [tensor.cause for tensor in taken if tensor.cause is not None]
         self._name_parameters(name, parameters)
         if name.direction == "backward":
-            self._reach(real)
+            self._reach(causes)
+        if made or any("float" in leaf.dtype or "complex" in leaf.dtype for _, leaf in entry.outputs):
+            for tensor in taken:  # what only looks, as isnan does, uses nothing
+                self._unused.pop(tensor, None)
         if made:
-            self._made(entry, name, made, traces)
-        elif any(_is_number(leaf) for _, leaf in entry.outputs):
-            for trace in traces:
-                trace.close()
+            self._take_outputs(entry, name, made, taken, causes)
 
-    def _inputs(self, entry: DumpEntry, name: Name) -> list[NonFiniteTensor]:
-        """Without the content of what is only written to, which is over."""
-        found = []
-        for bad in bad_ones(entry.inputs):
-            if bad.path == "input_kwargs.out" or (bad.path == "input.0" and overwrites(name)):
-                trace = self._traces.find(bad.leaf)
-                if trace is not None:
-                    trace.close()
-            else:
-                found.append(bad)
-        return found
+    def _read_inputs(self, entry: DumpEntry, name: Name) -> Leaves:
+        """Return the inputs that are not finite, without what the entry overwrites, which is forgotten."""
+        read = []
+        for path, leaf in bad_leaves(entry.inputs):
+            is_overwritten = path == "input.0" and not name.is_module and overwrites_target(name.api)
+            if path != "input_kwargs.out" and not (is_overwritten and name.direction == "forward"):
+                read.append((path, leaf))
+            elif (tensor := self._find(leaf)) is not None:
+                self._unused.pop(tensor, None)
+        return read
 
-    def _taken(self, entry: DumpEntry, name: Name, bad: NonFiniteTensor, made: list[NonFiniteTensor]) -> Trace:
-        """The trace of what goes in; of something never seen before, a new one."""
-        trace = self._traces.find(bad.leaf)
-        is_weighted = bool(made) and mixes_with_weights(name)
-        if trace is None:
-            is_parameter = bad.path.startswith(_PARAMETERS)
-            arrived = self._candidate("parameter" if is_parameter else "arrived", entry, [bad])
-            may_mask = is_minus_infinity(bad.leaf) and name.direction != "backward" and not is_weighted
-            if may_mask and not is_parameter and not bad.leaf.requires_grad:
-                trace = self._trace(None, entry.name, bad.leaf)
-                trace.perhaps = arrived
-            else:
-                self._keep(arrived)
-                direction = "backward" if name.direction == "backward" else "forward"
-                counts = (direction, "output") not in self.found.recorded  # this dump has no outputs of such entries
-                trace = self._trace(arrived, entry.name, bad.leaf, counts)
-        elif trace.perhaps is not None and is_weighted:
-            self._keep(trace.perhaps)
-            trace = self._trace(trace.perhaps, entry.name, bad.leaf, False)
-        return trace
+    def _taken(self, entry: DumpEntry, name: Name, bad: tuple[str, DumpLeaf], made: Leaves) -> _Tensor:
+        """Return the tensor that goes in; one that was never seen before has arrived."""
+        path, leaf = bad
+        tensor = self._find(leaf)
+        if tensor is not None:
+            return tensor
+        is_weighted = bool(made) and is_weighted_product(name.class_name if name.is_module else name.api)
+        is_parameter = path.startswith(_PARAMETERS)
+        may_mask = may_be_mask(has_nan=leaf.has_nan, has_positive_infinity=leaf.max == math.inf)
+        if may_mask and not (name.direction == "backward" or is_weighted or is_parameter or leaf.requires_grad):
+            return self._add(None, entry.name, leaf)
+        arrived = self._add_candidate("parameter" if is_parameter else "arrived", entry, [bad])
+        tensor = self._add(arrived, entry.name, leaf)
+        direction = "backward" if name.direction == "backward" else "forward"
+        if (direction, "output") in self.scan.recorded:
+            self._unused.pop(tensor, None)
+        return tensor
 
-    def _made(self, entry: DumpEntry, name: Name, made: list[NonFiniteTensor], traces: list[Trace]) -> None:
-        for trace in traces:
-            trace.close()
-        real = [trace.cause for trace in traces if trace.cause is not None]
-        masked = len(real) < len(traces)
-        if real:
-            cause = min(real, key=lambda one: (one.kind == "uninitialised", one.order))
-            self._carry(entry, name, made, cause, traces)
-        elif name.is_module and self._is_from_inside(entry, made):
-            return
-        elif is_on_purpose(entry, name, made, masked):
-            perhaps = next((trace.perhaps for trace in traces if trace.perhaps is not None), None)
-            for bad in made:
-                self._trace(None, entry.name, bad.leaf).perhaps = perhaps
-        else:
-            self._blame(entry, name, made, masked)
-
-    def _carry(
-        self, entry: DumpEntry, name: Name, made: list[NonFiniteTensor], cause: Candidate, traces: list[Trace]
+    def _take_outputs(
+        self, entry: DumpEntry, name: Name, made: Leaves, taken: list[_Tensor], causes: list[Candidate]
     ) -> None:
-        """What was made is not finite because of ``cause``."""
-        is_raw = cause.kind == "uninitialised" and not any(trace.counts for trace in traces)
-        unused = is_raw and (is_view(name) or keeps_in_place(name))  # still memory that is being filled
-        for bad in made:
-            if name.is_module and self._traces.find(bad.leaf) is not None:
-                continue  # what is inside it made that
-            self._trace(cause, entry.name, bad.leaf, not unused, keeps_in_place(name))
+        known = [self._find(leaf) for _, leaf in made] if name.is_module else [None] * len(made)
+        is_mask = len(causes) < len(taken)
+        in_place = not name.is_module and name.direction == "forward" and writes_in_place(name.api)
+        is_raw = False
+        cause: Candidate | None
+        if causes:
+            cause = min(causes, key=lambda cause: (cause.kind == "uninitialised", cause.order))
+            is_raw = all(tensor.is_raw for tensor in taken) and (in_place or _calls(name, is_view))
+        elif None not in known or self._is_meant(entry, name, made, is_mask):
+            cause = None
+        else:
+            cause = self._blame(entry, name, made, is_mask)
+            is_raw = cause.kind == "uninitialised"
+        for (_, leaf), tensor in zip(made, known, strict=True):
+            if tensor is not None and (causes or None not in known):
+                self._put(self._unused, tensor, None)  # the module returns what is inside it, or its input
+            else:
+                self._add(cause, entry.name, leaf, in_place, is_raw)
 
-    def _blame(self, entry: DumpEntry, name: Name, made: list[NonFiniteTensor], masked: bool) -> None:
+    def _is_meant(self, entry: DumpEntry, name: Name, made: Leaves, is_mask: bool) -> bool:
+        """Return whether these are infinities that the program put there, or what is still a mask of them."""
+        if any(leaf.has_nan for _, leaf in made):
+            return False
+        if not name.is_module and puts_infinity(name.api, _numbers(entry)):
+            return True
+        return is_mask and all(leaf.max != math.inf for _, leaf in made)
+
+    def _blame(self, entry: DumpEntry, name: Name, made: Leaves, is_mask: bool) -> Candidate:
         kind: Kind = "computation"
-        if is_uninitialised(name):
+        if _calls(name, is_uninitialized):
             kind = "uninitialised"
-        elif is_literal_write(entry, made):
+        elif any(leaf.has_nan for _, leaf in made) and any(map(math.isnan, _numbers(entry))):
             kind = "given"
-        candidate = self._candidate(kind, entry, made)
-        candidate.masked = masked
-        self._keep(candidate)
-        for bad in made:
-            trace = self._traces.find(bad.leaf)
-            if trace is not None and self._is_around(trace.maker, entry):
-                trace.close()  # a module that was written before what is in it has had its output from there
-            self._trace(candidate, entry.name, bad.leaf, kind != "uninitialised", keeps_in_place(name))
-        if name.direction == "backward":
-            self._reach([candidate, *(one for one in self.found.candidates if one.name == name.forward)])
+        candidate = self._add_candidate(kind, entry, made)
+        candidate.masked = is_mask
+        if name.direction == "backward":  # what its forward pass made is in the graph
+            self._reach([candidate, *(other for other in self.scan.candidates if other.name == name.forward)])
+        return candidate
 
-    def _is_from_inside(self, entry: DumpEntry, made: list[NonFiniteTensor]) -> bool:
-        """Whether something made it that is written already; a module may also be written before what is in it."""
-        for bad in made:
-            trace = self._traces.find(bad.leaf)
-            if trace is None or self._is_around(trace.maker, entry):
-                return False
-        return True
-
-    def _is_around(self, outer: str, entry: DumpEntry) -> bool:
-        return outer.startswith("Module.") and outer in ancestors(entry.name, self.found.dump)
-
-    def _name_parameters(self, name: Name, parameters: list[NonFiniteTensor]) -> None:
-        """A function takes a parameter as one of its arguments; which one that was, its module tells afterwards."""
-        for bad in parameters:
-            trace = self._traces.find(bad.leaf)
-            if trace is not None and trace.cause is not None and trace.cause.kind in ("arrived", "parameter"):
-                trace.cause.kind = "parameter"
+    def _name_parameters(self, name: Name, parameters: Leaves) -> None:
+        """A function takes a parameter as an argument; the module around it, which comes later, has its name."""
+        for path, leaf in parameters:
+            tensor = self._find(leaf)
+            if tensor is not None and tensor.cause is not None and tensor.cause.kind in ("arrived", "parameter"):
+                tensor.cause.kind = "parameter"
                 module = "" if name.api == "root" else name.api
-                trace.cause.parameters += (f"{module}.{bad.path.removeprefix(_PARAMETERS)}".strip("."),)
-
-    # -- gradients and collectives ------------------------------------------------------------------------------------
+                tensor.cause.parameters += (f"{module}.{path.removeprefix(_PARAMETERS)}".strip("."),)
 
     def _take_gradient(self, entry: DumpEntry) -> None:
-        for bad in bad_ones(entry.leaves()):
-            trace = self._traces.find(bad.leaf)
-            cause = trace.cause if trace is not None else None
-            if cause is None and any(candidate.reached for candidate in self.found.candidates):
-                continue  # there is something that it may come from
-            cause = cause or self._in_graph()
-            if cause is None:
-                cause = self._candidate("gradient", entry, [bad])
-                self._keep(cause)
-            self._reach([cause])
-
-    def _in_graph(self) -> Candidate | None:
-        """What a gradient may come from that nothing leads to: what was made where no graph was recorded, if so."""
-        held = [one for one in self.found.candidates if one.ends_graph]
-        return held[0] if held else next((one for one in self.found.candidates if one.ends_grad), None)
+        for bad in bad_leaves(entry.leaves()):
+            tensor = self._find(bad[1])
+            if tensor is not None and tensor.cause is not None:
+                self._reach([tensor.cause])
+            elif not self._lost_gradient:
+                self._lost_gradient = True
+                self._reach([self._add_candidate("gradient", entry, [bad])])
 
     def _take_collective(self, entry: DumpEntry, name: Name) -> None:
-        call = read_collective(entry, name, self.found.rank)
-        taken, made = bad_ones(call.taken), bad_ones(call.made)
-        traces = [self._taken(entry, name, bad, made) for bad in taken]
-        real = [trace.cause for trace in traces if trace.cause is not None]
-        for trace in traces:
-            trace.close()
-        self._reach(real)
-        cause = real[0] if real else None
+        call = read_collective(entry, name, self.scan.rank)
+        made = bad_leaves(call.made)
+        taken = [self._taken(entry, name, leaf, made) for leaf in bad_leaves(call.taken)]
+        for tensor in taken:
+            self._unused.pop(tensor, None)
+        cause = next((tensor.cause for tensor in taken if tensor.cause is not None), None)
+        self._reach(tensor.cause for tensor in taken)
+        origin = None
         if made and cause is None:
-            cause = self._candidate("collective", entry, made)
-            self._keep(cause)
-            self._reach([cause])
-        for bad in made:
-            self._trace(cause, entry.name, bad.leaf, False)
-        self.found.collectives.append(replace(call, bad_inputs=bool(taken), bad_outputs=bool(made)))
+            cause = origin = self._add_candidate("collective", entry, made)
+            self._reach([origin])
+        for _, leaf in made:
+            self._unused.pop(self._add(cause, entry.name, leaf), None)
+        self.scan.collectives.append(Collective(call, bool(taken), origin))
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
-    def _reach(self, causes: Iterable[Candidate]) -> None:
-        for cause in causes:
-            cause.reached = self._is_settled = True
+    def _find(self, leaf: DumpLeaf) -> _Tensor | None:
+        statistics, place = _keys(leaf)
+        if place is not None and (tensor := self._tensors.get(place + statistics)) is not None:
+            return tensor
+        tensor = self._tensors.get(statistics)
+        if tensor is not None and None not in (place, tensor.storage) and tensor not in self._unused:
+            return None  # that one was taken, and is elsewhere in memory: this is another one
+        return tensor
 
-    def _candidate(self, kind: Kind, entry: DumpEntry, bad: list[NonFiniteTensor]) -> Candidate:
-        place = len(self.found.collectives), self.found.entries
-        return Candidate(kind, entry, tuple(bad), *place, before=tuple(self._before), in_backward=self._gradients > 0)
-
-    def _keep(self, candidate: Candidate) -> None:
-        candidates = self.found.candidates
-        if candidate in candidates:
-            return
-        if len(candidates) >= _MAX_CANDIDATES:
-            over = next((one for one in candidates if not one.reached and not one.ends), None)
-            if over is None:
-                return
-            candidates.remove(over)
-        candidates.append(candidate)
-
-    def _trace(
-        self, cause: Candidate | None, maker: str, leaf: DumpLeaf, counts: bool = True, kept: bool = False
-    ) -> Trace:
+    def _add(
+        self, cause: Candidate | None, maker: str, leaf: DumpLeaf, in_place: bool = False, is_raw: bool = False
+    ) -> _Tensor:
         requires_grad = bool(leaf.requires_grad)
-        trace = Trace(cause, maker, leaf.storage_id, counts, requires_grad, self._gradients, kept).opened()
-        self._traces.add(leaf, trace)
-        return trace
+        tensor = _Tensor(cause, maker, leaf.storage_id, requires_grad, self._gradients, in_place, is_raw)
+        statistics, place = _keys(leaf)
+        self._put(self._tensors, statistics, tensor)
+        if place is not None:
+            self._put(self._tensors, place + statistics, tensor)
+        self._put(self._has_backward, maker, self._has_backward.get(maker, False))
+        self._put(self._unused, tensor, None)
+        return tensor
+
+    @staticmethod
+    def _put(held: dict[Any, _T], key: Any, value: _T) -> None:
+        held.pop(key, None)
+        if len(held) >= _MAX_TENSORS:
+            del held[next(iter(held))]
+        held[key] = value
+
+    def _reach(self, causes: Iterable[Candidate | None]) -> None:
+        for cause in causes:
+            if cause is not None:
+                cause.standing = "strong"
+                self._is_settled = True
+
+    def _add_candidate(self, kind: Kind, entry: DumpEntry, bad: Leaves) -> Candidate:
+        scan = self.scan
+        before = tuple(self._before)
+        candidate = Candidate(
+            kind, entry, bad, len(scan.collectives), scan.entries, before, in_backward=self._gradients > 0
+        )
+        if len(scan.candidates) >= _MAX_CANDIDATES:
+            alive = {tensor.cause for tensor in self._unused}
+            kept = [other for other in scan.candidates if other.standing == "strong" or other in alive]
+            scan.candidates = kept[: _MAX_CANDIDATES - 1]
+        scan.candidates.append(candidate)
+        return candidate
 
 
-def _is_number(leaf: DumpLeaf) -> bool:
-    """Whether a NaN could be in it: what an inspection gives (a bool, an index) tells nothing."""
-    return "float" in leaf.dtype or "complex" in leaf.dtype
+def bad_leaves(leaves: Iterable[tuple[str, DumpLeaf]]) -> Leaves:
+    """Return those that are not finite."""
+    return [(path, leaf) for path, leaf in leaves if not leaf.is_finite]
+
+
+def _keys(leaf: DumpLeaf) -> tuple[str, str | None]:
+    """Return what identifies a tensor as well as statistics can, and its place in memory if it is known."""
+    statistics = [leaf.raw.get(key) for key in ("shape", "Max", "Min", "Mean", "Norm", "nan_count", "first_bad")]
+    place = None if leaf.storage_id is None else f"{leaf.storage_id} {leaf.storage_offset} "
+    return repr(statistics), place
+
+
+def _calls(name: Name, rule: Callable[[str], bool]) -> bool:
+    return not name.is_module and rule(name.api)
+
+
+def _numbers(entry: DumpEntry) -> list[float]:
+    """Return the arguments that are numbers, or words for numbers that are not finite."""
+    numbers = []
+    for _, leaf in entry.values():
+        if not leaf.is_tensor and isinstance(leaf.value, (int, float, str)):
+            try:
+                numbers.append(float(leaf.value))
+            except (ValueError, OverflowError):
+                continue
+    return numbers
+
+
+def ancestors(name: str, dump: RankDump) -> list[str]:
+    """Return the modules' passes around an entry, innermost first."""
+    around: list[str] = []
+    parent = dump.parent_of(name)
+    while parent and len(around) < 64:
+        outer = parent if isinstance(parent, str) else parent[0]
+        if outer in around:
+            break
+        around.append(outer)
+        parent = dump.parent_of(outer)
+    return around
+
+
+# -- growth -----------------------------------------------------------------------------------------------------------
+
+_FACTOR = 4.0  # below, nothing is called growth
+_TRAIL, _KEPT = 12, 4096
+_ENOUGH = 1e3  # what all growth of an operation must come to
+_NEAR = 1e3
+_LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4e38, "float64": 1.79e308}
+
+
+@dataclass(frozen=True)
+class GrownEntry:
+    """An entry whose output is larger than its input; sizes are norms, or the largest elements."""
+
+    name: str
+    size_in: float
+    size_out: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Grower:
+    """An operation that makes tensors larger in ``times`` of its ``calls``, by the geometric mean ``ratio``."""
+
+    operation: str
+    direction: str
+    calls: int
+    times: int
+    ratio: float
+    trail: tuple[GrownEntry, ...]
+
+
+@dataclass
+class Growth:
+    """The entries of one rank that make tensors several times as large: the newest, and the calls of each operation."""
+
+    grown: deque[tuple[str, str, GrownEntry]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def take(self, entry: DumpEntry, name: Name) -> None:
+        # the gradient of a weight is a sum over the batch, and no step on the way back
+        has_weights = name.prefix == "Functional" and name.direction == "backward"
+        size_in = _size(leaf for _, leaf in entry.inputs)
+        size_out = _size(leaf for path, leaf in entry.outputs if path == "output.0" or not has_weights)
+        operation = f"Module {name.class_name}" if name.is_module else f"{name.prefix}.{name.api}"
+        self.calls[operation, name.direction] += 1
+        if 0 < size_in < math.inf and _FACTOR * size_in <= size_out < math.inf:
+            grown = GrownEntry(entry.name, size_in, size_out, size_out / size_in)
+            self.grown.append((operation, name.direction, grown))
+
+    def grower(self, candidate: Candidate, dump: RankDump) -> Grower | None:
+        """Return the operation that contributed most to an overflow; None where none did repeatedly."""
+        direction = "backward" if candidate.in_backward else "forward"
+        grown = [(operation, entry) for operation, along, entry in self.grown if along == direction]
+        outer = _explained([entry for _, entry in grown], dump)
+        by_operation: defaultdict[str, list[float]] = defaultdict(list)
+        for operation, entry in grown:
+            if entry.name not in outer:
+                by_operation[operation].append(math.log(entry.ratio))
+        trail = tuple(entry for _, entry in grown if entry.name not in outer)[-_TRAIL:]
+        for operation, logs in sorted(by_operation.items(), key=lambda item: -sum(item[1])):
+            calls = self.calls[operation, direction]
+            if len(logs) >= 2 and 2 * len(logs) >= calls and sum(logs) >= math.log(_ENOUGH):
+                grower = Grower(operation, direction, calls, len(logs), math.exp(sum(logs) / len(logs)), trail)
+                return grower if _is_overflow(candidate, trail[-1].ratio) else None
+        return None
+
+
+def _is_overflow(candidate: Candidate, ratio: float) -> bool:
+    """Return whether there are infinities, or whether what went in was close to the largest number."""
+    near = _NEAR * max(ratio, 1.0)
+    return candidate.has_infinity or any(
+        _size([leaf]) * near >= _LARGEST.get(dtype_name(leaf.dtype), math.inf) for _, leaf in candidate.entry.inputs
+    )
+
+
+def _size(leaves: Iterable[DumpLeaf]) -> float:
+    """Return the largest norm; where that overflowed, the largest element. NaN counts as infinite."""
+    largest = 0.0
+    for leaf in leaves:
+        if "float" not in leaf.dtype:
+            continue
+        size = leaf.norm
+        if size is None or not math.isfinite(size):
+            bounds = [abs(bound) for bound in (leaf.max, leaf.min) if bound is not None]
+            size = math.inf if any(map(math.isnan, bounds)) else max(bounds, default=0.0)
+        largest = max(largest, size)
+    return largest
+
+
+def _explained(grown: list[GrownEntry], dump: RankDump) -> set[str]:
+    """Return names of modules that grow because something inside them does."""
+    by_name = {entry.name: entry for entry in grown}
+    return {
+        outer
+        for entry in grown
+        for outer in ancestors(entry.name, dump)
+        if outer in by_name and 2 * math.log(entry.ratio) >= math.log(by_name[outer].ratio)
+    }
