@@ -37,7 +37,7 @@ _SIMILAR = 0.8  # of difflib: "levle" and "level", but not "risk_level"
 
 @dataclass(frozen=True)
 class DumpConfig:
-    """What is dumped, when and where to. Made by `read_config`.
+    """A configuration, made by `read_config`: what is dumped, when and where to.
 
     Attributes:
         task: "statistics" of every tensor, or the "tensor" itself as well.
@@ -68,7 +68,7 @@ class DumpConfig:
     async_max_bytes: int = ASYNC_MAX_BYTES
 
     def wants_rank(self, rank: int | None) -> bool:
-        """Whether this rank dumps; a program without ranks (None) counts as rank 0."""
+        """Return whether this rank dumps; a program without ranks (None) counts as rank 0."""
         return self.ranks is None or (rank or 0) in self.ranks
 
     def wants_step(self, step: int) -> bool:
@@ -88,7 +88,7 @@ class DumpConfig:
 
 @dataclass(frozen=True)
 class _Key:
-    """How a key is read: ``read`` raises ValueError for a value that is not ``legal``; null is the default."""
+    """A key and how it is read: ``read`` raises ValueError for a value that is not ``legal``; null is the default."""
 
     read: Callable[[Any], Any]
     default: Any
@@ -282,7 +282,7 @@ def _load(path: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _shown(value: object) -> str:
-    """As it stands in JSON, and not too long."""
+    """Return the value as it stands in JSON, and not too long."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -291,7 +291,7 @@ def _shown(value: object) -> str:
 
 
 class DumpSelection:
-    """Which entries of one step are wanted. One object per step; ask it about every entry, in execution order."""
+    """The entries of one step that are wanted. One object per step; ask it about every entry, in execution order."""
 
     def __init__(self, config: DumpConfig) -> None:
         self._scope, self._modes = config.scope, config.data_mode
@@ -302,7 +302,7 @@ class DumpSelection:
         self._seen: set[str] = set()  # of the scope's two names
 
     def wants(self, name: str, parents: Sequence[str]) -> bool:
-        """Whether to collect ``name``, which runs inside the modules ``parents``.
+        """Return whether to collect ``name``, which runs inside the modules ``parents``.
 
         Asked of every entry as it begins, wanted or not: a scope opens with one name and closes with another. What
         runs inside the module that closes the scope still belongs to it.
@@ -360,5 +360,5 @@ def pattern_of(part: str) -> re.Pattern[str]:
 
 
 def direction_of(name: str) -> str:
-    """ "forward" or "backward"; gradients of parameters belong to "backward"."""
+    """Return "forward" or "backward"; gradients of parameters belong to "backward"."""
     return "forward" if "forward" in name.split(".")[-2:] else "backward"

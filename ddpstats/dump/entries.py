@@ -22,6 +22,12 @@ _SECTIONS = {"input_args": "input", "input_kwargs": "input_kwargs", "parameters"
 _INPUTS = ("input_args", "input_kwargs", "input")
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "infinity": math.inf, "-infinity": -math.inf}
 _DEEPEST = 64
+_KINDS: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("data_name", "md5", "device"), (str, "a string")),
+    **dict.fromkeys(("nan_count", "inf_count", "data_ptr", "storage_offset"), (int, "a whole number")),
+    **dict.fromkeys(("storage_ptr", "storage_bytes", "storage_id"), (int, "a whole number")),
+    **dict.fromkeys(("stride", "first_bad"), (list, "a list of whole numbers")),
+}
 _TENSOR = "torch.Tensor"
 _NULL: Mapping[str, Any] = {"type": "None", "value": None}
 
@@ -40,7 +46,7 @@ def number(value: Any) -> float | None:
 
 
 class _Given(Generic[T]):
-    """What a leaf has under a key, None where it has not; ``read`` makes of it what a program wants."""
+    """A field of a leaf, None where it has none; ``read`` converts its JSON."""
 
     def __init__(self, key: str, read: Callable[[Any], T | None] | None = None) -> None:
         self._key, self._read = key, read
@@ -101,7 +107,7 @@ class DumpLeaf:
         return self._has(self.inf_count, math.isinf)
 
     def _has(self, count: int | None, is_such: Callable[[float], bool]) -> bool:
-        """By the count, or else by Max and Min: a norm may overflow where no element does."""
+        """Decide by the count, or where there is none by Max and Min: a norm may overflow where no element does."""
         if count is not None:
             return count > 0
         return any(value is not None and is_such(value) for value in (self.max, self.min))
@@ -184,7 +190,7 @@ def _leaves(held: Any, path: str, depth: int, nulls: bool) -> Iterator[tuple[str
 
 
 def _problem(raw: Mapping[str, Any]) -> str | None:
-    """What is wrong with a leaf's fields, if anything."""
+    """Return what is wrong with a leaf's fields, if anything."""
     if _is_deep(raw):
         return f"it is nested more than {_DEEPEST} deep"
     if not is_tensor(raw):
@@ -197,21 +203,16 @@ def _problem(raw: Mapping[str, Any]) -> str | None:
             number(raw.get(key))
         except ValueError as error:
             return f"{key}: {error}"
-    for key in ("data_name", "md5", "device"):
-        if not isinstance(raw.get(key), (str, type(None))):
-            return f"{key} is {raw[key]!r}, and should be a string"
-    for key in ("nan_count", "inf_count", "data_ptr", "storage_offset", "storage_ptr", "storage_bytes", "storage_id"):
-        if not isinstance(raw.get(key), (int, type(None))):
-            return f"{key} is {raw[key]!r}, and should be a whole number"
-    for key in ("stride", "first_bad"):
-        index = raw.get(key)
-        if index is not None and not (isinstance(index, list) and all(type(part) is int for part in index)):
-            return f"{key} is {index!r}, and should be a list of whole numbers"
+    for key, (kind, words) in _KINDS.items():
+        value = raw.get(key)
+        parts = value if kind is list and isinstance(value, list) else ()
+        if value is not None and not (isinstance(value, kind) and all(type(part) is int for part in parts)):
+            return f"{key} is {value!r}, and should be {words}"
     return None
 
 
 def _is_deep(raw: Mapping[str, Any]) -> bool:
-    """Whether something in it is nested so deep that walking it would exhaust the stack."""
+    """Return whether something in it is nested so deep that walking it would exhaust the stack."""
     level: list[Any] = [value for value in raw.values() if isinstance(value, (list, dict)) and value]
     for _ in range(_DEEPEST):
         if not level:

@@ -1,4 +1,4 @@
-"""What ddpstats knows of msprobe: its directories, files and names, and how its dumps spell what ours spell otherwise.
+"""msprobe: its directories, files and names, and calls that its dumps and ours spell in two ways.
 
 ::
 
@@ -41,7 +41,7 @@ _LONGEST, _LONGEST_PATH = 230, 100
 
 
 def file_name(name: str, path: str) -> str:
-    """Of the file that holds a tensor of an entry.
+    """Return the name of the file that holds a tensor of an entry.
 
     What a file system may not take is replaced, and what is too long is cut, at the end of the entry's name; a checksum
     of the whole keeps such names apart.
@@ -55,7 +55,7 @@ def file_name(name: str, path: str) -> str:
 
 
 def _plain(text: str) -> str:
-    return "".join(one if (one.isascii() and one.isalnum()) or one in "._-" else "_" for one in text)
+    return re.sub(r"[^A-Za-z0-9._-]", "_", text)
 
 
 API_PREFIXES = ("Tensor", "Torch", "Functional", "Distributed", "NPU", "VF", "Aten", "MindSpeed")
@@ -68,7 +68,7 @@ _MODULE = re.compile(r"Module\.(?:(.+)\.)?([^.]+)\.(forward|backward|parameters_
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a NAME says.
+    """The parts of a NAME.
 
     Attributes:
         full: the NAME itself.

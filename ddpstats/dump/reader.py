@@ -61,7 +61,7 @@ class EntryText:
 
 @dataclass(frozen=True)
 class RankDump:
-    """What one rank dumped of one step.
+    """The dump of one rank and one step.
 
     Attributes:
         path: dump.json, or dump.jsonl.
@@ -88,16 +88,12 @@ class RankDump:
     @property
     def task(self) -> str:
         """``statistics`` or ``tensor``."""
-        return self._word("task") or "statistics"
+        return str(self.header.get("task") or "statistics")
 
     @property
     def level(self) -> str:
         """``L0``, ``L1`` or ``mix``; empty where the file does not say."""
-        return self._word("level")
-
-    def _word(self, key: str) -> str:
-        value = self.header.get(key)
-        return value if isinstance(value, str) else ""
+        return str(self.header.get("level") or "")
 
     def _open(self) -> BinaryIO:
         return open_regular(self.path) if self.rewritten is None else io.BytesIO(self.rewritten)
@@ -146,39 +142,43 @@ class RankDump:
         return DumpEntry(member.key, raw, str(self.path))
 
     def stack_of(self, name: str) -> list[str]:
-        """Where the call was made, innermost line first; empty where the dump does not say."""
+        """Return where the call was made, innermost line first; empty where the dump does not say."""
         return self._stacks.get(name, [])
 
     def parent_of(self, name: str) -> str | list[str] | None:
-        """The module's pass that a call was made in; None at the root, and where the dump does not say."""
+        """Return the module's pass that a call was made in; None at the root, and where the dump does not say."""
         return self._parents.get(name)
 
     def place_of(self, name: str) -> list[str]:
-        """In words: the module's pass that a call was made in, and the first three lines of its stack."""
+        """Describe the module's pass that a call was made in, and the first three lines of its stack."""
         parent = self.parent_of(name)
         inside = [f"inside {parent if isinstance(parent, str) else ', '.join(parent)}"] if parent else []
         return [*inside, *(" ".join(line.split()) for line in self.stack_of(name)[:3])]
 
     @cached_property
     def _stacks(self) -> dict[str, list[str]]:
-        if not self.complete:
-            return {record["name"]: _strings(record.get("stack")) for *_, record in _records(self.path)}
         stacks: dict[str, list[str]] = {}
-        for key, stack in self._beside(STACK).items():
+        for key, stack in self._beside(STACK, "stack").items():
             if isinstance(stack, list) and len(stack) == 2 and all(isinstance(part, list) for part in stack):
                 stacks.update(dict.fromkeys(_strings(stack[0]), _strings(stack[1])))
-            else:  # an older form: a name, and the lines
+            else:  # a name, and the lines
                 stacks[key] = _strings(stack)
         return stacks
 
     @cached_property
     def _parents(self) -> dict[str, str | list[str] | None]:
-        if not self.complete:
-            return {record["name"]: _parent(record.get("parent")) for *_, record in _records(self.path)}
-        return {name: _parent(parent) for name, parent in self._beside(CONSTRUCT).items()}
+        parents = self._beside(CONSTRUCT, "parent")
+        return {
+            name: parent if isinstance(parent, str) else _strings(parent) or None for name, parent in parents.items()
+        }
 
-    def _beside(self, name: str) -> dict[str, Any]:
-        """Return the object in another file of the rank. Damage in it costs a note, not the verdict on the entries."""
+    def _beside(self, name: str, key: str) -> dict[str, Any]:
+        """Return the object in another file of the rank, or what the lines have under ``key``.
+
+        Damage in another file costs a note, not the verdict on the entries.
+        """
+        if not self.complete:
+            return {record["name"]: record.get(key) for *_, record in _records(self.path)}
         path = self.directory / name
         try:
             return _parse_whole(path) if path.is_file() else {}
@@ -187,20 +187,21 @@ class RankDump:
             return {}
 
     def tensor_file(self, data_name: str) -> Path:
-        """The file of a saved tensor. Raises `DumpError` for one that is not there, or lies outside the dump."""
+        """Return the file of a saved tensor. Raises `DumpError` for one that is not there, or lies outside the dump."""
         root = (self.directory / TENSORS).resolve()
         path = root if "\0" in data_name else (root / data_name).resolve()
         if path.parent != root:
             raise damaged(self.path, f"data_name {data_name!r} leads out of {TENSORS}")
-        if path.exists() and not path.is_file():
-            raise DumpError(f"{path} is no regular file, and {self.path} names it. Copy it again.", path=str(path))
         if not path.is_file():
-            raise DumpError(f"{path} is not there, and {self.path} names it. Copy {TENSORS} too.", path=str(path))
+            raise DumpError(
+                f"{path} is not there, or no regular file, and {self.path} names it. Copy {TENSORS} too.",
+                path=str(path),
+            )
         return path
 
 
 def find_ranks(path: str | Path) -> list[RankDump]:
-    """All ranks of one step.
+    """Open all ranks of one step.
 
     Args:
         path: a step's directory, a dump's root with one step in it, a rank's directory, or a rank's file.
@@ -226,36 +227,35 @@ def find_ranks(path: str | Path) -> list[RankDump]:
     if not ranks:
         raise DumpError(f"{path}: {_what_is_there(path)}", path=str(path))
     dumps = sorted(map(open_rank, ranks), key=rank_of)
-    for one, other in pairwise(dumps):
-        if rank_of(one) == rank_of(other):
+    for lower, upper in pairwise(dumps):
+        if rank_of(lower) == rank_of(upper):
+            names = f"{lower.directory.name} and {upper.directory.name}"
             raise DumpError(
-                f"{path} has two dumps of rank {rank_of(one)}: {one.directory.name} and {other.directory.name}. They "
-                "are of different runs: move one away, or give one of the two.",
+                f"{path} has two dumps of rank {rank_of(lower)}: {names}. They are of different runs: move one away, or "
+                "give one of the two.",
                 path=str(path),
             )
     return dumps
 
 
 def rank_of(dump: RankDump) -> int:
-    """0 for a process without torch.distributed."""
+    """Return the rank; 0 for a process without torch.distributed."""
     return dump.rank if dump.rank is not None else 0
 
 
 def ranks_without_dump(step: Path) -> list[str]:
-    """Rank directories of a step in which there is no dump: the rank ended early, or was not copied."""
-    return sorted(
-        child.name for child in _children(step) if RANK_DIRECTORY.fullmatch(child.name) and _file_in(child) is None
-    )
+    """Return the rank directories without a dump: the rank ended early, or was not copied."""
+    return sorted(child.name for child in _rank_directories(step) if _file_in(child) is None)
 
 
 def steps_in(path: Path) -> dict[int, Path]:
-    """The step directories of a dump's root, ascending."""
-    found = {int(match[1]): child for child in _children(path) if (match := STEP_DIRECTORY.fullmatch(child.name))}
-    return dict(sorted(found.items()))
+    """Return the step directories of a dump's root, ascending."""
+    steps = {int(match[1]): child for child in _children(path) if (match := STEP_DIRECTORY.fullmatch(child.name))}
+    return dict(sorted(steps.items()))
 
 
 def open_rank(path: str | Path) -> RankDump:
-    """One rank's dump: its directory, or its dump.json or dump.jsonl. Raises `DumpError` naming path and fix."""
+    """Open one rank's directory, dump.json or dump.jsonl. Raises `DumpError` naming path and fix."""
     given, path = Path(path), Path(path)
     if path.is_dir():
         path = _file_in(path) or path
@@ -301,13 +301,13 @@ def _what_is_there(path: Path) -> str:
 
 
 def notes_of(dumps: Iterable[RankDump]) -> list[str]:
-    """What could not be read of them, with their names."""
+    """Return what could not be read of the dumps, with their names."""
     return [f"{dump.path}: {note}" for dump in dumps for note in dump.notes]
 
 
 @contextlib.contextmanager
 def sayable_errors() -> Iterator[None]:
-    """For the whole of a verb that reads dumps: what cannot be read is a `DumpError` that a terminal can show."""
+    """Raise what cannot be read as a `DumpError` that a terminal can show; around a verb that reads dumps."""
     try:
         yield
     except DumpError as error:  # it may quote names from a dump
@@ -326,11 +326,12 @@ def _contents(path: Path) -> tuple[dict[str, Any], bytes | None]:
     """Return what stands before the entries and, of another tool's dump, all of it with an entry a line."""
     with open_regular(path) as file:
         first = file.readline(LARGEST_ENTRY_BYTES)
-    is_ours = path.suffix == ".jsonl" or _HEADER.fullmatch(first)
-    if not is_ours:
-        return _rewritten(path)
+    if path.suffix != ".jsonl":
+        if _HEADER.fullmatch(first) is None:
+            return _rewritten(path)
+        first += b"}}"
     try:
-        header = parse_json(first if path.suffix == ".jsonl" else first + b"}}", strict=False)
+        header = parse_json(first, strict=False)
     except ValueError as error:
         raise damaged(path, f"its first line is no JSON object: {error}") from None
     _check_mapping(path, "its first line", header)
@@ -406,10 +407,6 @@ def _records(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
                 raise damaged(path, f"the line at byte {offset:,} is not one of a dump: {error!r}") from None
             if offset:
                 yield offset, len(line), record
-
-
-def _parent(parent: Any) -> str | list[str] | None:
-    return parent if isinstance(parent, str) else _strings(parent) or None
 
 
 def _strings(lines: Any) -> list[str]:
