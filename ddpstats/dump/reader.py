@@ -231,8 +231,8 @@ def find_ranks(path: str | Path) -> list[RankDump]:
         if rank_of(lower) == rank_of(upper):
             names = f"{lower.directory.name} and {upper.directory.name}"
             raise DumpError(
-                f"{path} has two dumps of rank {rank_of(lower)}: {names}. They are of different runs: move one away, or "
-                "give one of the two.",
+                f"{path} has two dumps of rank {rank_of(lower)}: {names}. They are of different runs: move one away, "
+                "or give one of the two.",
                 path=str(path),
             )
     return dumps
