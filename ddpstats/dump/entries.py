@@ -92,11 +92,7 @@ class DumpLeaf:
 
     @property
     def is_finite(self) -> bool:
-        nans, infinities = self.raw.get("nan_count"), self.raw.get("inf_count")
-        if nans is not None and infinities is not None:
-            return not (nans or infinities)
-        ends = number(self.raw.get("Max")), number(self.raw.get("Min"))
-        return all(value is None or math.isfinite(value) for value in ends)
+        return not (self.has_nan or self.has_infinity)
 
     @property
     def has_nan(self) -> bool:

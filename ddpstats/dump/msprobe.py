@@ -193,14 +193,18 @@ def _renamed(
     return renamed
 
 
-def common_values(name: Name, values: Iterable[tuple[str, DumpLeaf]]) -> dict[str, DumpLeaf]:
+def common_values(entry: DumpEntry, name: Name) -> dict[str, DumpLeaf]:
     """Return an entry's values, None too, by paths on which two tools agree.
 
     An argument of a function in Python is known by its position, however it was passed, and left out where it has its
-    default value. Gradients are counted without those that are None.
+    default value. Gradients are counted without those that are None. Of a collective there are the tensors alone.
     """
+    values = entry.values(nulls=True)
     if name.direction == "backward":
         return _without_none(values)
+    if name.is_collective:
+        sides = zip(("input", "output"), _tensors(entry, name.api), strict=True)
+        return {f"{side}.{index}": leaf for side, tensors in sides for index, (_, leaf) in enumerate(tensors)}
     parameters = _parameters(name.prefix, name.api)
     positions = {parameter.name: str(position) for position, parameter in enumerate(parameters)}
     common = {}
@@ -340,13 +344,14 @@ def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
 
 def _tensors(entry: DumpEntry, api: str) -> tuple[list[tuple[str, DumpLeaf]], list[tuple[str, DumpLeaf]]]:
     """Return what the collective takes, and what it makes. Another tool has all arguments among both."""
-    taken, made = entry.inputs, entry.outputs
+    taken, made = entry.inputs, [] if api.endswith("send") else entry.outputs
     if api not in _OUTPUTS or any(leaf.nan_count is not None for _, leaf in (*taken, *made)):  # we alone count
         return taken, made
     keyword, position = _OUTPUTS[api]
     buffers = (f"input.{position}", f"input_kwargs.{keyword}", f"output.{position}")
     written = [path for path, _ in (*taken, *made) if ".".join(path.split(".")[:2]) in buffers]
-    return [item for item in taken if item[0] not in written], [item for item in made if item[0] in written] or made
+    made = [item for item in made if item[0] in written] or made
+    return [item for item in taken if item[0] not in written], made
 
 
 def _integer(arguments: Mapping[str, DumpLeaf], argument: tuple[str, int] | None) -> int | None:

@@ -158,33 +158,35 @@ class RankDump:
     @cached_property
     def _stacks(self) -> dict[str, list[str]]:
         stacks: dict[str, list[str]] = {}
-        for key, stack in self._beside(STACK, "stack").items():
+        shared: dict[tuple[str, ...], list[str]] = {}  # few lines of a program make many calls
+        for key, stack in self._beside(STACK, "stack"):
             if isinstance(stack, list) and len(stack) == 2 and all(isinstance(part, list) for part in stack):
                 stacks.update(dict.fromkeys(_strings(stack[0]), _strings(stack[1])))
             else:  # a name, and the lines
-                stacks[key] = _strings(stack)
+                lines = _strings(stack)
+                stacks[key] = shared.setdefault(tuple(lines), lines)
         return stacks
 
     @cached_property
     def _parents(self) -> dict[str, str | list[str] | None]:
-        parents = self._beside(CONSTRUCT, "parent")
         return {
-            name: parent if isinstance(parent, str) else _strings(parent) or None for name, parent in parents.items()
+            name: parent if isinstance(parent, str) else _strings(parent) or None
+            for name, parent in self._beside(CONSTRUCT, "parent")
         }
 
-    def _beside(self, name: str, key: str) -> dict[str, Any]:
-        """Return the object in another file of the rank, or what the lines have under ``key``.
+    def _beside(self, name: str, key: str) -> Iterable[tuple[str, Any]]:
+        """Return the members of the object in another file of the rank, or what the lines have under ``key``.
 
         Damage in another file costs a note, not the verdict on the entries.
         """
         if not self.complete:
-            return {record["name"]: record.get(key) for *_, record in _records(self.path)}
+            return ((record["name"], record.get(key)) for *_, record in _records(self.path))
         path = self.directory / name
         try:
-            return _parse_whole(path) if path.is_file() else {}
+            return _parse_whole(path).items() if path.is_file() else ()
         except DumpError as error:
             self.notes.append(f"without what {name} says: {error}")
-            return {}
+            return ()
 
     def tensor_file(self, data_name: str) -> Path:
         """Return the file of a saved tensor. Raises `DumpError` for one that is not there, or lies outside the dump."""

@@ -97,7 +97,7 @@ def entries(rank: Path) -> dict[str, Any]:
 
 def values(full: str, raw: Any) -> dict[str, Any]:
     """Shapes of tensors, and plain values, by common paths."""
-    common = common_values(parse_name(full), DumpEntry(full, raw).values(nulls=True))
+    common = common_values(DumpEntry(full, raw), parse_name(full))
     return {path: leaf.shape if leaf.is_tensor else leaf.value for path, leaf in common.items()}
 
 
@@ -192,9 +192,23 @@ def test_common_path_of_an_argument(full: str, raw: Any, paths: list[str]) -> No
     assert list(values(full, raw)) == paths
 
 
+def test_collectives_of_msprobe_and_ours_have_the_same_paths() -> None:
+    group = {"type": "torch.ProcessGroup", "group_ranks": [0, 1], "group_id": "a"}
+    t = tensor(1.0, 2.0, 3.0, nan_count=0)
+    ours = {
+        "Distributed.all_reduce.0.forward": forward([t], [t]),
+        "Distributed.broadcast.0.forward": forward([t], [t]),
+        "Distributed.all_gather.0.forward": forward([t], [t, t]),
+        "Distributed.send.0.forward": forward([t]),
+    }
+    theirs = entries(TWO)
+    for full, raw in ours.items():
+        assert values(full, theirs[full]) == values(full, {**raw, "input_kwargs": {"group": group}})
+
+
 def test_collectives_of_msprobe_are_read() -> None:
     data = entries(TWO)
     calls = {full: read_collective(DumpEntry(full, data[full]), parse_name(full), 0) for full in data if "Dist" in full}
     assert [(call.api, call.peer, len(call.taken), len(call.made)) for call in calls.values()] == [
-        ("all_reduce", None, 1, 1), ("broadcast", None, 0, 1), ("all_gather", None, 1, 2), ("send", 1, 1, 1),
+        ("all_reduce", None, 1, 1), ("broadcast", None, 0, 1), ("all_gather", None, 1, 2), ("send", 1, 1, 0),
     ]  # fmt: skip
