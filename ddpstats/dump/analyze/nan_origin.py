@@ -5,7 +5,7 @@
    receive. In an order that fits all ranks they give every rank a clock: what follows a collective is later than what
    precedes it on any of its ranks.
 3. The origins are the candidates with the earliest clock: of each rank its first one, or a collective whose inputs are
-   finite on all its ranks. Of modules inside each other, and the calls in them, it is the innermost.
+   finite on all its ranks.
 
 Exit status 0 if nothing was found, 1 if something was (also memory that is shared), 2 if the dumps cannot be read.
 """
@@ -198,10 +198,7 @@ def _earliest(finds: list[_Find]) -> tuple[Phase, list[_Find]]:
 
 
 def _origin(find: _Find) -> NaNOrigin:
-    scan, dump = find.scan, find.scan.dump
-    candidate = find.candidate
-    if candidate.kind == "computation":
-        candidate = _innermost(scan, candidate)
+    scan, dump, candidate = find.scan, find.scan.dump, find.candidate
     name, position = candidate.name, candidate.position
     following = scan.collectives[position + (candidate.kind == "collective") :]
     grower = None if candidate.kind == "given" else scan.growth.grower(candidate, dump)
@@ -222,15 +219,6 @@ def _origin(find: _Find) -> NaNOrigin:
         grower,
         candidate.entry.raw,
     )
-
-
-def _innermost(scan: RankScan, candidate: Candidate) -> Candidate:
-    """Return the first candidate inside a module whose entry comes before those of what is inside it."""
-    for other in scan.candidates:
-        is_later = other.order > candidate.order and other.kind == "computation" and other.holds
-        if is_later and candidate.name in ancestors(other.name, scan.dump):
-            return _innermost(scan, other)
-    return candidate
 
 
 # -- collectives of different ranks -----------------------------------------------------------------------------------
@@ -368,14 +356,8 @@ def _sources(candidate: Candidate, find: _Find) -> str:
 
 
 def _inputs(scan: RankScan, candidate: Candidate) -> str:
-    direction = parse_name(candidate.name).direction
-    if (direction, "input") not in scan.recorded:
-        words = "its inputs are not in this dump"
-    elif not candidate.entry.inputs:
-        words = "it takes no tensors"
-    else:
-        words = "its inputs are finite"
-    if direction == "backward" and not any(part[0] == "forward" for part in scan.recorded):
+    words = "its inputs are finite" if candidate.entry.inputs else "its inputs are not in this dump"
+    if parse_name(candidate.name).direction == "backward" and not scan.has_forward:
         words += ", and the forward pass is not in this dump"
     if candidate.masked:
         words += ", but for infinities that were put there on purpose (a row that is masked out entirely?)"

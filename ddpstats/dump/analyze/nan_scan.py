@@ -42,7 +42,6 @@ _T = TypeVar("_T")
 
 _MAX_TENSORS, _MAX_CANDIDATES, _BEFORE = 65_536, 256, 5
 _PARAMETERS = "parameters."
-_GRADIENTS = ("backward", "parameters_grad")
 
 
 @dataclass(eq=False)
@@ -108,18 +107,14 @@ class Collective:
 
 @dataclass
 class RankScan:
-    """What one rank's dump says.
-
-    Attributes:
-        recorded: which parts its entries have tensors in: ("forward", "input"), ("backward", "output"), ...
-    """
+    """What one rank's dump says; ``has_forward``: it holds entries of the forward pass."""
 
     dump: RankDump
     entries: int = 0
     candidates: list[Candidate] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     growth: Growth = field(default_factory=lambda: Growth())
-    recorded: set[tuple[str, str]] = field(default_factory=set)
+    has_forward: bool = False
 
     @property
     def rank(self) -> int:
@@ -176,10 +171,9 @@ class _Walk:
 
     def take(self, entry: DumpEntry) -> None:
         name = parse_name(entry.name)
-        direction = "backward" if name.direction in _GRADIENTS else "forward"
-        self._gradients += direction == "backward"
-        parts = (("input", entry.inputs), ("output", entry.outputs))
-        self.scan.recorded.update((direction, part) for part, leaves in parts if leaves)
+        is_gradient = name.direction in ("backward", "parameters_grad")
+        self._gradients += is_gradient
+        self.scan.has_forward |= not is_gradient
         if name.is_collective:
             self._take_collective(entry, name)
         elif name.direction == "parameters_grad":
@@ -210,27 +204,26 @@ class _Walk:
     def _take_call(self, entry: DumpEntry, name: Name) -> None:
         if name.direction == "backward" and name.forward in self._has_backward:
             self._has_backward[name.forward] = True
+        operation = "" if name.is_module or name.direction == "backward" else name.api
         made = bad_leaves(entry.outputs)
         parameters: Leaves = []
         if "parameters" in entry.raw:
             parameters = bad_leaves(leaf for leaf in entry.leaves() if leaf[0].startswith(_PARAMETERS))
-        taken = [self._taken(entry, name, leaf, made) for leaf in (*parameters, *self._read_inputs(entry, name))]
-        causes = [tensor.cause for tensor in taken if tensor.cause is not None]
+        taken = [self._taken(entry, name, leaf, made) for leaf in (*parameters, *self._read_inputs(entry, operation))]
         self._name_parameters(name, parameters)
         if name.direction == "backward":
-            self._reach(causes)
+            self._reach(tensor.cause for tensor in taken)
         if made or any("float" in leaf.dtype or "complex" in leaf.dtype for _, leaf in entry.outputs):
             for tensor in taken:  # what only looks, as isnan does, uses nothing
                 self._unused.pop(tensor, None)
         if made:
-            self._take_outputs(entry, name, made, taken, causes)
+            self._take_outputs(entry, name, operation, made, taken)
 
-    def _read_inputs(self, entry: DumpEntry, name: Name) -> Leaves:
+    def _read_inputs(self, entry: DumpEntry, operation: str) -> Leaves:
         """Return the inputs that are not finite, without what the entry overwrites, which is forgotten."""
         read = []
         for path, leaf in bad_leaves(entry.inputs):
-            is_overwritten = path == "input.0" and not name.is_module and overwrites_target(name.api)
-            if path != "input_kwargs.out" and not (is_overwritten and name.direction == "forward"):
+            if path != "input_kwargs.out" and not (path == "input.0" and overwrites_target(operation)):
                 read.append((path, leaf))
             elif (tensor := self._find(leaf)) is not None:
                 self._unused.pop(tensor, None)
@@ -239,59 +232,54 @@ class _Walk:
     def _taken(self, entry: DumpEntry, name: Name, bad: tuple[str, DumpLeaf], made: Leaves) -> _Tensor:
         """Return the tensor that goes in; one that was never seen before has arrived."""
         path, leaf = bad
-        tensor = self._find(leaf)
-        if tensor is not None:
+        if (tensor := self._find(leaf)) is not None:
             return tensor
-        is_weighted = bool(made) and is_weighted_product(name.class_name if name.is_module else name.api)
+        is_weighted = bool(made) and is_weighted_product(name.class_name or name.api)
         is_parameter = path.startswith(_PARAMETERS)
         may_mask = may_be_mask(has_nan=leaf.has_nan, has_positive_infinity=leaf.max == math.inf)
         if may_mask and not (name.direction == "backward" or is_weighted or is_parameter or leaf.requires_grad):
             return self._add(None, entry.name, leaf)
         arrived = self._add_candidate("parameter" if is_parameter else "arrived", entry, [bad])
         tensor = self._add(arrived, entry.name, leaf)
-        direction = "backward" if name.direction == "backward" else "forward"
-        if (direction, "output") in self.scan.recorded:
+        if entry.outputs:
             self._unused.pop(tensor, None)
         return tensor
 
-    def _take_outputs(
-        self, entry: DumpEntry, name: Name, made: Leaves, taken: list[_Tensor], causes: list[Candidate]
-    ) -> None:
-        known = [self._find(leaf) for _, leaf in made] if name.is_module else [None] * len(made)
-        is_mask = len(causes) < len(taken)
-        in_place = not name.is_module and name.direction == "forward" and writes_in_place(name.api)
+    def _take_outputs(self, entry: DumpEntry, name: Name, operation: str, made: Leaves, taken: list[_Tensor]) -> None:
+        causes = [tensor.cause for tensor in taken if tensor.cause is not None]
+        has_mask = len(causes) < len(taken)
+        known = [self._find(leaf) if name.is_module else None for _, leaf in made]
+        in_place = writes_in_place(operation)
         is_raw = False
-        cause: Candidate | None
+        cause: Candidate | None = None
         if causes:
             cause = min(causes, key=lambda cause: (cause.kind == "uninitialised", cause.order))
-            is_raw = all(tensor.is_raw for tensor in taken) and (in_place or _calls(name, is_view))
-        elif None not in known or self._is_meant(entry, name, made, is_mask):
-            cause = None
-        else:
-            cause = self._blame(entry, name, made, is_mask)
+            is_raw = all(tensor.is_raw for tensor in taken) and (in_place or is_view(operation))
+        elif None in known and not self._is_meant(entry, operation, made, has_mask):
+            cause = self._blame(entry, name, made, has_mask)
             is_raw = cause.kind == "uninitialised"
+            known = [None] * len(made)
         for (_, leaf), tensor in zip(made, known, strict=True):
-            if tensor is not None and (causes or None not in known):
-                self._put(self._unused, tensor, None)  # the module returns what is inside it, or its input
+            if tensor is not None:  # the module returns what an entry inside it made, or its input
+                self._put(self._unused, tensor, None)
             else:
                 self._add(cause, entry.name, leaf, in_place, is_raw)
 
-    def _is_meant(self, entry: DumpEntry, name: Name, made: Leaves, is_mask: bool) -> bool:
+    def _is_meant(self, entry: DumpEntry, operation: str, made: Leaves, has_mask: bool) -> bool:
         """Return whether these are infinities that the program put there, or what is still a mask of them."""
         if any(leaf.has_nan for _, leaf in made):
             return False
-        if not name.is_module and puts_infinity(name.api, _numbers(entry)):
-            return True
-        return is_mask and all(leaf.max != math.inf for _, leaf in made)
+        is_mask = has_mask and all(leaf.max != math.inf for _, leaf in made)
+        return is_mask or puts_infinity(operation, _nonfinite_numbers(entry))
 
-    def _blame(self, entry: DumpEntry, name: Name, made: Leaves, is_mask: bool) -> Candidate:
+    def _blame(self, entry: DumpEntry, name: Name, made: Leaves, has_mask: bool) -> Candidate:
         kind: Kind = "computation"
-        if _calls(name, is_uninitialized):
+        if is_uninitialized(name.api) and not name.is_module:
             kind = "uninitialised"
-        elif any(leaf.has_nan for _, leaf in made) and any(map(math.isnan, _numbers(entry))):
+        elif any(leaf.has_nan for _, leaf in made) and any(map(math.isnan, _nonfinite_numbers(entry))):
             kind = "given"
         candidate = self._add_candidate(kind, entry, made)
-        candidate.masked = is_mask
+        candidate.masked = has_mask
         if name.direction == "backward":  # what its forward pass made is in the graph
             self._reach([candidate, *(other for other in self.scan.candidates if other.name == name.forward)])
         return candidate
@@ -393,20 +381,10 @@ def _keys(leaf: DumpLeaf) -> tuple[str, str | None]:
     return repr(statistics), place
 
 
-def _calls(name: Name, rule: Callable[[str], bool]) -> bool:
-    return not name.is_module and rule(name.api)
-
-
-def _numbers(entry: DumpEntry) -> list[float]:
-    """Return the arguments that are numbers, or words for numbers that are not finite."""
-    numbers = []
-    for _, leaf in entry.values():
-        if not leaf.is_tensor and isinstance(leaf.value, (int, float, str)):
-            try:
-                numbers.append(float(leaf.value))
-            except (ValueError, OverflowError):
-                continue
-    return numbers
+def _nonfinite_numbers(entry: DumpEntry) -> list[float]:
+    """Return the arguments that are numbers, but not finite; a dump may hold words for them."""
+    words = [str(leaf.value).lower() for _, leaf in entry.values() if not leaf.is_tensor]
+    return [float(word) for word in words if word in ("nan", "inf", "-inf", "infinity", "-infinity")]
 
 
 def ancestors(name: str, dump: RankDump) -> list[str]:
