@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ddpstats._base.text import VerbReport, count_of, dtype_name, printable, ranks_text, shorten
-from ddpstats.dump.analyze.nan_scan import Candidate, Collective, Grower, Kind, RankScan, ancestors, scan_rank
+from ddpstats.dump.analyze.nan_scan import Candidate, Collective, Grower, Kind, RankScan, ancestors
 from ddpstats.dump.analyze.stomp import MemoryWalk
 from ddpstats.dump.entries import DumpEntry, DumpLeaf
 from ddpstats.dump.msprobe import CollectiveEntry, parse_name
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class NaNOrigin:
-    """Where the first value that is not finite comes from, on one rank.
+    """The origin of the first value that is not finite, on one rank.
 
     Attributes:
         rank: None for a process without torch.distributed.
@@ -62,7 +62,6 @@ class NaNOrigin:
         bad: the paths of the tensors in question.
         after, until: the collectives of this rank around it; None at the beginning and at the end.
         undumped_ranks: those of a collective of which there is no dump.
-        before: the entries just before it.
         modules: the modules' passes around it, innermost first.
         stack: the lines of the call, innermost first.
         growth: the operation that made the values grow until they overflowed.
@@ -78,7 +77,6 @@ class NaNOrigin:
     after: str | None
     until: str | None
     undumped_ranks: tuple[int, ...]
-    before: tuple[str, ...]
     modules: tuple[str, ...]
     stack: tuple[str, ...]
     growth: Grower | None
@@ -87,7 +85,7 @@ class NaNOrigin:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What was read of a rank; ``shared_memory``: its live storages that share memory (`stomp`)."""
+    """One rank's dump in numbers; ``shared_memory``: its live storages that share memory (`stomp`)."""
 
     rank: int | None
     entries: int
@@ -98,7 +96,7 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the dumps of a step say; ``asdict`` of it is what ``--json`` prints.
+    """The result for the dumps of one step; ``--json`` prints ``asdict`` of it.
 
     Attributes:
         phase: when the origins occurred.
@@ -110,13 +108,13 @@ class Findings:
     """
 
     step: int | None
-    ranks: tuple[RankSummary, ...]
+    ranks: list[RankSummary]
     phase: Phase
-    origins: tuple[NaNOrigin, ...]
-    unmatched: tuple[str, ...]
-    also: tuple[str, ...]
-    left_out: tuple[str, ...]
-    notes: tuple[str, ...]
+    origins: list[NaNOrigin]
+    unmatched: list[str]
+    also: list[str]
+    left_out: list[str]
+    notes: list[str]
 
 
 class _Find(NamedTuple):
@@ -130,8 +128,11 @@ def examine(dumps: Sequence[RankDump]) -> Findings:
     """Find the origins in the dumps of all ranks of one step, and memory that is shared."""
     scans, summaries, notes = [], [], []
     for dump in dumps:
-        memory = MemoryWalk(dump.level)
-        scan = scan_rank(dump, memory.take)
+        scan, memory = RankScan(dump), MemoryWalk(dump.level)
+        for entry in dump.entries():
+            memory.take(entry)
+            scan.take(entry)
+        scan.settle()
         overlaps = memory.overlaps()
         if overlaps is None:
             notes.append(f"{_rank(dump.rank)}: this dump does not record where its tensors are in memory.")
@@ -143,22 +144,25 @@ def examine(dumps: Sequence[RankDump]) -> Findings:
     matches = _match_collectives(scans)
     order = _set_clocks(matches)
     phase, finds = _earliest([*_in_collectives(scans, order), *_between_collectives(scans, matches)])
-    origins = tuple(map(_origin, finds))
+    origins = [*map(_origin, finds)]
     also = [
         f"{_rank(scan.dump.rank)}: {candidate.name} made {_what(candidate)}; nothing that was recorded used it"
         for scan in scans
         for candidate in scan.candidates
         if candidate.standing in ("weak", "unused") and candidate not in [find.candidate for find in finds]
     ]
-    unmatched, left_out = _unmatched(scans, order), dict.fromkeys(word for dump in dumps for word in _left_out(dump))
+    lacking: dict[str, list[int]] = {}
+    for scan in scans:
+        for words in _left_out(scan.dump):
+            lacking.setdefault(words, []).append(scan.rank)
+    left_out = [
+        words if len(ranks) == len(scans) else f"{words}, of {ranks_text(ranks)}" for words, ranks in lacking.items()
+    ]
     members = {rank for scan in scans for member in scan.collectives for rank in member.call.ranks}
     if undumped := members - {scan.rank for scan in scans}:
-        left_out[ranks_text(undumped)] = None
-    notes = [*notes_of(dumps), *notes]
-    step = dumps[0].step
-    return Findings(
-        step, tuple(summaries), phase, origins, tuple(unmatched), tuple(also), tuple(left_out), tuple(notes)
-    )
+        left_out.append(ranks_text(undumped))
+    unmatched, notes = [*_unmatched(scans, order)], [*notes_of(dumps), *notes]
+    return Findings(dumps[0].step, summaries, phase, origins, unmatched, also, left_out, notes)
 
 
 def _in_collectives(scans: Sequence[RankScan], order: Sequence[_Match]) -> Iterator[_Find]:
@@ -176,9 +180,9 @@ def _in_collectives(scans: Sequence[RankScan], order: Sequence[_Match]) -> Itera
 def _between_collectives(scans: Sequence[RankScan], matches: Mapping[int, Sequence[_Match]]) -> Iterator[_Find]:
     """Yield each rank's first candidate that something used, or its first one that counts at all."""
     for scan in scans:
-        held = [candidate for candidate in scan.candidates if candidate.holds and candidate.kind != "collective"]
-        used = [candidate for candidate in held if candidate.standing == "strong"]
-        for candidate in (used or held)[:1]:
+        own = [candidate for candidate in scan.candidates if candidate.kind != "collective"]
+        used = [candidate for candidate in own if candidate.standing == "strong"]
+        for candidate in (used or [candidate for candidate in own if candidate.standing == "weak"])[:1]:
             clocks = [match.clock for match in matches[scan.rank][: candidate.position]]
             yield _Find((max(clocks, default=0), 1), scan, candidate)
 
@@ -213,7 +217,6 @@ def _origin(find: _Find) -> NaNOrigin:
         scan.collectives[position - 1].call.name if position else None,
         following[0].call.name if following else None,
         find.undumped,
-        candidate.before,
         tuple(ancestors(name, dump)),
         tuple(" ".join(line.split()) for line in stack),
         grower,
@@ -302,19 +305,15 @@ def _left_out(dump: RankDump) -> list[str]:
     """Return in words what a dump does not hold; empty for every operation of the step, as far as torch shows it."""
     head = dump.header
     left_out = [] if dump.level != "L0" else ["operations between modules (level L0)"]
-    left_out += [f"what is outside of {key} {_listed(head[key])}" for key in ("scope", "list") if head.get(key)]
-    modes = head.get("data_mode", "all")
-    if modes and "all" not in modes:
-        left_out.append(f"anything but {_listed(modes)} (data_mode)")
+    for key in ("scope", "list", "data_mode"):
+        if head.get(key) not in (None, [], ["all"]):
+            names = shorten(head[key], 3) if isinstance(head[key], list) else head[key]
+            left_out.append(f"what is outside of {key} {names}")
     if not dump.complete:
-        left_out.append("the end of the step (the run ended in it)")
+        left_out.append("the end of the step, in which the run ended")
     if not {"scope", "list", "data_mode"} <= set(head):
         left_out.append("what the configuration left out (the dump does not say)")
     return left_out
-
-
-def _listed(words: Any) -> str:
-    return shorten(words, 3) if isinstance(words, list) else str(words)
 
 
 # -- an origin in words -----------------------------------------------------------------------------------------------
@@ -335,7 +334,7 @@ def _verdict(scan: RankScan, candidate: Candidate, find: _Find) -> str:
         names = ", ".join(dict.fromkeys(candidate.parameters))
         return f"{before}: parameter {names}, used by {name}, holds {what}"
     if candidate.kind == "arrived":
-        when = "not finite, and made by nothing that was recorded" if candidate.before else before
+        when = "not finite, and made by nothing that was recorded" if candidate.order else before
         may_be_parameter = any(leaf.requires_grad and path != "input.0" for path, leaf in candidate.bad)
         return f"{when}: {paths} of {name}{' (a parameter?)' if may_be_parameter else ''} holds {what}"
     if candidate.kind == "uninitialised":
@@ -419,11 +418,8 @@ def as_text(findings: Findings) -> str:
     entries = count_of(sum(rank.entries for rank in findings.ranks), "entries")
     collectives = count_of(sum(rank.collectives for rank in findings.ranks), "collectives")
     lines = [f"{ranks}, {entries}, {collectives}."]
-    lines += [
-        f"{_rank(rank.rank)}: incomplete: the run ended inside this step; the newest entries may be missing"
-        for rank in findings.ranks
-        if not rank.complete
-    ]
+    if findings.left_out:
+        lines.append(f"Not recorded: {'; '.join(findings.left_out)}.")
     lines += [*_capped([f"note: {line}" for line in findings.unmatched]), ""]
     lines += _origins(findings) if findings.origins else _nothing(findings)
     lines += _capped([f"also: {line}" for line in findings.also])
@@ -441,8 +437,6 @@ def _nothing(findings: Findings) -> Iterator[str]:
         what = "No NaN or infinity" if any(rank.shared_memory for rank in findings.ranks) else "Nothing"
         every = "every recorded tensor" if findings.left_out else "every tensor"
         yield f"{what} found: {every} is finite, was made infinite on purpose, or became finite again."
-    if findings.left_out:
-        yield f"Not recorded: {'; '.join(findings.left_out)}."
 
 
 def _origins(findings: Findings) -> Iterator[str]:
@@ -469,8 +463,6 @@ def _details(origin: NaNOrigin) -> Iterator[str]:
     leaves = list(DumpEntry(origin.name, origin.entry).leaves())
     for is_output in (False, True):
         yield from _capped([_tensor(path, leaf) for path, leaf in leaves if path.startswith("output") == is_output])
-    if origin.before:
-        yield "  just before: " + ", ".join(origin.before)
     if (grower := origin.growth) is not None:
         yield (
             f"  It grew until it overflowed: {grower.operation} ({grower.direction}) makes it larger in {grower.times} "

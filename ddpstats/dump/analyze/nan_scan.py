@@ -17,20 +17,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from ddpstats._base.text import dtype_name
-from ddpstats._observe.tensor_rules import (
-    is_uninitialized,
-    is_view,
-    is_weighted_product,
-    may_be_mask,
-    overwrites_target,
-    puts_infinity,
-    writes_in_place,
-)
+from ddpstats._observe import tensor_rules
 from ddpstats.dump.entries import DumpEntry, DumpLeaf
 from ddpstats.dump.msprobe import CollectiveEntry, Name, parse_name, read_collective
 from ddpstats.dump.reader import RankDump, rank_of
@@ -40,7 +32,7 @@ Standing = Literal["strong", "weak", "unused", "finite again"]
 Leaves = list[tuple[str, DumpLeaf]]
 _T = TypeVar("_T")
 
-_MAX_TENSORS, _MAX_CANDIDATES, _BEFORE = 65_536, 256, 5
+_MAX_TENSORS, _MAX_CANDIDATES = 65_536, 256
 _PARAMETERS = "parameters."
 
 
@@ -55,7 +47,6 @@ class Candidate:
         bad: the tensors that are not finite.
         position: the number of collectives of this rank before it.
         order: the number of entries before it.
-        before: names of the entries just before it.
         in_backward: the backward pass had begun.
         masked: some of its inputs hold infinities that are meant.
         parameters: names in the model of those that were not finite.
@@ -69,7 +60,6 @@ class Candidate:
     bad: Leaves
     position: int
     order: int
-    before: tuple[str, ...]
     in_backward: bool
     masked: bool = False
     parameters: tuple[str, ...] = ()
@@ -87,10 +77,6 @@ class Candidate:
     def has_infinity(self) -> bool:
         return any(leaf.has_infinity for _, leaf in self.bad)
 
-    @property
-    def holds(self) -> bool:
-        return self.standing in ("strong", "weak")
-
 
 @dataclass(eq=False)
 class Collective:
@@ -103,36 +89,6 @@ class Collective:
     call: CollectiveEntry
     has_bad_inputs: bool
     origin: Candidate | None
-
-
-@dataclass
-class RankScan:
-    """What one rank's dump says; ``has_forward``: it holds entries of the forward pass."""
-
-    dump: RankDump
-    entries: int = 0
-    candidates: list[Candidate] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
-    growth: Growth = field(default_factory=lambda: Growth())
-    has_forward: bool = False
-
-    @property
-    def rank(self) -> int:
-        return rank_of(self.dump)
-
-
-def scan_rank(dump: RankDump, also: Callable[[DumpEntry], None] = lambda entry: None) -> RankScan:
-    """Read one rank's entries once. Keeps its collectives, its candidates, and little else.
-
-    ``also`` is called with every entry.
-    """
-    walk = _Walk(RankScan(dump))
-    for entry in dump.entries():
-        also(entry)
-        if not entry.is_recompute:
-            walk.take(entry)
-    walk.settle()
-    return walk.scan
 
 
 @dataclass(eq=False)
@@ -156,37 +112,50 @@ class _Tensor:
     is_raw: bool = False
 
 
-class _Walk:
-    """The state of reading one rank; the oldest tensors are forgotten where there are too many."""
+class RankScan:
+    """The search in one rank's dump, of which only collectives, candidates and growth are kept.
 
-    def __init__(self, scan: RankScan) -> None:
-        self.scan = scan
+    Attributes:
+        entries: the number of entries read.
+        has_forward: some of them are of the forward pass.
+    """
+
+    def __init__(self, dump: RankDump) -> None:
+        self.dump = dump
+        self.rank = rank_of(dump)
+        self.entries = 0
+        self.has_forward = False
+        self.candidates: list[Candidate] = []
+        self.collectives: list[Collective] = []
+        self.growth = Growth()
+        # the oldest tensors are forgotten where there are too many
         self._tensors: dict[str, _Tensor] = {}  # by their statistics, and by their place in memory with these
         self._unused: dict[_Tensor, None] = {}  # those that no entry took yet
         self._has_backward: dict[str, bool] = {}  # names of makers -> whether their backward pass came
-        self._before: deque[str] = deque(maxlen=_BEFORE)
         self._gradients = 0  # entries of backward passes
         self._lost_gradient = False  # a parameter's gradient is not finite, and no tensor leads there
         self._is_settled = False  # a gradient or a collective is not finite: the growth is over
 
     def take(self, entry: DumpEntry) -> None:
+        """Take the next entry of the dump."""
+        if entry.is_recompute:
+            return
         name = parse_name(entry.name)
         is_gradient = name.direction in ("backward", "parameters_grad")
         self._gradients += is_gradient
-        self.scan.has_forward |= not is_gradient
+        self.has_forward |= not is_gradient
         if name.is_collective:
             self._take_collective(entry, name)
         elif name.direction == "parameters_grad":
             self._take_gradient(entry)
         else:
             if not self._is_settled:
-                self.scan.growth.take(entry, name)
+                self.growth.take(entry, name)
             self._take_call(entry, name)
-        self.scan.entries += 1
-        self._before.append(entry.name)
+        self.entries += 1
 
     def settle(self) -> None:
-        """Judge the tensors that no entry took."""
+        """Judge the tensors that no entry took, when all entries have been read."""
         for tensor in self._unused:
             cause, is_newest = tensor.cause, tensor.after == self._gradients
             if cause is None or tensor.is_raw or cause.standing == "strong":
@@ -198,6 +167,8 @@ class _Walk:
                 cause.standing = "weak"
             elif cause.standing == "finite again":
                 cause.standing = "unused"
+        self._tensors.clear()
+        self._unused.clear()
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
@@ -223,7 +194,7 @@ class _Walk:
         """Return the inputs that are not finite, without what the entry overwrites, which is forgotten."""
         read = []
         for path, leaf in bad_leaves(entry.inputs):
-            if path != "input_kwargs.out" and not (path == "input.0" and overwrites_target(operation)):
+            if path != "input_kwargs.out" and not (path == "input.0" and tensor_rules.overwrites_target(operation)):
                 read.append((path, leaf))
             elif (tensor := self._find(leaf)) is not None:
                 self._unused.pop(tensor, None)
@@ -234,9 +205,9 @@ class _Walk:
         path, leaf = bad
         if (tensor := self._find(leaf)) is not None:
             return tensor
-        is_weighted = bool(made) and is_weighted_product(name.class_name or name.api)
+        is_weighted = bool(made) and tensor_rules.is_weighted_product(name.class_name or name.api)
         is_parameter = path.startswith(_PARAMETERS)
-        may_mask = may_be_mask(has_nan=leaf.has_nan, has_positive_infinity=leaf.max == math.inf)
+        may_mask = tensor_rules.may_be_mask(has_nan=leaf.has_nan, has_positive_infinity=leaf.max == math.inf)
         if may_mask and not (name.direction == "backward" or is_weighted or is_parameter or leaf.requires_grad):
             return self._add(None, entry.name, leaf)
         arrived = self._add_candidate("parameter" if is_parameter else "arrived", entry, [bad])
@@ -249,12 +220,12 @@ class _Walk:
         causes = [tensor.cause for tensor in taken if tensor.cause is not None]
         has_mask = len(causes) < len(taken)
         known = [self._find(leaf) if name.is_module else None for _, leaf in made]
-        in_place = writes_in_place(operation)
+        in_place = tensor_rules.writes_in_place(operation)
         is_raw = False
         cause: Candidate | None = None
         if causes:
             cause = min(causes, key=lambda cause: (cause.kind == "uninitialised", cause.order))
-            is_raw = all(tensor.is_raw for tensor in taken) and (in_place or is_view(operation))
+            is_raw = all(tensor.is_raw for tensor in taken) and (in_place or tensor_rules.is_view(operation))
         elif None in known and not self._is_meant(entry, operation, made, has_mask):
             cause = self._blame(entry, name, made, has_mask)
             is_raw = cause.kind == "uninitialised"
@@ -270,18 +241,18 @@ class _Walk:
         if any(leaf.has_nan for _, leaf in made):
             return False
         is_mask = has_mask and all(leaf.max != math.inf for _, leaf in made)
-        return is_mask or puts_infinity(operation, _nonfinite_numbers(entry))
+        return is_mask or tensor_rules.puts_infinity(operation, _nonfinite_numbers(entry))
 
     def _blame(self, entry: DumpEntry, name: Name, made: Leaves, has_mask: bool) -> Candidate:
         kind: Kind = "computation"
-        if is_uninitialized(name.api) and not name.is_module:
+        if tensor_rules.is_uninitialized(name.api) and not name.is_module:
             kind = "uninitialised"
         elif any(leaf.has_nan for _, leaf in made) and any(map(math.isnan, _nonfinite_numbers(entry))):
             kind = "given"
         candidate = self._add_candidate(kind, entry, made)
         candidate.masked = has_mask
         if name.direction == "backward":  # what its forward pass made is in the graph
-            self._reach([candidate, *(other for other in self.scan.candidates if other.name == name.forward)])
+            self._reach([candidate, *(other for other in self.candidates if other.name == name.forward)])
         return candidate
 
     def _name_parameters(self, name: Name, parameters: Leaves) -> None:
@@ -303,7 +274,7 @@ class _Walk:
                 self._reach([self._add_candidate("gradient", entry, [bad])])
 
     def _take_collective(self, entry: DumpEntry, name: Name) -> None:
-        call = read_collective(entry, name, self.scan.rank)
+        call = read_collective(entry, name, self.rank)
         made = bad_leaves(call.made)
         taken = [self._taken(entry, name, leaf, made) for leaf in bad_leaves(call.taken)]
         for tensor in taken:
@@ -316,7 +287,7 @@ class _Walk:
             self._reach([origin])
         for _, leaf in made:
             self._unused.pop(self._add(cause, entry.name, leaf), None)
-        self.scan.collectives.append(Collective(call, bool(taken), origin))
+        self.collectives.append(Collective(call, bool(taken), origin))
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
@@ -356,16 +327,12 @@ class _Walk:
                 self._is_settled = True
 
     def _add_candidate(self, kind: Kind, entry: DumpEntry, bad: Leaves) -> Candidate:
-        scan = self.scan
-        before = tuple(self._before)
-        candidate = Candidate(
-            kind, entry, bad, len(scan.collectives), scan.entries, before, in_backward=self._gradients > 0
-        )
-        if len(scan.candidates) >= _MAX_CANDIDATES:
+        candidate = Candidate(kind, entry, bad, len(self.collectives), self.entries, in_backward=self._gradients > 0)
+        if len(self.candidates) >= _MAX_CANDIDATES:
             alive = {tensor.cause for tensor in self._unused}
-            kept = [other for other in scan.candidates if other.standing == "strong" or other in alive]
-            scan.candidates = kept[: _MAX_CANDIDATES - 1]
-        scan.candidates.append(candidate)
+            kept = [other for other in self.candidates if other.standing == "strong" or other in alive]
+            self.candidates = kept[: _MAX_CANDIDATES - 1]
+        self.candidates.append(candidate)
         return candidate
 
 
@@ -390,13 +357,11 @@ def _nonfinite_numbers(entry: DumpEntry) -> list[float]:
 def ancestors(name: str, dump: RankDump) -> list[str]:
     """Return the modules' passes around an entry, innermost first."""
     around: list[str] = []
-    parent = dump.parent_of(name)
-    while parent and len(around) < 64:
+    while parent := dump.parent_of(around[-1] if around else name):
         outer = parent if isinstance(parent, str) else parent[0]
         if outer in around:
             break
         around.append(outer)
-        parent = dump.parent_of(outer)
     return around
 
 

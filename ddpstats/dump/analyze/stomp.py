@@ -42,7 +42,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Two storages that are live at once and share bytes; ``one`` was there before ``other``."""
+    """A pair of storages that are live at once and share bytes; ``one`` was there before ``other``."""
 
     one: Storage
     other: Storage
