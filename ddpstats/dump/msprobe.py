@@ -323,6 +323,7 @@ def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
     """Read a collective that rank ``me`` took part in."""
     arguments = {path: leaf for path, leaf in entry.values() if not leaf.is_tensor}
     group = next((leaf.raw for leaf in arguments.values() if leaf.type.endswith("ProcessGroup")), {})
+    ranks = group.get("group_ranks")
     keyword, _ = _ROOTS.get(name.api, ("", 0))
     is_root = _integer(arguments, _ROOTS.get(name.api)) in (None, me)
     op = arguments.get("input_kwargs.op")
@@ -331,7 +332,7 @@ def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
         entry,
         name.api,
         name.number or 0,
-        tuple(rank for rank in group.get("group_ranks") or () if isinstance(rank, int)),
+        tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else (),
         str(group.get("group_id", "")),
         str(op.value if op is not None else ""),
         _integer(arguments, ("seq", -1)),

@@ -124,7 +124,7 @@ class RankDump:
         """Read an entry again of which only the position was kept."""
         with self._open() as file:
             file.seek(offset)
-            text = file.read(size).decode("ascii")
+            text = file.read(size).decode("ascii", "replace")
         if not self.complete:
             text = json.dumps(json.loads(text).get("entry"))
         return EntryText(key, text, offset, size)

@@ -15,6 +15,7 @@ import json
 import shutil
 import struct
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -36,6 +37,7 @@ from ddpstats.dump.analyze import nan_origin
 from ddpstats.dump.compare import _compare
 from ddpstats.dump.compare._tensor_compare import load_tensor
 from ddpstats.dump.config import read_config
+from ddpstats.dump.msprobe import common_names, common_values, parse_name, read_collective
 from ddpstats.dump.reader import open_rank
 from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, ProtocolMismatch
 from ddpstats.guard.diagnosis import Alarm, GuardFinding, RankStatus
@@ -205,6 +207,9 @@ def _walk(path: Path) -> None:
             _ = (value.is_finite, value.has_nan, value.dtype, value.shape)
             if value.is_tensor and value.data_name is not None:
                 load_tensor(opened, value)
+        name = parse_name(entry.name)
+        read_collective(entry, name, 0), common_values(entry, name)
+    common_names((member.key for member in opened.members()), [])
 
 
 def _origin(path: Path) -> None:
@@ -259,7 +264,8 @@ def config(data: bytes) -> None:
     """Read the configuration of `ddpstats.StatsDump`."""
     path = scratch() / "config.json"
     path.write_bytes(data)
-    with contextlib.suppress(ConfigError):
+    with contextlib.suppress(ConfigError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # keys that have no effect
         read_config(path)
 
 
