@@ -195,7 +195,7 @@ _SECTION = {
     "list": _Key(_names, (), _NAMES),
     "tensor_list": _Key(_names, (), _NAMES),
     "data_mode": _Key(_data_mode, ALL_MODES, "['all'], or a list of some of 'forward', 'backward', 'input', 'output'"),
-    "summary_mode": _choice("statistics", "md5", why=": 'md5' adds a checksum, and xor is msprobe's alone"),
+    "summary_mode": _choice("statistics", "md5", why=": 'md5' adds a checksum, and only msprobe has xor"),
     "slice": _only([], "left out: ddpstats describes whole tensors"),
     "request_id": _only("", "left out: ddpstats does not know requests"),
 }
@@ -205,7 +205,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, object]) -> DumpCo
     """Return the configuration in a JSON file, or in a mapping of the same keys.
 
     Raises:
-        ConfigError: names the file, the key, what was given, and the legal values.
+        ConfigError: names the file, the key, the value, and the legal ones.
     """
     where, top = ("the configuration given", source) if isinstance(source, Mapping) else _load(os.fspath(source))
     unknown: list[str] = []
@@ -246,10 +246,10 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, object]) -> DumpCo
 
 
 def _values(
-    where: str, prefix: str, given: Mapping[str, Any], keys: Mapping[str, _Key], unknown: list[str]
+    where: str, prefix: str, settings: Mapping[str, Any], keys: Mapping[str, _Key], unknown: list[str]
 ) -> dict[str, Any]:
     """Return a value for every key; names that are no key are added to ``unknown``. Raises `ConfigError`."""
-    for name in given.keys() - keys.keys():
+    for name in settings.keys() - keys.keys():
         close = difflib.get_close_matches(str(name), keys, 1, _SIMILAR)
         if close:
             raise ConfigError(
@@ -259,7 +259,7 @@ def _values(
         unknown.append(f"{prefix}{name}")
     values = {}
     for name, key in keys.items():
-        value = given.get(name)
+        value = settings.get(name)
         try:
             values[name] = key.default if value is None else key.read(value)
         except ValueError:
@@ -271,18 +271,18 @@ def _load(path: str) -> tuple[str, Mapping[str, Any]]:
     """Return the path and the JSON object in its file. Raises `ConfigError`."""
     try:
         with open_regular(path) as file:
-            given = parse_json(read_at_most(file, _MOST_BYTES).decode("utf-8-sig"))
+            settings = parse_json(read_at_most(file, _MOST_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}. Is this the right path?") from None
     except ValueError as error:
         raise ConfigError(f"{path}: is not legal JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"{path}: holds {_shown(given)}, but must hold one JSON object, as in {EXAMPLE}")
-    return path, given
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: holds {_shown(settings)}, but must hold one JSON object, as in {EXAMPLE}")
+    return path, settings
 
 
 def _shown(value: object) -> str:
-    """Return the value as it stands in JSON, and not too long."""
+    """Return the value in JSON, and not too long."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 120 else text[:117] + "..."
 

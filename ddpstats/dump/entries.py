@@ -214,5 +214,5 @@ def _is_deep(raw: Mapping[str, Any]) -> bool:
         if not level:
             return False
         parts = (value.values() if isinstance(value, dict) else value for value in level)
-        level = [one for part in parts for one in part if isinstance(one, (list, dict))]
+        level = [value for part in parts for value in part if isinstance(value, (list, dict))]
     return True

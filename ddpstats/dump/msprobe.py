@@ -44,7 +44,7 @@ def file_name(name: str, path: str) -> str:
     """Return the name of the file that holds a tensor of an entry.
 
     What a file system may not take is replaced, and what is too long is cut, at the end of the entry's name; a checksum
-    of the whole keeps such names apart.
+    of the whole name makes it unique.
     """
     head, tail = _plain(name), _plain(path)
     if (head, tail) != (name, path) or len(head) + len(tail) > _LONGEST:
@@ -150,7 +150,7 @@ def common_names(a: Iterable[str], b: Iterable[str]) -> tuple[dict[str, str], di
     1. Where all modules of one dump are inside of ``module``, which DistributedDataParallel calls its model, and those
        of the other are not, ``module`` goes.
     2. Where the dumps spell a function in different ways, both get one spelling. Each spelling has numbers of its own:
-       where a dump has several, its calls are numbered anew, in their order.
+       where a dump has several, its calls are numbered again, in their order.
     """
     sides = [[parse_name(full) for full in dict.fromkeys(names)] for names in (a, b)]
     wrapped = [_is_wrapped(names) for names in sides]
@@ -197,7 +197,7 @@ def common_values(entry: DumpEntry, name: Name) -> dict[str, DumpLeaf]:
     """Return an entry's values, None too, by paths on which two tools agree.
 
     An argument of a function in Python is known by its position, however it was passed, and left out where it has its
-    default value. Gradients are counted without those that are None. Of a collective there are the tensors alone.
+    default value. Gradients are counted without those that are None. Of a collective only tensors are returned.
     """
     values = entry.values(nulls=True)
     if name.direction == "backward":
@@ -256,7 +256,7 @@ def _signature(function: Any) -> tuple[inspect.Parameter, ...]:
 
 # -- collectives -------------------------------------------------------------------------------------------------------
 
-# A collective's entry of ours has its inputs among the inputs. Other tools record the call's arguments, and the buffers
+# Our entry of a collective has its inputs among the inputs. Other tools record the call's arguments, and the buffers
 # that a collective writes to are among these: what was in them before does not matter.
 
 _ROOTS = {  # the argument that names the root: by keyword, and by position
@@ -320,7 +320,7 @@ class CollectiveEntry:
 
 
 def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
-    """Read a collective that rank ``me`` took part in."""
+    """Read a collective as rank ``me`` ran it."""
     arguments = {path: leaf for path, leaf in entry.values() if not leaf.is_tensor}
     group = next((leaf.raw for leaf in arguments.values() if leaf.type.endswith("ProcessGroup")), {})
     ranks = group.get("group_ranks")
@@ -346,7 +346,7 @@ def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
 def _tensors(entry: DumpEntry, api: str) -> tuple[list[tuple[str, DumpLeaf]], list[tuple[str, DumpLeaf]]]:
     """Return what the collective takes, and what it makes. Another tool has all arguments among both."""
     taken, made = entry.inputs, [] if api.endswith("send") else entry.outputs
-    if api not in _OUTPUTS or any(leaf.nan_count is not None for _, leaf in (*taken, *made)):  # we alone count
+    if api not in _OUTPUTS or any(leaf.nan_count is not None for _, leaf in (*taken, *made)):  # only ours have counts
         return taken, made
     keyword, position = _OUTPUTS[api]
     buffers = (f"input.{position}", f"input_kwargs.{keyword}", f"output.{position}")

@@ -1,7 +1,7 @@
 """The dumps on disk: which ranks there are, and the entries in the files of each.
 
 Our dump.json has an entry a line, which is read when it is needed. What another tool wrote is parsed whole, and kept
-with an entry a line too. If both dump.json and dump.jsonl are there, dump.json is read: it takes its place before the
+with an entry a line too. If both dump.json and dump.jsonl are there, dump.json is read: it is complete before the
 other one is removed.
 """
 
@@ -46,7 +46,7 @@ _END = re.compile(r"\}\}\s*")
 
 @dataclass(frozen=True, slots=True)
 class EntryText:
-    """An entry as it stands in the file, in JSON.
+    """One entry of a file, in JSON.
 
     Attributes:
         key: its NAME.
@@ -67,7 +67,7 @@ class RankDump:
         path: dump.json, or dump.jsonl.
         rank: from the directory's name; None where it says none.
         step: likewise.
-        header: what stands before the entries.
+        header: the fields before the entries.
         complete: False if the run ended inside this step: the newest entries may be missing.
         rewritten: another tool's dump, with an entry a line.
         notes: what could not be read besides the entries; filled in by `stack_of` and `parent_of`.
@@ -258,11 +258,9 @@ def steps_in(path: Path) -> dict[int, Path]:
 
 def open_rank(path: str | Path) -> RankDump:
     """Open one rank's directory, dump.json or dump.jsonl. Raises `DumpError` naming path and fix."""
-    given, path = Path(path), Path(path)
-    if path.is_dir():
-        path = _file_in(path) or path
+    path = _file_in(Path(path)) or Path(path)
     if not path.is_file():
-        raise DumpError(f"{given}: {_what_is_there(given)}", path=str(given))
+        raise DumpError(f"{path}: {_what_is_there(path)}", path=str(path))
     header, rewritten = _contents(path)
     refused = explain_version(header[VERSION], FORMAT) if VERSION in header else None  # other tools' dumps have none
     if refused is not None:
@@ -325,7 +323,7 @@ def sayable_errors() -> Iterator[None]:
 
 
 def _contents(path: Path) -> tuple[dict[str, Any], bytes | None]:
-    """Return what stands before the entries and, of another tool's dump, all of it with an entry a line."""
+    """Return the fields before the entries and, of another tool's dump, all of it with an entry a line."""
     with open_regular(path) as file:
         first = file.readline(LARGEST_ENTRY_BYTES)
     if path.suffix != ".jsonl":
