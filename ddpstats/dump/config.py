@@ -130,8 +130,9 @@ def _strings(value: Any) -> tuple[str, ...]:
 def _names(value: Any) -> tuple[str, ...]:
     names = _strings(value)
     try:
-        any(map(pattern_of, names))
-    except re.error:
+        for name in names:
+            pattern_of(name)
+    except (re.error, OverflowError, RecursionError):
         _refuse()
     return names
 
