@@ -86,6 +86,14 @@ CASES: dict[str, tuple[Entries, list[tuple[str, str]]]] = {
         {"Torch.exp.0.forward": forward(leaf(100.0), out=OVERFLOW), MUL: forward(OVERFLOW, out=leaf(INF, 1.0))},
         [("computation", "Torch.exp.0.forward")],
     ),
+    "gradient of a parameter, after a backward pass that made it": (
+        {
+            "Torch.exp.0.forward": forward(leaf(1000.0), out=leaf(INF, INF, (), requires_grad=True)),
+            "Torch.sqrt.0.backward": backward(leaf(), out=BAD),
+            "Module.fc.Linear.parameters_grad.0": {"weight": [OTHER_BAD]},
+        },
+        [("computation", "Torch.sqrt.0.backward")],
+    ),
     "gradient of a parameter, and nothing else": (
         {"Module.fc.Linear.parameters_grad.0": {"weight": [BAD]}},
         [("gradient", "Module.fc.Linear.parameters_grad.0")],

@@ -269,7 +269,7 @@ class RankScan:
             tensor = self._find(bad[1])
             if tensor is not None and tensor.cause is not None:
                 self._reach([tensor.cause])
-            elif not self._lost_gradient:
+            elif not any(candidate.standing == "strong" for candidate in self.candidates):
                 self._lost_gradient = True
                 self._reach([self._add_candidate("gradient", entry, [bad])])
 
