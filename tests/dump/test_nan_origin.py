@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats.cli import main
+from ddpstats.dump.analyze.stomp import MemoryWalk
+from ddpstats.dump.entries import DumpEntry
 from tests.dump.collecting import dumped
 from tests.dump.dumps import INF, NAN, backward, collective, forward, leaf, write, write_lines
 
@@ -593,6 +596,28 @@ def test_reused_memory_is_not_reported(tmp_path: Path) -> None:
         "Module.a.A.backward.0": backward(placed(3, 4096, 64), out=placed(4, 4096, 64)),
     }
     assert "share memory" not in report(write(tmp_path, entries))[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shared_memory_is_that_of_a_search_over_all_pairs(seed: int) -> None:
+    choice = random.Random(seed)
+    storages = [(number, 16 * choice.randrange(1, 60), 16 * choice.randrange(1, 40)) for number in range(20)]
+    seen: dict[int, list[int]] = {}
+    walk = MemoryWalk("L1")
+    for time in range(30):
+        storage = choice.choice(storages)
+        seen.setdefault(storage[0], []).append(time)
+        walk.take(DumpEntry(f"Torch.add.{time}.forward", forward(out=placed(*storage))))
+    expected = {
+        (one, other)
+        for one, start, size in storages
+        for other, other_start, other_size in storages
+        if one < other and one in seen and other in seen
+        if max(start, other_start) < min(start + size, other_start + other_size)
+        if max(seen[one][0], seen[other][0]) <= min(seen[one][-1], seen[other][-1])
+    }
+    found = [{overlap.one.number, overlap.other.number} for overlap in walk.overlaps() or ()]
+    assert sorted(map(sorted, found)) == sorted(map(list, expected))
 
 
 # -- dumps that are refused -------------------------------------------------------------------------------------------
