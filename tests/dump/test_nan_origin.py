@@ -424,7 +424,8 @@ def test_rank_that_made_the_nan_before_the_first_collective_is_named(tmp_path: P
         {LOG.format(0): forward(leaf(), out=BAD), REDUCE.format(0): collective(BAD, out=BAD)},
     )
     assert blamed(step) == [(1, "computation", LOG.format(0))]
-    assert findings(step)["phase"] == "before the first collective"
+    (origin,) = findings(step)["origins"]
+    assert (origin["after"], origin["until"]) == (None, REDUCE.format(0))
 
 
 def test_earliest_nan_between_collectives_is_named_whatever_its_rank(tmp_path: Path) -> None:

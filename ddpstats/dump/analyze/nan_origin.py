@@ -16,17 +16,15 @@ import argparse
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ddpstats._base.text import VerbReport, count_of, dtype_name, printable, ranks_text, shorten
 from ddpstats.dump.analyze.nan_scan import Candidate, Collective, Grower, Kind, RankScan, ancestors
 from ddpstats.dump.analyze.stomp import MemoryWalk
-from ddpstats.dump.entries import DumpEntry, DumpLeaf
+from ddpstats.dump.entries import STATISTICS, DumpEntry, DumpLeaf, number
 from ddpstats.dump.msprobe import CollectiveEntry, parse_name
 from ddpstats.dump.reader import RankDump, find_ranks, notes_of, sayable_errors
 from ddpstats.errors import DumpError
-
-Phase = Literal["", "before the first collective", "between collectives", "in a collective"]
 
 EPILOG = """example:
   ddpstats nan-origin dumps/now
@@ -99,7 +97,6 @@ class Findings:
     """The result for the dumps of one step; ``--json`` prints ``asdict`` of it.
 
     Attributes:
-        phase: when the origins occurred.
         unmatched: collectives that some ranks of their group have in their dump, and others not; those that did not
             end; messages without their peer.
         also: what is not finite, and was used by nothing that was recorded.
@@ -109,7 +106,6 @@ class Findings:
 
     step: int | None
     ranks: list[RankSummary]
-    phase: Phase
     origins: list[NaNOrigin]
     unmatched: list[str]
     also: list[str]
@@ -143,7 +139,7 @@ def examine(dumps: Sequence[RankDump]) -> Findings:
         raise DumpError(f"{dumps[0].path} has no entries. Does its configuration choose any, by scope and list?")
     matches = _match_collectives(scans)
     order = _set_clocks(matches)
-    phase, finds = _earliest([*_in_collectives(scans, order), *_between_collectives(scans, matches)])
+    finds = _earliest([*_in_collectives(scans, order), *_between_collectives(scans, matches)])
     origins = [*map(_origin, finds)]
     also = [
         f"{_rank(scan.dump.rank)}: {candidate.name} made {_what(candidate)}; nothing that was recorded used it"
@@ -162,7 +158,7 @@ def examine(dumps: Sequence[RankDump]) -> Findings:
     if undumped := members - {scan.rank for scan in scans}:
         left_out.append(ranks_text(undumped))
     unmatched, notes = [*_unmatched(scans, order)], [*notes_of(dumps), *notes]
-    return Findings(dumps[0].step, summaries, phase, origins, unmatched, also, left_out, notes)
+    return Findings(dumps[0].step, summaries, origins, unmatched, also, left_out, notes)
 
 
 def _in_collectives(scans: Sequence[RankScan], order: Sequence[_Match]) -> Iterator[_Find]:
@@ -187,18 +183,13 @@ def _between_collectives(scans: Sequence[RankScan], matches: Mapping[int, Sequen
             yield _Find((max(clocks, default=0), 1), scan, candidate)
 
 
-def _earliest(finds: list[_Find]) -> tuple[Phase, list[_Find]]:
+def _earliest(finds: list[_Find]) -> list[_Find]:
     """Return what comes first, by ascending rank; what something used goes before what nothing did."""
     finds = [find for find in finds if find.candidate.standing == "strong"] or finds
-    if not finds:
-        return "", []
-    clock = min(find.clock for find in finds)
+    clock = min((find.clock for find in finds), default=None)
     earliest = sorted((find for find in finds if find.clock == clock), key=lambda find: find.scan.rank)
     # what nothing recorded made may have come from another rank, by a collective whose entry was written later
-    earliest = [find for find in earliest if find.candidate.kind not in _VAGUE] or earliest
-    if clock == (0, 1):
-        return "before the first collective", earliest
-    return "between collectives" if clock[1] else "in a collective", earliest
+    return [find for find in earliest if find.candidate.kind not in _VAGUE] or earliest
 
 
 def _origin(find: _Find) -> NaNOrigin:
@@ -443,13 +434,12 @@ def _origins(findings: Findings) -> Iterator[str]:
     groups: dict[tuple[str, Kind], list[NaNOrigin]] = {}
     for origin in findings.origins:
         groups.setdefault((origin.name, origin.kind), []).append(origin)
-    has_time = findings.phase != "in a collective" and any(rank.collectives for rank in findings.ranks)
     for number, origins in enumerate(groups.values()):
         if number:
             yield ""
         ranks = [origin.rank for origin in origins if origin.rank is not None]
         who = ranks_text(ranks).capitalize() + ": " if ranks else ""
-        yield f"{who}{origins[0].verdict}{', ' + findings.phase if has_time else ''}."
+        yield f"{who}{origins[0].verdict}."
         yield from _details(origins[0])
 
 
@@ -475,8 +465,7 @@ def _details(origin: NaNOrigin) -> Iterator[str]:
 
 
 def _tensor(path: str, leaf: DumpLeaf) -> str:
-    numbers = zip(("Max", "Min", "Mean", "Norm"), (leaf.max, leaf.min, leaf.mean, leaf.norm), strict=True)
-    words = [f"{name} {value:.4g}" for name, value in numbers if value is not None]
+    words = [f"{key} {value:.4g}" for key in STATISTICS if (value := number(leaf.raw.get(key))) is not None]
     if not leaf.is_finite:
         words += [f"{leaf.nan_count:,} NaN"] if leaf.nan_count else []
         words += [f"{leaf.inf_count:,} infinite"] if leaf.inf_count else []
