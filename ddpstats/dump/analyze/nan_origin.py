@@ -434,8 +434,8 @@ def _origins(findings: Findings) -> Iterator[str]:
     groups: dict[tuple[str, Kind], list[NaNOrigin]] = {}
     for origin in findings.origins:
         groups.setdefault((origin.name, origin.kind), []).append(origin)
-    for number, origins in enumerate(groups.values()):
-        if number:
+    for index, origins in enumerate(groups.values()):
+        if index:
             yield ""
         ranks = [origin.rank for origin in origins if origin.rank is not None]
         who = ranks_text(ranks).capitalize() + ": " if ranks else ""
@@ -446,8 +446,8 @@ def _origins(findings: Findings) -> Iterator[str]:
 def _details(origin: NaNOrigin) -> Iterator[str]:
     if origin.after or origin.until:
         yield f"  between: {origin.after or 'the beginning'} and {origin.until or 'the end'}"
-    for number, line in enumerate(origin.stack[:_SHOWN_FRAMES]):
-        yield f"  {'  ' if number else 'at'} {line}"
+    for index, line in enumerate(origin.stack[:_SHOWN_FRAMES]):
+        yield f"  {'  ' if index else 'at'} {line}"
     if origin.modules:
         yield "  in " + ", in ".join(origin.modules[:_SHOWN])
     leaves = list(DumpEntry(origin.name, origin.entry).leaves())
