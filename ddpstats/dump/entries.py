@@ -18,8 +18,7 @@ from ddpstats.errors import DumpError
 STATISTICS = ("Max", "Min", "Mean", "Norm")
 T = TypeVar("T")
 
-_SECTIONS = {"input_args": "input", "input_kwargs": "input_kwargs", "parameters": "parameters"}  # others: their own
-_INPUTS = ("input_args", "input_kwargs", "input")
+_SECTIONS = ("input_args", "input", "input_kwargs", "parameters", "output")  # others are gradients of parameters
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "infinity": math.inf, "-infinity": -math.inf}
 _DEEPEST = 64
 _KINDS: dict[str, tuple[type, str]] = {
@@ -136,35 +135,33 @@ class DumpEntry:
     @cached_property
     def inputs(self) -> list[tuple[str, DumpLeaf]]:
         """Tensors that went in, arguments by name included; parameters are not among them."""
-        return list(self._tensors(_INPUTS))
+        return [item for item in self._tensors if item[0].partition(".")[0] in ("input", "input_kwargs")]
 
     @cached_property
     def outputs(self) -> list[tuple[str, DumpLeaf]]:
-        return list(self._tensors(("output",)))
+        return [item for item in self._tensors if item[0].partition(".")[0] == "output"]
 
     def leaves(self) -> Iterator[tuple[str, DumpLeaf]]:
-        """All tensors, in the order of the dump."""
-        return self._tensors(tuple(self.raw))
+        """Yield all tensors, in the order of the dump."""
+        return iter(self._tensors)
+
+    @cached_property
+    def _tensors(self) -> list[tuple[str, DumpLeaf]]:
+        return [item for item in self.values() if item[1].is_tensor]
 
     def values(self, *, nulls: bool = False) -> Iterator[tuple[str, DumpLeaf]]:
-        """All tensors and plain values, in the order of the dump; with ``nulls`` those that are None too."""
-        return ((path, DumpLeaf(raw)) for key in self.raw for path, raw in self._walk(key, nulls))
-
-    def _tensors(self, keys: tuple[str, ...]) -> Iterator[tuple[str, DumpLeaf]]:
-        return ((path, DumpLeaf(raw)) for key in keys for path, raw in self._walk(key) if is_tensor(raw))
-
-    def _walk(self, key: str, nulls: bool = False) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        held = self.raw.get(key)
-        if key not in _SECTIONS and key not in (*_INPUTS, "output") and isinstance(held, list) and len(held) == 1:
-            held = held[0]  # a parameter's gradient: {"weight": [leaf]}
-        for path, raw in _leaves(held, _SECTIONS.get(key, key), _DEEPEST, nulls):
-            if (problem := _problem(raw)) is not None:
-                raise DumpError(
-                    f"{self.source or 'dump'}: {self.name}: {path}: {problem}. The file is damaged, or no statistics "
-                    "dump: dump the step again.",
-                    path=self.source or None,
-                )
-            yield path, raw
+        """Yield all tensors and plain values, in the order of the dump; with ``nulls`` those that are None too."""
+        for key, section in self.raw.items():
+            if key not in _SECTIONS and isinstance(section, list) and len(section) == 1:
+                section = section[0]  # a parameter's gradient: {"weight": [leaf]}
+            for path, raw in _leaves(section, "input" if key == "input_args" else key, _DEEPEST, nulls):
+                if (problem := _problem(raw)) is not None:
+                    raise DumpError(
+                        f"{self.source or 'dump'}: {self.name}: {path}: {problem}. The file is damaged, or no "
+                        "statistics dump: dump the step again.",
+                        path=self.source or None,
+                    )
+                yield path, DumpLeaf(raw)
 
 
 def _leaves(held: Any, path: str, depth: int, nulls: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:

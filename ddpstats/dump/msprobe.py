@@ -292,8 +292,7 @@ class CollectiveEntry:
         sequence: its number in its group (of a message: between these two); None where the dump does not say.
         peer: of a message; None where it has none, or the dump does not say.
         incomplete: it had not ended when the dump did, or it failed.
-        taken, made: its tensors that matter on this rank, finite or not.
-        bad_inputs, bad_outputs: whether some of these are not finite.
+        taken, made: its tensors that matter on this rank.
     """
 
     entry: DumpEntry
@@ -307,8 +306,6 @@ class CollectiveEntry:
     incomplete: bool
     taken: tuple[tuple[str, DumpLeaf], ...]
     made: tuple[tuple[str, DumpLeaf], ...]
-    bad_inputs: bool = False
-    bad_outputs: bool = False
 
     @property
     def name(self) -> str:

@@ -40,7 +40,7 @@ LARGEST_FILE_BYTES = 1 << 30  # of a file that is parsed whole
 
 _SHOWN = 8
 _HEADER = re.compile(rb'\{.*"data": ?\{\r?\n')
-_ENTRY = re.compile(r'("(?:[^"\\]|\\.)*"): ?(\{.*\}),?\r?\n')
+_ENTRY = re.compile(r'("[^"\\]*(?:\\.[^"\\]*)*"): ?(\{.*\}),?\r?\n')
 _END = re.compile(r"\}\}\s*")
 
 
@@ -110,12 +110,12 @@ class RankDump:
             return
         with self._open() as file:
             for offset, line in _lines(file, self.path):
-                if not offset or not line.strip():
-                    continue
-                if _END.fullmatch(line) and not file.read(1):
-                    return
                 match = _ENTRY.fullmatch(line)
                 if match is None:
+                    if not offset or line.isspace():
+                        continue
+                    if _END.fullmatch(line) and not file.read(1):
+                        return
                     raise damaged(self.path, f"the line at byte {offset:,} is no entry, or the file ends in it")
                 yield EntryText(json.loads(match[1], strict=False), match[2], offset + match.start(2), len(match[2]))
         raise damaged(self.path, "it ends in the middle of its JSON")
