@@ -617,7 +617,7 @@ def test_shared_memory_is_that_of_a_search_over_all_pairs(seed: int) -> None:
         if max(start, other_start) < min(start + size, other_start + other_size)
         if max(seen[one][0], seen[other][0]) <= min(seen[one][-1], seen[other][-1])
     }
-    found = [{overlap.one.number, overlap.other.number} for overlap in walk.overlaps() or ()]
+    found = [{overlap.first.number, overlap.second.number} for overlap in walk.overlaps() or ()]
     assert sorted(map(sorted, found)) == sorted(map(list, expected))
 
 

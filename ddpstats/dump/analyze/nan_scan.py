@@ -252,7 +252,7 @@ class RankScan:
         candidate = self._add_candidate(kind, entry, made)
         candidate.masked = has_mask
         if name.direction == "backward":  # what its forward pass made is in the graph
-            self._reach([candidate, *(other for other in self.candidates if other.name == name.forward)])
+            self._reach([candidate, *(earlier for earlier in self.candidates if earlier.name == name.forward)])
         return candidate
 
     def _name_parameters(self, name: Name, parameters: Leaves) -> None:
@@ -292,11 +292,11 @@ class RankScan:
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
     def _find(self, leaf: DumpLeaf) -> _Tensor | None:
-        statistics, place = _keys(leaf)
-        if place is not None and (tensor := self._tensors.get(place + statistics)) is not None:
+        statistics, location = _keys(leaf)
+        if location is not None and (tensor := self._tensors.get(location + statistics)) is not None:
             return tensor
         tensor = self._tensors.get(statistics)
-        if tensor is not None and None not in (place, tensor.storage) and tensor not in self._unused:
+        if tensor is not None and None not in (location, tensor.storage) and tensor not in self._unused:
             return None  # that one was taken, and is elsewhere in memory: this is another one
         return tensor
 
@@ -305,10 +305,10 @@ class RankScan:
     ) -> _Tensor:
         requires_grad = bool(leaf.requires_grad)
         tensor = _Tensor(cause, maker, leaf.storage_id, requires_grad, self._gradients, in_place, is_raw)
-        statistics, place = _keys(leaf)
+        statistics, location = _keys(leaf)
         self._put(self._tensors, statistics, tensor)
-        if place is not None:
-            self._put(self._tensors, place + statistics, tensor)
+        if location is not None:
+            self._put(self._tensors, location + statistics, tensor)
         self._put(self._has_backward, maker, self._has_backward.get(maker, False))
         self._put(self._unused, tensor, None)
         return tensor
@@ -330,7 +330,7 @@ class RankScan:
         candidate = Candidate(kind, entry, bad, len(self.collectives), self.entries, in_backward=self._gradients > 0)
         if len(self.candidates) >= _MAX_CANDIDATES:
             alive = {tensor.cause for tensor in self._unused}
-            kept = [other for other in self.candidates if other.standing == "strong" or other in alive]
+            kept = [earlier for earlier in self.candidates if earlier.standing == "strong" or earlier in alive]
             self.candidates = kept[: _MAX_CANDIDATES - 1]
         self.candidates.append(candidate)
         return candidate
@@ -344,8 +344,8 @@ def bad_leaves(leaves: Iterable[tuple[str, DumpLeaf]]) -> Leaves:
 def _keys(leaf: DumpLeaf) -> tuple[str, str | None]:
     """Return what identifies a tensor as well as statistics can, and its place in memory if it is known."""
     statistics = [leaf.raw.get(key) for key in ("shape", *STATISTICS, "nan_count", "first_bad")]
-    place = None if leaf.storage_id is None else f"{leaf.storage_id} {leaf.storage_offset} "
-    return repr(statistics), place
+    location = None if leaf.storage_id is None else f"{leaf.storage_id} {leaf.storage_offset} "
+    return repr(statistics), location
 
 
 def _nonfinite_numbers(entry: DumpEntry) -> list[float]:

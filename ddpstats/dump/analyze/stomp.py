@@ -42,24 +42,24 @@ class Storage:
 
 @dataclass(frozen=True)
 class Overlap:
-    """A pair of storages that are live at once and share bytes; ``one`` was there before ``other``."""
+    """A pair of storages that are live at once and share bytes; ``first`` was there before ``second``."""
 
-    one: Storage
-    other: Storage
+    first: Storage
+    second: Storage
 
     @property
     def across_streams(self) -> bool:
-        return bool(self.one.streams ^ self.other.streams)
+        return bool(self.first.streams ^ self.second.streams)
 
     def __str__(self) -> str:
-        one, other = self.one, self.other
-        start, end = max(one.start, other.start), min(one.end, other.end)
-        streams = f", {_streams(one)} and {_streams(other)}" if self.across_streams else ""
+        first, second = self.first, self.second
+        start, end = max(first.start, second.start), min(first.end, second.end)
+        streams = f", {_streams(first)} and {_streams(second)}" if self.across_streams else ""
         return (
-            f"{one.first_seen} (storage {one.number}) and {other.first_seen} (storage {other.number}) share "
-            f"{end - start:,} bytes on {one.device}{streams}: 0x{start:x} to 0x{end:x}, from byte "
-            f"{start - one.start:,} of the one and byte {start - other.start:,} of the other; the one is still in use "
-            f"at {one.last_seen}, the other at {other.last_seen}"
+            f"{first.first_seen} (storage {first.number}) and {second.first_seen} (storage {second.number}) share "
+            f"{end - start:,} bytes on {first.device}{streams}: 0x{start:x} to 0x{end:x}, from byte "
+            f"{start - first.start:,} of the one and byte {start - second.start:,} of the other; the one is still in "
+            f"use at {first.last_seen}, the other at {second.last_seen}"
         )
 
 
@@ -108,15 +108,15 @@ class MemoryWalk:
             if is_end:
                 del alike[bisect.bisect_left(alike, key)]
                 continue
-            for (device, size_bits), others in live.items():
-                index = bisect.bisect_left(others, (storage.end,)) - 1
-                while index >= 0 and device == storage.device and others[index][0] + 2**size_bits > storage.start:
-                    other = others[index][2]
-                    if other.end > storage.start and other.number != storage.number:
-                        overlaps.append(Overlap(other, storage))
+            for (device, size_bits), rows in live.items():
+                index = bisect.bisect_left(rows, (storage.end,)) - 1
+                while index >= 0 and device == storage.device and rows[index][0] + 2**size_bits > storage.start:
+                    earlier = rows[index][2]
+                    if earlier.end > storage.start and earlier.number != storage.number:
+                        overlaps.append(Overlap(earlier, storage))
                     index -= 1
             bisect.insort(alike, (*key, storage))
-        return sorted(overlaps, key=lambda overlap: (not overlap.across_streams, overlap.other.first))
+        return sorted(overlaps, key=lambda overlap: (not overlap.across_streams, overlap.second.first))
 
 
 def _streams(storage: Storage) -> str:
