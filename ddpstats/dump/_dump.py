@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._base.lazy import breaks_graph
-from ddpstats.dump.collect._calls import CallWatch
-from ddpstats.dump.collect._modules import ModuleWatch
-from ddpstats.dump.collect._recorder import Recorder
 from ddpstats.dump.config import DumpConfig, read_config
 from ddpstats.dump.msprobe import DUMP, LINES
+from ddpstats.dump.record.calls import CallWatch
+from ddpstats.dump.record.modules import ModuleWatch
+from ddpstats.dump.record.recorder import Recorder
 from ddpstats.errors import ConfigError, DumpError
 
 
@@ -193,7 +193,7 @@ class StatsDump:
                 self._begin(modules)
             if self._config.level != "L0":
                 if dist.is_available() and dist.is_initialized():
-                    from ddpstats.dump.collect._collectives import CollectiveWatch
+                    from ddpstats.dump.record.collectives import CollectiveWatch
 
                     self._begin(CollectiveWatch(recorder))
                 self._begin(CallWatch(recorder))

@@ -74,7 +74,7 @@ def test_statistics_on_a_device_are_those_of_the_host(
 ) -> None:
     model = make_model()
     on_host = dumped(tmp_path / "host", lambda: step_of(model), model, "mix")
-    monkeypatch.setattr("ddpstats.dump.collect._recorder._BATCH", 20)
+    monkeypatch.setattr("ddpstats.dump.record.recorder._BATCH", 20)
     reads = on_a_device(monkeypatch)
     entries = dumped(tmp_path / "device", lambda: step_of(model), model, "mix", async_dump=is_async)
     assert len(reads) == 1 if is_async else len(reads) > 5

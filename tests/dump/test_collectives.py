@@ -205,7 +205,7 @@ def test_error_of_the_dump_does_not_reach_a_collective(
         dist.all_reduce(tensor, async_op=True).wait()
         model(torch.ones(1, 1)).sum().backward()
 
-    monkeypatch.setattr(f"ddpstats.dump.collect._recorder.Recorder.{method}", fails)
+    monkeypatch.setattr(f"ddpstats.dump.record.recorder.Recorder.{method}", fails)
     tensor, model = torch.ones(3), DistributedDataParallel(nn.Linear(1, 1, bias=False))
     with pytest.warns(UserWarning, match="could not be collected"):
         dumped_in(tmp_path, body)

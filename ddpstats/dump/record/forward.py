@@ -1,4 +1,4 @@
-"""A forward pass of a module or a function: its entry, and what is to be seen of its backward pass (`_gradient_edges`).
+"""A forward pass of a module or a function: its entry, and what is to be seen of its backward pass (`backward`).
 
 Inputs are measured before the call, for it may overwrite them; outputs after it.
 """
@@ -13,9 +13,9 @@ from torch import nn
 
 from ddpstats._observe.torch_compat import no_dispatch_no_grad
 from ddpstats.dump.collect._argument_json import tensors_in
-from ddpstats.dump.collect._gradient_edges import Before, watch_backward
-from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 from ddpstats.dump.msprobe import backward_of
+from ddpstats.dump.record.backward import Before, watch_backward
+from ddpstats.dump.record.recorder import OpenEntry, Recorder
 
 
 class ForwardPass:

@@ -35,8 +35,8 @@ from ddpstats._observe.torch_compat import (
     with_engine,
 )
 from ddpstats.dump.collect._argument_json import tensors_in
-from ddpstats.dump.collect._forward import ForwardPass
-from ddpstats.dump.collect._recorder import Recorder
+from ddpstats.dump.record.forward import ForwardPass
+from ddpstats.dump.record.recorder import Recorder
 
 _SKIPPED = frozenset((
     "__get__", "__set__", "__delete__", "__repr__", "__str__", "__format__", "__len__", "__bool__", "__int__",

@@ -40,9 +40,9 @@ from ddpstats._observe.torch_compat import (
     shard_version,
     without_compile,
 )
-from ddpstats.dump.collect._forward import ForwardPass
-from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 from ddpstats.dump.msprobe import module_base
+from ddpstats.dump.record.forward import ForwardPass
+from ddpstats.dump.record.recorder import OpenEntry, Recorder
 
 
 class ModuleWatch:

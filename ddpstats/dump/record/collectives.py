@@ -28,7 +28,7 @@ from torch import Tensor
 from ddpstats._observe import collectives
 from ddpstats._observe.operators import Collective
 from ddpstats._observe.torch_compat import graph_task, queue_callback
-from ddpstats.dump.collect._recorder import OpenEntry, Recorder
+from ddpstats.dump.record.recorder import OpenEntry, Recorder
 
 
 @dataclass(eq=False)
