@@ -26,9 +26,10 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ddpstats.dump.entries import DumpEntry, DumpLeaf
+if TYPE_CHECKING:
+    from ddpstats.dump.reader import DumpEntry, DumpLeaf
 
 STEP_DIRECTORY = re.compile(r"step(\d+)")
 RANK_DIRECTORY = re.compile(r"rank(\d*)|proc\d+")

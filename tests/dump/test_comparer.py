@@ -8,7 +8,7 @@ import pytest
 
 from ddpstats.dump.compare._comparer import EntryComparer
 from ddpstats.dump.compare._rows import Mode, Row
-from ddpstats.dump.entries import DumpEntry
+from ddpstats.dump.reader import DumpEntry
 from tests.dump.hand_made import forward, tensor
 
 

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 from ddpstats._base.text import VerbReport, count_of, dtype_name, printable, ranks_text, shorten
 from ddpstats.dump.analyze.nan_scan import Candidate, Collective, Grower, Kind, RankScan, ancestors
 from ddpstats.dump.analyze.stomp import MemoryWalk
-from ddpstats.dump.entries import STATISTICS, DumpEntry, DumpLeaf, number
 from ddpstats.dump.msprobe import CollectiveEntry, parse_name
-from ddpstats.dump.reader import RankDump, find_ranks, notes_of, sayable_errors
+from ddpstats.dump.reader import STATISTICS, DumpEntry, DumpLeaf, RankDump, find_ranks, notes_of, number, sayable_errors
 from ddpstats.errors import DumpError
 
 EPILOG = """example:

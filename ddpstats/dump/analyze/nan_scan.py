@@ -23,9 +23,8 @@ from typing import Any, Literal, TypeVar
 
 from ddpstats._base.text import dtype_name
 from ddpstats._observe import tensor_rules
-from ddpstats.dump.entries import STATISTICS, DumpEntry, DumpLeaf
 from ddpstats.dump.msprobe import CollectiveEntry, Name, parse_name, read_collective
-from ddpstats.dump.reader import RankDump, rank_of
+from ddpstats.dump.reader import STATISTICS, DumpEntry, DumpLeaf, RankDump, rank_of
 
 Kind = Literal["computation", "arrived", "parameter", "uninitialised", "given", "gradient", "collective"]
 Standing = Literal["strong", "weak", "unused", "finite again"]

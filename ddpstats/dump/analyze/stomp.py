@@ -17,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ddpstats.dump.entries import DumpEntry, DumpLeaf
 from ddpstats.dump.msprobe import parse_name
+from ddpstats.dump.reader import DumpEntry, DumpLeaf
 
 
 @dataclass(eq=False)

@@ -46,8 +46,8 @@ from ddpstats.dump.collect._tensor_stats import (
     of_numbers,
     plain_values,
 )
-from ddpstats.dump.entries import STATISTICS
 from ddpstats.dump.format._tensor_files import TensorFiles, checksum, without_repeats
+from ddpstats.dump.reader import STATISTICS
 
 Leaf = dict[str, Any]
 

@@ -23,9 +23,8 @@ from typing import Any
 
 from ddpstats._base.text import count_of, printable, ranks_text
 from ddpstats.dump.compare._rows import Mode
-from ddpstats.dump.entries import STATISTICS, DumpEntry, DumpLeaf
 from ddpstats.dump.msprobe import parse_name, read_collective
-from ddpstats.dump.reader import RankDump, notes_of, rank_of, ranks_without_dump
+from ddpstats.dump.reader import STATISTICS, DumpEntry, DumpLeaf, RankDump, notes_of, rank_of, ranks_without_dump
 
 KEPT_DIVERGENCES = 1000
 

@@ -24,7 +24,7 @@ from ddpstats.dump.compare._rules import (
     statistics_color,
     tensor_color,
 )
-from ddpstats.dump.entries import STATISTICS, DumpEntry, DumpLeaf, number
+from ddpstats.dump.reader import STATISTICS, DumpEntry, DumpLeaf, number
 
 _PLAIN = {"int", "float", "bool", "str", "complex", "None", "slice", "ellipsis", "torch.dtype", "torch.Size"}
 _MEAN = STATISTICS.index("Mean")

@@ -10,8 +10,7 @@ from ddpstats._base.text import count_of, printable, ranks_text
 from ddpstats.dump.compare._pages import Section
 from ddpstats.dump.compare._rows import Mode, Row, as_dict, cells, columns
 from ddpstats.dump.compare._two_dumps import PairedDumps
-from ddpstats.dump.entries import STATISTICS
-from ddpstats.dump.reader import RankDump, notes_of
+from ddpstats.dump.reader import STATISTICS, RankDump, notes_of
 
 _SHOWN_ROWS = 20
 _SHOWN_COLORED = 5

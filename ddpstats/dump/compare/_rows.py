@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpstats.dump.compare._rules import Closeness, Color, Difference
-from ddpstats.dump.entries import STATISTICS, DumpLeaf
+from ddpstats.dump.reader import STATISTICS, DumpLeaf
 
 Mode = Literal["statistics", "md5", "tensor"]
 MODES: tuple[Mode, ...] = ("tensor", "md5", "statistics")  # the one that says most first

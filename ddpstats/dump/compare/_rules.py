@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ddpstats.dump.entries import DumpLeaf
+from ddpstats.dump.reader import DumpLeaf
 
 KEPT_RUNS = 1000
 _SHOWN_RUNS = 4

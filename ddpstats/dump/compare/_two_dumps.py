@@ -32,8 +32,7 @@ from typing import Literal
 from ddpstats.dump.compare._comparer import EntryComparer
 from ddpstats.dump.compare._rows import Row
 from ddpstats.dump.compare._rules import difference, is_over
-from ddpstats.dump.entries import STATISTICS, DumpEntry
-from ddpstats.dump.reader import EntryText, RankDump
+from ddpstats.dump.reader import STATISTICS, DumpEntry, EntryText, RankDump
 
 KEPT_ROWS = 3000
 
