@@ -457,7 +457,7 @@ def test_error_of_the_dump_is_logged_and_does_not_reach_the_program(
     def fails(tensor: Tensor) -> None:
         raise RuntimeError("made up")
 
-    monkeypatch.setattr("ddpstats.dump.collect._leaves.host_stats", fails)
+    monkeypatch.setattr("ddpstats.dump.record.leaves.host_stats", fails)
     model = make_model()
     dump = StatsDump({"dump_path": str(tmp_path), "level": "mix"}, model=model)
     dump.start()

@@ -45,18 +45,18 @@ def test_no_value_is_read_inside_the_step(tmp_path: Path, config: dict[str, Any]
 
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Treat tensors in host memory as if they were on a device; return a list that grows with each read from it."""
-    from ddpstats.dump.collect import _leaves
+    from ddpstats.dump.record import leaves as record_leaves
 
     reads: list[int] = []
 
-    settle = _leaves.TensorSummaries.settle
+    settle = record_leaves.TensorSummaries.settle
 
     def counted(self: Any) -> None:
         reads.append(self.waiting)
         settle(self)
 
-    monkeypatch.setattr(_leaves, "_is_on_host", lambda values: False)
-    monkeypatch.setattr(_leaves.TensorSummaries, "settle", counted)
+    monkeypatch.setattr(record_leaves, "_is_on_host", lambda values: False)
+    monkeypatch.setattr(record_leaves.TensorSummaries, "settle", counted)
     return reads
 
 
@@ -154,7 +154,7 @@ def test_error_of_the_device_costs_no_entry(tmp_path: Path, monkeypatch: pytest.
     dump = StatsDump({"dump_path": str(tmp_path), "async_dump": is_async})
     dump.start()
     torch.ones(3).exp().sin()
-    monkeypatch.setattr("ddpstats.dump.collect._leaves._stacked", broken)
+    monkeypatch.setattr("ddpstats.dump.record.leaves._stacked", broken)
     with pytest.warns(UserWarning, match="could not be collected"):
         dump.stop()
     directory = tmp_path / "step0/rank"

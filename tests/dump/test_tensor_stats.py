@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpstats.dump.collect._tensor_stats import (
+from ddpstats.dump.record.measure import (
     Stats,
     device_stats,
     host_stats,
     of_numbers,
     plain_values,
 )
-from ddpstats.dump.format._tensor_files import without_repeats
+from ddpstats.dump.tensor_files import without_repeats
 
 
 def on_device(tensor: Tensor) -> Stats:

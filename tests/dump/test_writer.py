@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump.format._writer import StepWriter
 from ddpstats.dump.msprobe import file_name
+from ddpstats.dump.writer import StepWriter
 
 HEADER = {"task": "statistics", "level": "mix", "dump_data_dir": None}
 ENTRY: dict[str, Any] = {"input_args": [{"Max": math.nan, "Min": -math.inf}], "output": []}
@@ -75,7 +75,7 @@ def test_full_disk_costs_no_entry_once_there_is_room(tmp_path: Path, monkeypatch
         patch.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space"):
             writer.add("Torch.add.1.forward", ENTRY, 0, None)
-        patch.setattr("ddpstats.dump.format._writer.replace_file", lambda path, fill: full(0, b""))
+        patch.setattr("ddpstats.dump.writer.replace_file", lambda path, fill: full(0, b""))
         with pytest.raises(OSError, match="No space"):
             writer.finish()
     assert writer._file is None  # its descriptor is given back

@@ -28,8 +28,8 @@ from typing import Any
 from torch import Tensor
 
 from ddpstats._observe.torch_compat import graph_task, is_tracing, next_node_number, no_dispatch_no_grad, node_number
-from ddpstats.dump.collect._argument_json import tensors_in
 from ddpstats.dump.msprobe import backward_of
+from ddpstats.dump.record.arguments import tensors_in
 from ddpstats.dump.record.recorder import OpenEntry, Recorder
 
 _MOST_NODES = 20_000

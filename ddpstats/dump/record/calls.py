@@ -34,7 +34,7 @@ from ddpstats._observe.torch_compat import (
     is_tracing,
     with_engine,
 )
-from ddpstats.dump.collect._argument_json import tensors_in
+from ddpstats.dump.record.arguments import tensors_in
 from ddpstats.dump.record.forward import ForwardPass
 from ddpstats.dump.record.recorder import Recorder
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ddpstats._observe.torch_compat import no_dispatch_no_grad
-from ddpstats.dump.collect._argument_json import tensors_in
 from ddpstats.dump.msprobe import backward_of
+from ddpstats.dump.record.arguments import tensors_in
 from ddpstats.dump.record.backward import Before, watch_backward
 from ddpstats.dump.record.recorder import OpenEntry, Recorder
 

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from ddpstats._base.files import make_private_directory
 from ddpstats._observe.torch_compat import graph_task, in_backward, no_dispatch_no_grad
-from ddpstats.dump.collect._leaves import TensorSummaries
 from ddpstats.dump.config import ALL_MODES, DumpConfig, DumpSelection, pattern_of
-from ddpstats.dump.format._tensor_files import TensorFiles
-from ddpstats.dump.format._writer import StepWriter
 from ddpstats.dump.msprobe import ERRORS, TENSORS, backward_of
+from ddpstats.dump.record.leaves import TensorSummaries
 from ddpstats.dump.record.stacks import StackBook
+from ddpstats.dump.tensor_files import TensorFiles
+from ddpstats.dump.writer import StepWriter
 
 _BATCH = 256
 _ENOUGH = "_StopRecomputationError"  # activation checkpointing has what it wants, and leaves: nothing failed

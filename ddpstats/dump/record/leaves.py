@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddpstats._observe.torch_compat import storage_id
-from ddpstats.dump.collect._argument_json import (
+from ddpstats.dump.reader import STATISTICS
+from ddpstats.dump.record.arguments import (
     DEEPEST,
     MOST_ITEMS,
     SCALARS,
@@ -38,7 +39,7 @@ from ddpstats.dump.collect._argument_json import (
     size_of,
     text,
 )
-from ddpstats.dump.collect._tensor_stats import (
+from ddpstats.dump.record.measure import (
     NOTHING,
     Stats,
     device_stats,
@@ -46,8 +47,7 @@ from ddpstats.dump.collect._tensor_stats import (
     of_numbers,
     plain_values,
 )
-from ddpstats.dump.format._tensor_files import TensorFiles, checksum, without_repeats
-from ddpstats.dump.reader import STATISTICS
+from ddpstats.dump.tensor_files import TensorFiles, checksum, without_repeats
 
 Leaf = dict[str, Any]
 
