@@ -1,10 +1,10 @@
-"""`StatsDump`: which steps are collected, and what watches the program meanwhile.
+"""`StatsDump`: which steps are recorded, and what watches the program meanwhile.
 
 1. `start` looks whether this step and rank are wanted. If not, that is all that happens.
 2. It makes the step's `Recorder`, puts hooks on the modules (L0, mix), shows it the calls (L1, mix) and the collectives
    (L1, mix, where there is torch.distributed).
-3. `stop` takes all of that away, whatever happened, and has the files written.
-4. `step` ends the step. Until then `start` may come again: a step can be collected in pieces.
+3. `stop` takes all of that away, whatever happened. `start` may come again: a step can be recorded in pieces.
+4. `step` ends the step, and has its files written; so does the end of the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -70,25 +69,18 @@ class StatsDump:
     """
 
     def __init__(self, config: str | os.PathLike[str] | Mapping[str, object], *, model: Any = None) -> None:
-        given = read_config(config)
-        self._config = replace(given, dump_path=given.dump_path.absolute())  # the program may change its directory
-        self._model = _checked(model)
+        read = read_config(config)
+        self._config = replace(read, dump_path=read.dump_path.absolute())  # the program may change its directory
+        self._model = _check_model(model)
         self._step = 0
         self._watches: list[Any] = []
         self._recorder: Recorder | None = None
-        self._is_running = False
-        self._left: list[Any] = []  # watches that only their own thread can take away
-        self._has_warned = self._has_warned_of_ranks = False
+        self._warned: set[str] = set()
         _check_path(self._config)
-        _all.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy collects nothing until it is started."""
-        return {**vars(self), "_watches": [], "_recorder": None, "_is_running": False, "_left": []}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        _all.add(self)
+        """A copy records nothing until it is started."""
+        return {**vars(self), "_watches": [], "_recorder": None}
 
     @property
     def config(self) -> DumpConfig:
@@ -102,7 +94,7 @@ class StatsDump:
 
     @breaks_graph
     def start(self, model: Any = None) -> None:
-        """Collect from here on, if this step and this rank are chosen; before the forward pass.
+        """Record from here on, if this step and this rank are chosen; before the forward pass.
 
         Args:
             model: takes the place of the constructor's.
@@ -111,49 +103,58 @@ class StatsDump:
             ConfigError: the level is L0 or mix, and there is no model.
             DumpError: there is a dump of this step and rank already, or its directory cannot be made.
         """
-        if self._is_running or not self._config.wants_step(self._step):
+        if self._watches or not self._config.wants_step(self._step):
             return
-        self._take_left()
         rank = _rank()
-        self._warn_of_ranks()
+        for problem in self._config.problems(_world_size()):
+            self._warn(f"the dump's configuration: {problem}")
         if not self._config.wants_rank(rank):
             return
         if model is not None:
-            self._model = _checked(model)
+            self._model = _check_model(model)
         if self._config.level != "L1" and self._model is None:
             raise ConfigError(
                 f"level {self._config.level} collects modules: give the model, as StatsDump(config, model=model) or "
                 "start(model); level L1 needs none"
             )
-        self._open(rank)
-        self._install()
+        if self._recorder is None:
+            self._recorder = _open(self._config, _directory(self._config, self._step, rank))
+            _unfinished.add(self)
+        else:
+            self._recorder.resume()
+        try:
+            self._watch(self._recorder)
+        except BaseException:
+            self.stop()
+            if self._recorder.abandon():
+                self._discard()
+            raise
 
     @breaks_graph
     def stop(self) -> None:
-        """Collect no longer, and write the files; after the backward pass. Does nothing where nothing is collected.
-
-        What could not be collected or written is warned about when that is done; it raises nothing but what warnings
-        are turned into.
-        """
-        self._take_left()
-        if not self._is_running:
+        """Record no longer; after the backward pass. Does nothing where nothing is recorded. It raises nothing."""
+        watches, self._watches = self._watches, []
+        if self._recorder is None or not watches:
             return
-        self._uninstall().close()
+        for watch in reversed(watches):
+            try:
+                watch.stop()
+            except Exception as error:
+                self._recorder.note_error("stopping", error)
+        self._recorder.pause()
 
     @breaks_graph
     def step(self) -> None:
-        """The training step is over: the next one begins. Stops first, where that was forgotten."""
-        try:
-            self.stop()
-        finally:
-            self._recorder = None
-            self._step += 1
+        """The training step is over: write its files, and begin the next one. Stops first, where that was forgotten.
 
-    def _warn_of_ranks(self) -> None:
-        if not self._has_warned_of_ranks:
-            self._has_warned_of_ranks = True
-            for problem in self._config.problems(_world_size()):
-                warnings.warn(f"ddpstats: the dump's configuration: {problem}", stacklevel=4)
+        What could not be recorded or written is warned about; it raises nothing but what warnings are turned into.
+        """
+        self.stop()
+        self._step += 1
+        recorder = self._discard()
+        if recorder is not None:
+            recorder.finish()
+            recorder.warn()
 
     def __enter__(self) -> StatsDump:
         self.start()
@@ -164,108 +165,83 @@ class StatsDump:
     ) -> None:
         self.stop()
 
-    def _open(self, rank: int | None) -> None:
-        directory = _directory(self._config, self._step, rank)
-        try:
-            if self._recorder is not None:
-                self._recorder.reopen()
-                return
-            _check_empty(directory)
-            self._recorder = Recorder(self._config, directory)
-        except FileExistsError:
-            raise DumpError(
-                f"{directory} is written to by another process. Ranks are told apart by torch.distributed, if that is "
-                "initialized before start, or by RANK in the environment; or give another dump_path.",
-                path=str(directory),
-            ) from None
-        except OSError as error:
-            raise DumpError(f"{directory} cannot be written: {error}", path=str(directory)) from None
+    def _watch(self, recorder: Recorder) -> None:
+        if self._config.level != "L1":
+            modules = ModuleWatch(recorder, self._model)
+            if modules.has_compiled:
+                self._warn(
+                    "the model has parts under torch.compile or TorchScript: what is inside them is not in the dump. "
+                    "Run without that to see it."
+                )
+            self._begin(modules)
+        if self._config.level != "L0":
+            if dist.is_available() and dist.is_initialized():
+                from ddpstats.dump.record.collectives import CollectiveWatch
 
-    def _install(self) -> None:
-        recorder = self._recorder
-        assert recorder is not None
-        self._is_running = True
-        _running.add(self)
-        try:
-            if self._config.level != "L1":
-                modules = ModuleWatch(recorder, self._model)
-                self._warn_of_compiled(modules.has_compiled)
-                self._begin(modules)
-            if self._config.level != "L0":
-                if dist.is_available() and dist.is_initialized():
-                    from ddpstats.dump.record.collectives import CollectiveWatch
-
-                    self._begin(CollectiveWatch(recorder))
-                self._begin(CallWatch(recorder))
-        except BaseException:
-            self._uninstall()
-            if recorder.abandon():
-                self._recorder = None
-            raise
+                self._begin(CollectiveWatch(recorder))
+            self._begin(CallWatch(recorder))
 
     def _begin(self, watch: Any) -> None:
         self._watches.append(watch)
         watch.start()
 
-    def _uninstall(self) -> Recorder:
-        """Returns what has collected the step so far."""
-        self._is_running = False
-        _running.discard(self)
-        watches, self._watches = self._watches, []
-        recorder = self._recorder
-        assert recorder is not None
-        for watch in reversed(watches):
-            try:
-                if watch.stop() is False:
-                    self._left.append(watch)
-            except Exception as error:
-                recorder.note_error("stopping", error)
+    def _discard(self) -> Recorder | None:
+        """Return the step's recorder, which is no longer kept."""
+        _unfinished.discard(self)
+        recorder, self._recorder = self._recorder, None
         return recorder
 
-    def _take_left(self) -> None:
-        if self._left:
-            self._left = [watch for watch in self._left if watch.stop() is False]
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(f"ddpstats: {text}", stacklevel=4)
 
     def _forget(self) -> None:
-        """In a process that was forked from the one that collects: the files are not this one's."""
-        self._is_running = False
+        """Leave the files to the process from which this one was forked."""
         watches, self._watches = self._watches, []
-        if self._recorder is not None:
-            self._recorder.forget()
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.forget()
         for watch in watches:
             with contextlib.suppress(Exception):
                 watch.forget()
-        self._recorder = None
-
-    def _warn_of_compiled(self, has_compiled: bool) -> None:
-        if has_compiled and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "ddpstats: the model has parts under torch.compile or TorchScript: what is inside them is not in the "
-                "dump. Run without that to see it.",
-                stacklevel=5,
-            )
 
 
-_running: set[StatsDump] = set()
-_all: WeakSet[StatsDump] = WeakSet()
+_unfinished: set[StatsDump] = set()  # those with a step whose files are not written
 
 
 @atexit.register
 def _at_exit() -> None:
-    for dump in list(_running):
-        dump._uninstall().break_off()
+    """Write what is complete. Of a step that the process ends inside, the lines stay, which readers call incomplete."""
+    for dump in list(_unfinished):
+        is_complete = not dump._watches
+        dump.stop()
+        recorder = dump._discard()
+        if recorder is not None:
+            if is_complete:
+                recorder.finish()
+            recorder.warn()
 
 
 def _in_forked() -> None:
     """Workers of a DataLoader are forked inside the step, or between two pieces of it, and go on with all there was."""
-    for dump in list(_all):
+    for dump in list(_unfinished):
         dump._forget()
-    _running.clear()
+    _unfinished.clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_forked)
+
+
+def _open(config: DumpConfig, directory: Path) -> Recorder:
+    try:
+        _check_empty(directory)
+        return Recorder(config, directory)
+    except FileExistsError:
+        raise _not_empty(directory) from None
+    except OSError as error:
+        raise DumpError(f"{directory} cannot be written: {error}", path=str(directory)) from None
 
 
 def _rank() -> int | None:
@@ -286,7 +262,7 @@ def _directory(config: DumpConfig, step: int, rank: int | None) -> Path:
     return config.dump_path / f"step{step}" / ("rank" if rank is None else f"rank{rank}")
 
 
-def _checked(model: Any) -> Any:
+def _check_model(model: Any) -> Any:
     if model is None or isinstance(model, torch.nn.Module):
         return model
     parts = list(model.values()) if isinstance(model, dict) else list(model) if isinstance(model, (list, tuple)) else []
@@ -316,10 +292,14 @@ def _check_path(config: DumpConfig) -> None:
 
 
 def _check_empty(directory: Path) -> None:
-    for name in (DUMP, LINES):
-        if (directory / name).exists():
-            raise DumpError(
-                f"{directory} holds a dump already ({name}), and nothing is overwritten. Give another dump_path, or "
-                "remove that directory.",
-                path=str(directory),
-            )
+    if (directory / DUMP).exists() or (directory / LINES).exists():
+        raise _not_empty(directory)
+
+
+def _not_empty(directory: Path) -> DumpError:
+    return DumpError(
+        f"{directory} holds a dump already, or another process writes one, and nothing is overwritten. Give another "
+        "dump_path, or remove that directory. Ranks have numbers by torch.distributed, if that is initialized before "
+        "start, or by RANK in the environment.",
+        path=str(directory),
+    )

@@ -63,11 +63,13 @@ def train_sharded(path: str) -> list[float]:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     fully_shard(model, mesh=mesh)
     norms = []
-    with StatsDump({"dump_path": path, "level": "L0"}, model=model):
+    dump = StatsDump({"dump_path": path, "level": "L0"}, model=model)
+    with dump:
         for number in range(2):
             model(batch(number)).square().sum().backward()
             gradient: Any = model.get_parameter("3.weight").grad
             norms.append(gradient.to_local().norm().item())
+    dump.step()
     return norms
 
 

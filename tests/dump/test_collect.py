@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddpstats import ConfigError, DumpError
-from ddpstats.dump import StatsDump
+from ddpstats.dump import StatsDump, stats_dump
 from ddpstats.dump.msprobe import parse_name
 from ddpstats.dump.reader import open_rank
 from tests import training
@@ -340,11 +340,24 @@ def test_step_is_collected_in_pieces(tmp_path: Path) -> None:
         assert not (path / "step0/rank/dump.jsonl").exists()
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_files_of_a_step_that_was_only_stopped_are_written_at_exit(tmp_path: Path, is_async: bool) -> None:
+    dump = StatsDump({"dump_path": str(tmp_path), "async_dump": is_async})
+    with dump:
+        torch.ones(2).exp()
+    del dump
+    assert [path.name for path in (tmp_path / "step0/rank").iterdir()] == ["dump.jsonl"]  # all that a kill leaves
+    assert [entry["name"] for entry in lines(tmp_path)[1:]] == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]
+    stats_dump._at_exit()
+    assert list(data(tmp_path)) == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]
+
+
 def test_step_that_raises_is_written(tmp_path: Path) -> None:
     model = make_model()
     dump = StatsDump({"dump_path": str(tmp_path), "level": "mix"}, model=model)
     with pytest.raises(RuntimeError), dump:
         model(torch.cat([model(batch()), torch.ones(2, 99)]))
+    dump.step()
     assert hooks_of(model) == torch._C._len_torch_function_stack() == 0
     assert "Module.root.Sequential.forward.0" in data(tmp_path)
 
@@ -352,7 +365,7 @@ def test_step_that_raises_is_written(tmp_path: Path) -> None:
 def test_existing_dump_is_never_overwritten(tmp_path: Path) -> None:
     later = StatsDump({"dump_path": str(tmp_path)})
     dumped(tmp_path, lambda: torch.ones(2))
-    with pytest.raises(DumpError, match=r"step0/rank holds a dump already \(dump.json\).*Give another dump_path"):
+    with pytest.raises(DumpError, match=r"step0/rank holds a dump already.*Give another dump_path"):
         StatsDump({"dump_path": str(tmp_path)})
     with pytest.raises(DumpError, match="holds a dump already"):
         later.start()
@@ -369,7 +382,7 @@ def test_level_with_modules_needs_a_model(tmp_path: Path, level: str) -> None:
     with pytest.raises(ConfigError, match=f"level {level} collects modules: give the model"):
         dump.start()
     dump.start(make_model())
-    dump.stop()
+    dump.step()
     with pytest.raises(ConfigError, match="model is a int"):
         StatsDump({"dump_path": str(tmp_path / "b")}, model=3)
 
@@ -445,7 +458,7 @@ def test_compiled_parts_are_left_alone_and_named_in_a_warning(tmp_path: Path) ->
         warnings.simplefilter("ignore")  # of torch's own
         step_of(compiled)
         assert torch.equal(function(batch()), expected)
-    dump.stop()
+    dump.step()
     entries = data(tmp_path)
     assert "Module.1.Block.forward.0" in entries
     assert not any(".norm." in name for name in entries)
@@ -463,7 +476,7 @@ def test_error_of_the_dump_is_logged_and_does_not_reach_the_program(
     dump.start()
     step_of(model)
     with pytest.warns(UserWarning, match=r"part\(s\) of the dump could not be collected; see .*dump_error_info.log"):
-        dump.stop()
+        dump.step()
     assert "made up" in (tmp_path / "step0/rank/dump_error_info.log").read_text()
     entries = json.loads((tmp_path / "step0/rank/dump.json").read_text())["data"]
     assert entries["Functional.linear.0.forward"]["output"][0]["Max"] is None
@@ -475,7 +488,7 @@ def test_entries_are_on_disk_while_the_step_runs(tmp_path: Path) -> None:
     dump.start()
     torch.ones(2).exp()
     header, *entries = lines(tmp_path)
-    dump.stop()
+    dump.step()
     chosen = {"scope": [], "list": [], "data_mode": ["all"]}
     assert header == {"task": "statistics", "level": "L1", "dump_data_dir": None, **chosen, "ddpstats": 1}
     assert [entry["name"] for entry in entries] == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]

@@ -93,7 +93,7 @@ def test_nothing_is_written_inside_the_step(tmp_path: Path) -> None:
     dump.start()
     step_of(model)
     assert list(tmp_path.iterdir()) == []
-    dump.stop()
+    dump.step()
     assert "Functional.linear.3.backward" in data(tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_entries_above_the_limit_have_no_numbers_and_one_warning_names_the_first
         match=r"needs more than async_max_bytes, 30,000 bytes: from (\S+) on, entries have no numbers. Choose fewer by "
         "list or scope, or set async_max_bytes higher",
     ) as seen:
-        dump.stop()
+        dump.step()
     assert len(seen) == 1
     entries = data(tmp_path)
     first = str(seen[0].message).split("from ")[1].split(" on,")[0]
@@ -127,7 +127,7 @@ def test_held_tensors_count_against_the_limit(tmp_path: Path) -> None:
     for _ in range(3):
         x.exp()
     with pytest.warns(UserWarning, match=r"from Tensor\.exp\.0\.forward on"):
-        dump.stop()
+        dump.step()
     saved = list((tmp_path / "step0/rank/dump_tensor_data").iterdir())
     assert [file.name for file in saved] == ["Tensor.exp.0.forward.input.0.pt"]
 
@@ -156,7 +156,7 @@ def test_error_of_the_device_costs_no_entry(tmp_path: Path, monkeypatch: pytest.
     torch.ones(3).exp().sin()
     monkeypatch.setattr("ddpstats.dump.record.leaves._stacked", broken)
     with pytest.warns(UserWarning, match="could not be collected"):
-        dump.stop()
+        dump.step()
     directory = tmp_path / "step0/rank"
     assert "device-side assert" in (directory / "dump_error_info.log").read_text()
     entries = json.loads((directory / "dump.json").read_text())["data"]

@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function
 from torch.utils.checkpoint import checkpoint
 
 from ddpstats import DumpError
-from ddpstats.dump import StatsDump, _dump
+from ddpstats.dump import StatsDump, stats_dump
 from tests.dump.collecting import data, dumped, leaves
 
 
@@ -43,7 +43,7 @@ def in_child(body: Callable[[], object]) -> int:
         status = 1
         try:
             body()
-            _dump._at_exit()
+            stats_dump._at_exit()
             status = 0
         finally:
             os._exit(status)
@@ -57,15 +57,15 @@ def test_forked_process_does_not_touch_the_dump(tmp_path: Path, is_async: bool) 
 
     def child() -> None:
         assert mode_count() == 0
-        assert not _dump._running
+        assert not stats_dump._unfinished
         model(torch.randn(2, 4)).sum().backward()
-        dump.stop()
+        dump.step()
         dump.step()
 
     model(torch.ones(2, 4)).sum().backward()
     assert in_child(child) == 0
     model(torch.ones(2, 4)).sum().backward()
-    dump.stop()
+    dump.step()
     entries = data(tmp_path)
     assert "Module.root.Linear.parameters_grad.1" in entries
     assert "Module.root.Linear.forward.2" not in entries
@@ -74,34 +74,30 @@ def test_forked_process_does_not_touch_the_dump(tmp_path: Path, is_async: bool) 
 def test_second_program_in_one_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (StatsDump({"dump_path": str(tmp_path)}) for _ in range(2))
     first.start()
-    monkeypatch.setattr(_dump, "_check_empty", lambda directory: None)  # both looked at the same moment
-    with pytest.raises(DumpError, match=r"written to by another process.* or by RANK in the environment"):
+    monkeypatch.setattr(stats_dump, "_check_empty", lambda directory: None)  # both looked at the same moment
+    with pytest.raises(DumpError, match=r"another process writes one.* or by RANK in the environment"):
         second.start()
-    assert not second._is_running
-    first.stop()
+    assert not second._watches
+    first.step()
     monkeypatch.setenv("RANK", "3")
     second.start()
-    second.stop()
+    second.step()
     assert (tmp_path / "step0/rank3/dump.json").exists()
 
 
-def test_step_has_modules_of_another_thread_and_is_stopped_by_it(tmp_path: Path) -> None:
+def test_step_has_modules_of_another_thread(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     dump = started(tmp_path, model)
 
-    def elsewhere(body: Callable[[], object]) -> None:
-        thread = threading.Thread(target=body)
-        thread.start()
-        thread.join()
-
-    elsewhere(lambda: model(torch.ones(2, 4)).sum().backward())
+    thread = threading.Thread(target=lambda: model(torch.ones(2, 4)).sum().backward())
+    thread.start()
+    thread.join()
     model(torch.ones(2, 4))
-    elsewhere(dump.stop)
+    dump.step()
     torch.ones(2).exp()
     assert list(data(tmp_path)) == [
         "Torch.ones.0.forward", "Functional.linear.0.forward", "Module.root.Linear.forward.0"
     ]  # fmt: skip
-    dump.step()
     assert mode_count() == 0
 
 
@@ -182,7 +178,7 @@ def test_start_inside_a_device_context_is_undone_by_stop(tmp_path: Path) -> None
     with torch.device("meta"):
         dump.start()
     with pytest.warns(UserWarning, match="could not be collected"):
-        dump.stop()
+        dump.step()
     assert mode_count() == 0
     assert torch.ones(2).device.type == "cpu"
     assert "Start and stop on the same side of it" in (tmp_path / "step0/rank/dump_error_info.log").read_text()
@@ -275,7 +271,7 @@ def test_saved_subclass_tensors_are_loaded_as_plain_tensors(tmp_path: Path) -> N
     dump = started(tmp_path, task="tensor", tensor={"list": ["exp", "sin", "tan"]})
     body()
     with pytest.warns(UserWarning, match="could not be collected"):
-        dump.stop()
+        dump.step()
     directory = tmp_path / "step0/rank"
     assert "a TwoTensor is no plain tensor, and is not saved" in (directory / "dump_error_info.log").read_text()
     files = sorted((directory / "dump_tensor_data").iterdir())
@@ -294,7 +290,7 @@ def test_limit_counts_entries_and_each_piece_has_all_of_it(tmp_path: Path) -> No
     for _ in range(300):
         x.exp()
     with pytest.warns(UserWarning, match="needs more than async_max_bytes"):
-        dump.stop()
+        dump.step()
     entries = list(data(tmp_path).values())
     assert len(entries) == 332
     assert all(entry["output"][0]["Max"] is not None for entry in entries[:33])
@@ -306,7 +302,7 @@ def test_limit_counts_entries_and_each_piece_has_all_of_it(tmp_path: Path) -> No
 def test_directory_that_is_gone_is_named(tmp_path: Path) -> None:
     dump = started(tmp_path / "there")
     torch.ones(2).exp()
-    dump.stop()
+    dump.step()
     (tmp_path / "there").rename(tmp_path / "elsewhere")
     (tmp_path / "there").touch()
     with pytest.raises(DumpError, match="cannot be written"):

@@ -16,7 +16,7 @@ from ddpstats.dump.record.measure import (
     of_numbers,
     plain_values,
 )
-from ddpstats.dump.tensor_files import without_repeats
+from ddpstats.dump.writer import without_repeats
 
 
 def on_device(tensor: Tensor) -> Stats:

@@ -66,10 +66,10 @@ def write_dumps(finished: Path, killed: Path) -> None:
         dump.start()
         names["step"](model, batch()["x"])
         if ends:
-            dump.stop()
             dump.step()
         else:
-            dump._uninstall().break_off()  # as at the end of a process that ends inside a step
+            dump.stop()  # lines, as of a process that ends inside a step
+            dump._discard()
 
 
 def recorded(directory: str) -> None:

@@ -19,7 +19,7 @@ from ddpstats._base.text import first_line, printable
 from ddpstats._rerun.archive import check_archive
 from ddpstats.dump.compare._rules import KEPT_RUNS, Closeness, Runs
 from ddpstats.dump.reader import DumpLeaf, RankDump
-from ddpstats.dump.tensor_files import checksum, is_dense
+from ddpstats.dump.writer import checksum, is_dense
 from ddpstats.errors import DumpError
 
 _BLOCK_ELEMENTS = 1 << 20

@@ -47,7 +47,7 @@ from ddpstats.dump.record.measure import (
     of_numbers,
     plain_values,
 )
-from ddpstats.dump.tensor_files import TensorFiles, checksum, without_repeats
+from ddpstats.dump.writer import TensorFiles, checksum, without_repeats
 
 Leaf = dict[str, Any]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.torch_compat import is_functorch_tensor
-from ddpstats.dump.tensor_files import is_dense, without_repeats
+from ddpstats.dump.writer import is_dense, without_repeats
 
 
 class Stats(NamedTuple):

@@ -4,7 +4,7 @@
 2. An entry is written when all of it is known. Entries stand in the order in which calls end: a function before the
    module that it is in, so that the first entry that shows something is the innermost.
 3. Where numbers are still on a device, entries queue up until `_BATCH` leaves wait there; these are then read together.
-   An asynchronous step reads nothing, and writes nothing, before `close`.
+   An asynchronous step reads nothing, and writes nothing, before `pause`.
 
 Whatever goes wrong in here is noted, and told once at the end of the step; the program goes on.
 """
@@ -29,8 +29,7 @@ from ddpstats.dump.config import ALL_MODES, DumpConfig, DumpSelection, pattern_o
 from ddpstats.dump.msprobe import ERRORS, TENSORS, backward_of
 from ddpstats.dump.record.leaves import TensorSummaries
 from ddpstats.dump.record.stacks import StackBook
-from ddpstats.dump.tensor_files import TensorFiles
-from ddpstats.dump.writer import StepWriter
+from ddpstats.dump.writer import StepWriter, TensorFiles
 
 _BATCH = 256
 _ENOUGH = "_StopRecomputationError"  # activation checkpointing has what it wants, and leaves: nothing failed
@@ -95,7 +94,9 @@ class Recorder:
             "list": list(config.names),
             "data_mode": sorted(config.data_mode) if len(config.data_mode) < len(ALL_MODES) else ["all"],
         }
-        self._writer = StepWriter(directory, header, at_once=not config.async_dump)
+        self._writer = StepWriter(directory, header)
+        if not config.async_dump:
+            self._writer.open()
         self.stack = StackBook(self._writer.new_stack).here
         self._files = TensorFiles(data_dir, at_once=not config.async_dump)
         self.leaves = TensorSummaries(
@@ -206,40 +207,8 @@ class Recorder:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """The files are put in place; then what went wrong is warned about, which raises only where warnings do."""
-        self._end(self._writer.finish)
-
-    def break_off(self) -> None:
-        """The process ends inside the step."""
-        self._end(self._writer.leave_lines)
-
-    def abandon(self) -> bool:
-        """The step cannot be collected. True where nothing of it was: then nothing is left of this object."""
-        if self._queue or not self._writer.is_empty:
-            self.close()
-            return False
-        self.is_active = False
-        self._problems.safely(str(self.directory), self._writer.abandon)
-        return True
-
-    def reopen(self) -> None:
-        """The step goes on. Raises OSError."""
-        self._writer.reopen()
-        self.parents.clear()
-        self._task = -1
-        self.is_active = True
-
-    def forget(self) -> None:
-        """In a process that was forked from the one that collects: nothing here is this one's."""
-        self.is_active = False
-        self.poll = self.on_backward = None
-        self.lock = threading.RLock()  # another thread may have held it
-        self._open.clear()
-        self._queue.clear()
-        self._writer.forget()
-
-    def _end(self, finish: Callable[[], None]) -> None:
+    def pause(self) -> None:
+        """Record nothing until `resume`. What was recorded is on the disk then, a line per entry."""
         with self.lock:
             for one in list(self._open.values()):
                 self._problems.safely("what was not complete", one.flush)
@@ -248,10 +217,33 @@ class Recorder:
             self.is_active = False
             self.parents.clear()
             self._problems.safely(str(self.directory), self._files.flush)
-            self._problems.safely(str(self.directory), finish)
             self.leaves.release()
+
+    def resume(self) -> None:
+        self._task = -1
+        self.is_active = True
+
+    def finish(self) -> None:
+        """Put the files in place of the lines, after `pause`."""
+        self._problems.safely(str(self.directory), self._writer.finish)
+
+    def warn(self) -> None:
+        """Report what went wrong. It raises where warnings do."""
         for sentence in self._problems.sentences([*self._dropped(), *self._selection.problems()]):
             warnings.warn(f"ddpstats: {sentence}", stacklevel=4)
+
+    def abandon(self) -> bool:
+        """Return whether nothing was recorded. Then nothing is left on the disk."""
+        return self._writer.abandon()
+
+    def forget(self) -> None:
+        """In a process that was forked from the one that collects: nothing here is this one's."""
+        self.is_active = False
+        self.poll = self.on_backward = None
+        self.lock = threading.RLock()  # another thread may have held it
+        self._open.clear()
+        self._queue.clear()
+        self._writer.close()
 
     def _dropped(self) -> list[str]:
         first, self.leaves.first_dropped = self.leaves.first_dropped, None
