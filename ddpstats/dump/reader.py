@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 
 from ddpstats._base.files import bounded_lines, explain_version, open_regular, parse_json, read_at_most
 from ddpstats._base.text import printable, shorten
+from ddpstats.dump import statistics
 from ddpstats.dump.msprobe import (
     CONSTRUCT,
     DUMP,
@@ -39,7 +40,7 @@ from ddpstats.dump.msprobe import (
 )
 from ddpstats.errors import DumpError
 
-STATISTICS = ("Max", "Min", "Mean", "Norm")
+STATISTICS, number = statistics.keys("relative"), statistics.number
 LARGEST_ENTRY_BYTES = 64 << 20  # a larger line is no entry
 LARGEST_FILE_BYTES = 1 << 30  # of a file that is parsed whole
 
@@ -423,29 +424,15 @@ def _strings(lines: Any) -> list[str]:
 T = TypeVar("T")
 
 _SECTIONS = ("input_args", "input", "input_kwargs", "parameters", "output")  # others are gradients of parameters
-_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "infinity": math.inf, "-infinity": -math.inf}
 _DEEPEST = 64
 _KINDS: dict[str, tuple[type, str]] = {
     **dict.fromkeys(("data_name", "md5", "device"), (str, "a string")),
-    **dict.fromkeys(("nan_count", "inf_count", "data_ptr", "storage_offset"), (int, "a whole number")),
-    **dict.fromkeys(("storage_ptr", "storage_bytes", "storage_id"), (int, "a whole number")),
-    **dict.fromkeys(("stride", "first_bad"), (list, "a list of whole numbers")),
+    **dict.fromkeys(("data_ptr", "storage_offset", "storage_ptr"), (int, "a whole number")),
+    **dict.fromkeys(("storage_bytes", "storage_id"), (int, "a whole number")),
+    "stride": (list, "a list of whole numbers"),
 }
 _TENSOR = "torch.Tensor"
 _NULL: Mapping[str, Any] = {"type": "None", "value": None}
-
-
-def number(value: Any) -> float | None:
-    """A statistic as a float: JSON's NaN and Infinity, the words for them, a bool, null. Raises ValueError."""
-    if value is None or type(value) is float:
-        return value
-    if isinstance(value, (int, bool)):
-        return float(value) if abs(value) < 1 << 1000 else (math.inf if value > 0 else -math.inf)
-    if isinstance(value, str) and value.lower() in _WORDS:
-        return _WORDS[value.lower()]
-    if value in ("N/A", "None", "null"):
-        return None
-    raise ValueError(f"{value!r} is not a number")
 
 
 class _Given(Generic[T]):
@@ -595,11 +582,11 @@ def _problem(raw: Mapping[str, Any]) -> str | None:
     shape = raw.get("shape", [])
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         return f"shape is {shape!r}, and should be a list of sizes"
-    for key in STATISTICS:
+    for statistic in statistics.STATISTICS:
         try:
-            number(raw.get(key))
+            statistic.read(raw.get(statistic.key))
         except ValueError as error:
-            return f"{key}: {error}"
+            return f"{statistic.key}: {error}"
     for key, (kind, words) in _KINDS.items():
         value = raw.get(key)
         parts = value if kind is list and isinstance(value, list) else ()

@@ -90,8 +90,8 @@ def test_deeply_nested_entry_is_refused() -> None:
         ("shape", [2, -1], "shape is "),
         ("md5", 5, "md5 is 5, and should be a string"),
         ("data_name", ["a"], "data_name is "),
-        ("nan_count", "many", "nan_count is 'many', and should be a whole number"),
-        ("first_bad", 3, "first_bad is 3"),
+        ("nan_count", "many", "nan_count: 'many' is not a whole number"),
+        ("first_bad", 3, "first_bad: 3 is not a list of whole numbers"),
     ],
 )
 def test_unusable_field_is_named(field: str, value: Any, words: str) -> None:

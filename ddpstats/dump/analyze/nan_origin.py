@@ -22,7 +22,8 @@ from ddpstats._base.text import VerbReport, count_of, dtype_name, printable, ran
 from ddpstats.dump.analyze.nan_scan import Candidate, Collective, Grower, Kind, RankScan, ancestors
 from ddpstats.dump.analyze.stomp import MemoryWalk
 from ddpstats.dump.msprobe import CollectiveEntry, parse_name
-from ddpstats.dump.reader import STATISTICS, DumpEntry, DumpLeaf, RankDump, find_ranks, notes_of, number, sayable_errors
+from ddpstats.dump.reader import DumpEntry, DumpLeaf, RankDump, find_ranks, notes_of, sayable_errors
+from ddpstats.dump.statistics import STATISTICS
 from ddpstats.errors import DumpError
 
 EPILOG = """example:
@@ -464,11 +465,7 @@ def _details(origin: NaNOrigin) -> Iterator[str]:
 
 
 def _tensor(path: str, leaf: DumpLeaf) -> str:
-    words = [f"{key} {value:.4g}" for key in STATISTICS if (value := number(leaf.raw.get(key))) is not None]
-    if not leaf.is_finite:
-        words += [f"{leaf.nan_count:,} NaN"] if leaf.nan_count else []
-        words += [f"{leaf.inf_count:,} infinite"] if leaf.inf_count else []
-        words += [f"first at {list(leaf.first_bad)}"] if leaf.first_bad is not None else []
+    words = [text for statistic in STATISTICS if (text := statistic.text(leaf.raw))]
     return f"    {path}  {dtype_name(leaf.dtype)}{list(leaf.shape)}  " + ", ".join(words)
 
 

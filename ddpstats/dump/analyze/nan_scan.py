@@ -24,7 +24,8 @@ from typing import Any, Literal, TypeVar
 from ddpstats._base.text import dtype_name
 from ddpstats._observe import tensor_rules
 from ddpstats.dump.msprobe import CollectiveEntry, Name, parse_name, read_collective
-from ddpstats.dump.reader import STATISTICS, DumpEntry, DumpLeaf, RankDump, rank_of
+from ddpstats.dump.reader import DumpEntry, DumpLeaf, RankDump, rank_of
+from ddpstats.dump.statistics import keys
 
 Kind = Literal["computation", "arrived", "parameter", "uninitialised", "given", "gradient", "collective"]
 Standing = Literal["strong", "weak", "unused", "finite again"]
@@ -342,7 +343,7 @@ def bad_leaves(leaves: Iterable[tuple[str, DumpLeaf]]) -> Leaves:
 
 def _keys(leaf: DumpLeaf) -> tuple[str, str | None]:
     """Return what identifies a tensor as well as statistics can, and its place in memory if it is known."""
-    statistics = [leaf.raw.get(key) for key in ("shape", *STATISTICS, "nan_count", "first_bad")]
+    statistics = [leaf.raw.get(key) for key in ("shape", *keys())]
     location = None if leaf.storage_id is None else f"{leaf.storage_id} {leaf.storage_offset} "
     return repr(statistics), location
 
