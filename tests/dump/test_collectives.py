@@ -194,7 +194,7 @@ def test_stack_of_a_collective_begins_in_the_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("method", ["collective_begins", "collective_ends"])
+@pytest.mark.parametrize("method", ["begin", "end"])
 def test_error_of_the_dump_does_not_reach_a_collective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -17,7 +17,7 @@ where an entry is missing.
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,30 +35,26 @@ from ddpstats.dump.record.recorder import OpenEntry, Recorder
 class _Pending:
     """An issued collective whose outputs are not taken yet. Keeps ``work`` alive, so that its id stays its own."""
 
-    work: Any
     entry: OpenEntry
     outputs: Sequence[Tensor]
+    work: Any
     future: Any
-    is_broken: bool = False
 
-    def is_done(self) -> bool:
-        """Return whether the outputs can be read. A device's future is done when the work is issued, gloo's at its end.
+    def has_succeeded(self) -> bool | None:
+        """Return None while the outputs cannot be read. A work that cannot say so counts as failed.
 
-        gloo completes the future, on which DDP waits, a moment before the work says that it is completed.
+        A device's future is done when the work is issued, gloo's at its end, a moment before the work says so: DDP
+        waits on the future.
         """
-        if self.work.is_completed():
-            return True
-        return self.future is not None and self.future.done() and all(tensor.is_cpu for tensor in self.outputs)
-
-    def has_failed(self) -> bool:
-        if self.is_broken:
-            return True
         try:
+            is_on_host = all(tensor.is_cpu for tensor in self.outputs)
+            if not self.work.is_completed() and not (self.future is not None and self.future.done() and is_on_host):
+                return None
             if self.future is not None:
                 self.future.value()
-        except RuntimeError:
-            return True
-        return False
+        except Exception:
+            return False
+        return True
 
 
 class CollectiveWatch:
@@ -66,9 +62,8 @@ class CollectiveWatch:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._issuing: dict[int, OpenEntry] = {}  # of collectives that are just being issued
+        self._issuing: dict[int, tuple[Collective, OpenEntry]] = {}  # by id, and the call kept with it
         self._pending: dict[int, _Pending] = {}
-        self._lock = threading.RLock()
         self._backward = -1  # the last backward pass with a collective in it
 
     def start(self) -> None:
@@ -80,84 +75,77 @@ class CollectiveWatch:
         """Leave. Outputs of what is done are taken, what is not done gets none. Waits for nothing; idempotent."""
         collectives.unsubscribe(self)
         self.poll()
-        with self._lock:
-            left = [*self._issuing.values(), *(pending.entry for pending in self._pending.values())]
-            self._issuing, self._pending = {}, {}
-        for entry in left:
-            self._end(entry, (), is_incomplete=True)
+        with self._recorder.lock:
+            left = [entry for _, entry in self._issuing.values()]
+            left += [pending.entry for pending in self._pending.values()]
+            self.forget()
+            for entry in left:
+                self._end(entry, None)
 
     def forget(self) -> None:
-        """Drop everything, in a process that was forked from the one that collects: its works may not be used here."""
-        self._lock = threading.RLock()  # another thread may have held it
+        """Drop everything, in a process that was forked from the one that records: its works may not be used here."""
         collectives.unsubscribe(self)
         self._issuing, self._pending = {}, {}
 
     def poll(self) -> None:
         """Take the outputs of what has completed meanwhile. Cheap where nothing is pending; call it often."""
-        if not self._pending:
-            return
-        with self._lock:
-            done = [key for key, pending in self._pending.items() if self._is_done(pending)]
-            ended = [self._pending.pop(key) for key in done]
-        for pending in ended:
-            self._take(pending)
+        if self._pending:
+            with self._recorder.lock:
+                for pending in list(self._pending.values()):
+                    has_succeeded = pending.has_succeeded()
+                    if has_succeeded is not None:
+                        self._take(pending.work, has_succeeded)
 
-    def _is_done(self, pending: _Pending) -> bool:
-        """Return whether it is done. A work that cannot say so counts as failed; the program goes on."""
-        try:
-            return pending.is_done()
-        except Exception as error:
-            self._recorder.note_error("whether a collective is done", error)
-            pending.is_broken = True
-            return True
+    def _take(self, work: Any, has_succeeded: bool) -> None:
+        """Take the outputs of ``work``, if that has not been done."""
+        pending = self._pending.pop(id(work), None)
+        if pending is not None:
+            self._end(pending.entry, pending.outputs if has_succeeded else None)
+
+    def _end(self, entry: OpenEntry, outputs: Sequence[Tensor] | None) -> None:
+        """Write an entry with its outputs; None where there are none to be read."""
+        with self._recorder.safely(entry.name):
+            if outputs is None:
+                entry.raw["incomplete"] = True
+            self._recorder.end(entry, list(outputs or ()))
 
     # -- subscriber of `collectives` -----------------------------------------------------------------------------------
 
     def before(self, call: Collective) -> None:
-        entry = None
-        try:
-            self.poll()
-            of_group: tuple[object, ...] = (
-                (call.view.name, call.op, call.peer) if call.operator.is_message else (call.view.name,)
-            )
-            with self._lock:
-                number = self._recorder.number(of_group)
-            about = described(call) | {"seq": _int(number)}
-            entry = self._recorder.collective_begins(call.op, list(call.inputs), about)
-        except Exception as error:  # what is raised here would stop the collective
-            self._recorder.note_error(call.op, error)
-        with self._lock:
-            raised = self._issuing.pop(id(call), None)  # of one that never came to `after`, and is no more
-            if entry is not None:
-                self._issuing[id(call)] = entry
-        if raised is not None:
-            self._end(raised, (), is_incomplete=True)
+        recorder = self._recorder
+        self.poll()
+        with recorder.safely(call.op), recorder.lock:
+            number = recorder.number(f"Distributed.{call.op}")
+            seq = recorder.number((call.view.name, *((call.op, call.peer) if call.operator.is_message else ())))
+            name = f"Distributed.{call.op}.{number}.forward"
+            entry = recorder.begin(name, list(call.inputs), {**_arguments(call), "seq": seq})
+            if entry.raw["input_kwargs"]:
+                entry.raw["input_kwargs"]["group"] = {
+                    "type": "torch.ProcessGroup",
+                    "group_ranks": list(call.view.ranks),
+                    "group_id": f"{zlib.crc32(call.view.name.encode()):08x}",
+                }
+            self._issuing[id(call)] = call, entry
 
     def after(self, call: Collective, work: Any) -> None:
-        try:
-            with self._lock:
-                entry = self._issuing.pop(id(call), None)
-            self.poll()
-            if entry is not None and (work is None or not call.outputs):
+        recorder = self._recorder
+        with recorder.safely(call.op), recorder.lock:
+            if id(call) not in self._issuing:
+                return
+            _, entry = self._issuing.pop(id(call))
+            if work is None or not call.outputs:
                 self._end(entry, call.outputs)
-            elif entry is not None:
-                with self._lock:
-                    self._pending[id(work)] = _Pending(work, entry, list(call.outputs), _future_of(work))
+            else:
+                self._pending[id(work)] = _Pending(entry, list(call.outputs), work, _future_of(work))
                 self._poll_after_backward()
-        except Exception as error:  # what is raised here would look like the collective's fault
-            self._recorder.note_error(call.op, error)
 
     def waiting(self, work: Any, limited: bool) -> bool:
         return False
 
     def _has_waited(self, work: Any, error: RuntimeError | None) -> None:
-        if error is not None:
-            return
-        with self._lock:
-            pending = self._pending.pop(id(work), None)
-        if pending is not None:
-            self._end(pending.entry, pending.outputs)
-        self.poll()
+        if error is None:
+            self._take(work, True)
+            self.poll()
 
     def _poll_after_backward(self) -> None:
         """Poll at the end of the backward pass. DDP asks for its callback after ours, so ours asks once more."""
@@ -168,32 +156,14 @@ class CollectiveWatch:
             ask(lambda: ask(self._backward_ends))
 
     def _backward_ends(self) -> None:
-        try:
-            self._take_waited()
-            self.poll()
-        except Exception as error:  # what is raised here would end the program's backward pass
-            self._recorder.note_error("collectives of a backward pass", error)
-
-    def _take_waited(self) -> None:
         """Take what DDP has made the program's stream wait for; another wait costs nothing, and orders our reads."""
-        with self._lock:
-            pending = list(self._pending.items())
-        for key, one in pending:
-            if one.future is not None and one.future.done() and not all(tensor.is_cpu for tensor in one.outputs):
-                one.future.wait()
-                with self._lock:
-                    self._pending.pop(key, None)
-                self._take(one)
-
-    def _take(self, pending: _Pending) -> None:
-        has_failed = pending.has_failed()
-        self._end(pending.entry, () if has_failed else pending.outputs, is_incomplete=has_failed)
-
-    def _end(self, entry: OpenEntry, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
-        try:
-            self._recorder.collective_ends(entry, list(outputs), is_incomplete=is_incomplete)
-        except Exception as error:
-            self._recorder.note_error("a collective's outputs", error)
+        with self._recorder.lock:
+            for pending in list(self._pending.values()):
+                if pending.future is not None and pending.future.done():
+                    with contextlib.suppress(RuntimeError):  # it has failed, which `poll` sees
+                        pending.future.wait()
+                        self._take(pending.work, True)
+            self.poll()
 
 
 def _future_of(work: Any) -> Any:
@@ -203,24 +173,15 @@ def _future_of(work: Any) -> Any:
         return None
 
 
-def described(call: Collective) -> dict[str, object]:
-    """Return what a collective's entry has among its ``input_kwargs``; ranks are global."""
-    group = {
-        "type": "torch.ProcessGroup",
-        "group_ranks": list(call.view.ranks),
-        "group_id": f"{zlib.crc32(call.view.name.encode()):08x}",
-    }
-    found: dict[str, object] = {"group": group}
+def _arguments(call: Collective) -> dict[str, object]:
+    """Return what a collective was called with besides tensors and its group; ranks are global."""
+    found: dict[str, object] = {}
     if call.reduce_op is not None:
-        found["op"] = {"type": "str", "value": call.reduce_op}
+        found["op"] = call.reduce_op
     if call.root is not None:
-        found["dst" if call.operator.to_root else "src"] = _int(call.view.ranks[call.root])
+        found["dst" if call.operator.to_root else "src"] = call.view.ranks[call.root]
     if call.peer is not None:
-        found["dst" if "dst" in call.operator.arguments else "src"] = _int(call.view.ranks[call.peer])
+        found["dst" if "dst" in call.operator.arguments else "src"] = call.view.ranks[call.peer]
     if call.tag is not None:
-        found["tag"] = _int(call.tag)
+        found["tag"] = call.tag
     return found
-
-
-def _int(value: int) -> dict[str, object]:
-    return {"type": "int", "value": value}
