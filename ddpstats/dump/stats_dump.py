@@ -126,8 +126,6 @@ class StatsDump:
             self._watch(self._recorder)
         except BaseException:
             self.stop()
-            if self._recorder.abandon():
-                self._discard()
             raise
 
     @breaks_graph

@@ -97,15 +97,6 @@ class StepWriter:
             self.close()
         (self.directory / LINES).unlink()
 
-    def abandon(self) -> bool:
-        """Give the directory back if nothing was written, and return whether that is so. Raises OSError."""
-        if self._lines:
-            return False
-        if self._file is not None:
-            self.close()
-            (self.directory / LINES).unlink()
-        return True
-
     def close(self) -> None:
         """Leave the lines as they are."""
         file, self._file = self._file, None
@@ -174,16 +165,10 @@ class TensorFiles:
         return file
 
     def flush(self) -> None:
-        """Write what was kept. A file that fails costs no other; raises the first error when all are through."""
+        """Write what was kept. Raises OSError."""
         kept, self._kept = self._kept, []
-        first: Exception | None = None
         for file, tensor in kept:
-            try:
-                self._write(tensor, file)
-            except Exception as error:
-                first = first or error
-        if first is not None:
-            raise first
+            self._write(tensor, file)
 
     def _write(self, tensor: Tensor, file: str) -> None:
         if tensor.is_meta:

@@ -118,7 +118,7 @@ def test_leaf_has_the_keys_of_msprobe_in_order_and_then_ours(tmp_path: Path) -> 
     ]  # fmt: skip
     assert leaf["stride"] == [1, 2]
     assert leaf["data_ptr"] == leaf["storage_ptr"] == x.data_ptr()
-    assert (leaf["storage_bytes"], leaf["storage_offset"], leaf["stream"]) == (16, 0, 0)
+    assert (leaf["storage_bytes"], leaf["storage_offset"], leaf["stream"]) == (16, 0, None)  # the CPU has no streams
     assert entries["Functional.relu.0.forward"]["output"][0]["storage_id"] != leaf["storage_id"]
     assert entries["Tensor.t.0.forward"]["output"][0]["storage_id"] == leaf["storage_id"]
 
@@ -467,10 +467,10 @@ def test_compiled_parts_are_left_alone_and_named_in_a_warning(tmp_path: Path) ->
 def test_error_of_the_dump_is_logged_and_does_not_reach_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(tensor: Tensor) -> None:
+    def fails(tensor: Tensor, shape: torch.Size) -> None:
         raise RuntimeError("made up")
 
-    monkeypatch.setattr("ddpstats.dump.record.leaves.host_stats", fails)
+    monkeypatch.setattr("ddpstats.dump.record.leaves.host_numbers", fails)
     model = make_model()
     dump = StatsDump({"dump_path": str(tmp_path), "level": "mix"}, model=model)
     dump.start()

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ddpstats._observe.torch_compat import graph_task, is_tracing, next_node_number, no_dispatch_no_grad, node_number
 from ddpstats.dump.msprobe import backward_of
-from ddpstats.dump.record.arguments import tensors_in
+from ddpstats.dump.record.leaves import tensors_in
 from ddpstats.dump.record.recorder import OpenEntry, Recorder
 
 _LEAF = "AccumulateGrad"

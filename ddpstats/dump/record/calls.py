@@ -36,8 +36,8 @@ from ddpstats._observe.torch_compat import (
     is_tracing,
 )
 from ddpstats.dump.msprobe import backward_of
-from ddpstats.dump.record.arguments import tensors_in
 from ddpstats.dump.record.backward import Before, watch_backward
+from ddpstats.dump.record.leaves import tensors_in
 from ddpstats.dump.record.recorder import OpenEntry, Recorder
 
 

@@ -221,10 +221,6 @@ class Recorder:
         with self.safely(str(self.directory)):
             self._writer.finish()
 
-    def abandon(self) -> bool:
-        """Return whether nothing was recorded. Then nothing is left on the disk."""
-        return self._writer.abandon()
-
     def forget(self) -> None:
         """Drop everything, in a process that was forked from the one that records."""
         self.is_active = False
