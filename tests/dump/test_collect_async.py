@@ -162,3 +162,60 @@ def test_error_of_the_device_costs_no_entry(tmp_path: Path, monkeypatch: pytest.
     entries = json.loads((directory / "dump.json").read_text())["data"]
     assert list(entries) == ["Torch.ones.0.forward", "Tensor.exp.0.forward", "Tensor.sin.0.forward"]
     assert entries["Tensor.sin.0.forward"]["output"][0]["shape"] == [3]
+
+
+class FakeStream:
+    """A stream that notes in ``log`` what is done with it."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name, self.stream_id, self.device = log, name, 7, torch.device("cpu")
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> FakeStream:
+        self.log.append(f"an event on {self.name}")
+        return self
+
+    def query(self) -> bool:
+        return "it is through" in self.log
+
+
+def test_numbers_on_an_accelerator_are_computed_beside_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddpstats.dump.record import leaves as record_leaves
+
+    log: list[str] = []
+    program, side = FakeStream(log, "program"), FakeStream(log, "side")
+    measure = record_leaves.device_numbers
+
+    def measured(values: Tensor, shape: torch.Size) -> Tensor:
+        log.append(f"{values.numel()} numbers")
+        return measure(values, shape)
+
+    on_a_device(monkeypatch)
+    monkeypatch.setattr(record_leaves, "device_numbers", measured)
+    monkeypatch.setattr(record_leaves, "_new_stream", lambda device: side)
+    monkeypatch.setattr(record_leaves, "_COPIED_BYTES", 100)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *device: program)
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: log.append(f"on {stream.name}"))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: log.append(f"kept for {stream.name}"))
+    with StatsDump({"dump_path": str(tmp_path), "async_dump": True, "statistics": {"data_mode": ["input"]}}):
+        torch.ones(20).exp()
+        torch.ones(10).exp()  # its copy is too large beside the first
+        log.append("it is through")
+        torch.ones(10).exp()
+    copied = ["side waits for program", "on side", "numbers", "on program", "on program", "kept for side"]
+    assert [entry.removeprefix("20 ").removeprefix("10 ") for entry in log] == [
+        *copied, "an event on side", "numbers", "it is through", *copied, "an event on side", "program waits for side",
+    ]  # fmt: skip
+
+
+def test_stream_is_none_where_a_device_has_none() -> None:
+    from ddpstats.dump.record.leaves import _new_stream, _stream_number
+
+    for kind in ("cpu", "meta", "mps"):
+        device = torch.device(kind)
+        assert _stream_number(device) is None
+        assert kind == "mps" or _new_stream(device) is None
