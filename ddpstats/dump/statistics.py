@@ -53,8 +53,7 @@ class Statistic:
     Attributes:
         key: of a leaf in dump.json.
         read: converts what JSON has; it raises ValueError for what cannot be such a statistic.
-        compared: by its relative error, where one side without it is a difference; or whether it is equal, where both
-            sides have it.
+        compared: by its relative error, or whether it is equal; where both sides have it.
         shown: how a sentence says it: a format of the value.
         measure: makes the number of a tensor of real elements, in float32 or wider, on the tensor's device: a tensor of
             one element, for which nothing waits. None where it is measured together with others.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats import StatsDump
+from ddpstats.cli import main
 from ddpstats.dump.msprobe import Name, common_names, common_values, parse_name, read_collective
 from ddpstats.dump.reader import DumpEntry
 from tests.dump.hand_made import backward, forward, tensor
@@ -76,8 +77,8 @@ class Net(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Our own entries of the same step."""
+def ours_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Our own dump of the same step."""
     root = tmp_path_factory.mktemp("ours")
     torch.manual_seed(0)
     model, x, y = Net(), torch.randint(0, 10, (4, 5)), torch.tensor([0, 1, 2, 3])
@@ -87,7 +88,12 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     torch.autograd.backward(loss)
     dump.stop()
     dump.step()
-    return entries(root / "step0/rank")
+    return root / "step0/rank"
+
+
+@pytest.fixture(scope="module")
+def ours(ours_directory: Path) -> dict[str, Any]:
+    return entries(ours_directory)
 
 
 def entries(rank: Path) -> dict[str, Any]:
@@ -190,6 +196,27 @@ def test_spellings_of_one_function_are_numbered_together() -> None:
 )  # fmt: skip
 def test_common_path_of_an_argument(full: str, raw: Any, paths: list[str]) -> None:
     assert list(values(full, raw)) == paths
+
+
+def compared(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    """Return what `ddpstats compare` says of one rank."""
+    assert main(["compare", *map(str, words), "--json"]) == 1
+    (comparison,) = json.loads(capsys.readouterr().out)["comparisons"]
+    assert isinstance(comparison, dict)
+    return comparison
+
+
+@pytest.mark.parametrize(("rank", "lacking"), [(ONE, {"A": 2, "B": 2}), (TWO, {"B": 6})], ids=["one process", "DDP"])
+def test_dump_of_msprobe_compared_with_ours_differs_in_what_msprobe_records_otherwise(
+    rank: Path, lacking: dict[str, int], ours_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = compared(capsys, rank, ours_directory)
+    assert (comparison["lacking"], comparison["entries"]) == (lacking, 35 if rank == ONE else 37)
+    failed = {row["names"]["B"] for row in comparison["rows"] if "B" in row["names"] and row["verdict"]["result"]}
+    # gradients of an operation inside of the call, and a mean that is rounding and nothing else
+    assert failed - {"Module.root.Net.forward.0", "Module.root.Net.backward.0", "Tensor.mean.0.backward"} == {
+        *("Functional.linear.0.backward", "Functional.linear.1.backward", "Functional.cross_entropy.0.backward"),
+    }
 
 
 def test_collectives_of_msprobe_and_ours_have_the_same_paths() -> None:

@@ -20,7 +20,7 @@ import torch
 from ddpstats._rerun.random_state import RandomState
 from ddpstats._rerun.serialize import from_plain
 from ddpstats.capture._bundle import Bundle
-from ddpstats.dump.compare._tensor_compare import load_tensor
+from ddpstats.dump.analyze.tensors import load_tensor
 from ddpstats.dump.config import read_config
 from ddpstats.dump.reader import RankDump, find_ranks
 from ddpstats.errors import DdpstatsError, DumpError

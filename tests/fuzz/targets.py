@@ -33,9 +33,8 @@ from ddpstats._rerun.random_state import RandomState
 from ddpstats._rerun.runner import Runner, RunSettings
 from ddpstats._rerun.serialize import from_plain
 from ddpstats.capture._bundle import Bundle
-from ddpstats.dump.analyze import nan_origin
-from ddpstats.dump.compare import _compare
-from ddpstats.dump.compare._tensor_compare import load_tensor
+from ddpstats.dump.analyze import compare, nan_origin
+from ddpstats.dump.analyze.tensors import load_tensor
 from ddpstats.dump.config import read_config
 from ddpstats.dump.msprobe import common_names, common_values, parse_name, read_collective
 from ddpstats.dump.reader import open_rank
@@ -220,9 +219,9 @@ def _origin(path: Path) -> None:
 def _compared(path: Path, good: Path) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", action="store_true")
-    _compare.add_arguments(parser)
+    compare.add_arguments(parser)
     with quiet(), contextlib.suppress(ConfigError):
-        _compare.run(parser.parse_args([str(path), str(good)]))
+        compare.run(parser.parse_args([str(path), str(good)]))
 
 
 @contextlib.contextmanager
