@@ -52,7 +52,7 @@ def test_parameter_is_named_before_the_output(tmp_path: Path, capsys: pytest.Cap
 
     status, text = compare(*two(tmp_path, entries(9.0), entries(1.0)), capsys=capsys)
     assert status == 1
-    assert "not comparable:\n    Module.m.L.forward.0  parameters.weight" in text
+    assert "first that differs:\n    Module.m.L.forward.0  parameters.weight" in text
 
 
 def test_unprintable_name_is_escaped_in_every_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,8 +49,8 @@ def test_closeness_is_what_the_formulas_give(block_elements: int, monkeypatch: p
         (
             range(100, 400),
             1000,
-            "elements 100..399 of 1000 differ: contiguous, 300 elements = 1.172 KiB, which is what a buffer overwritten "
-            "in memory looks like",
+            "elements 100..399 of 1000 differ: contiguous, 300 elements = 1.172 KiB, which is what a buffer "
+            "overwritten in memory looks like",
         ),
         (range(3, 6), 10, "elements 3..5 of 10 differ: contiguous, 3 elements = 12 bytes"),
         ([7], 10, "element 7 of 10 differs: a single one"),

@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a tensor or value of a side compares with the reference's.
+    """The result of comparing a tensor or value of a side with the reference's.
 
     Attributes:
         result: msprobe's word: ``Warning``, ``Different``, ``No`` or ``N/A``; otherwise ``Pass``, ``Yes`` or empty.
@@ -181,7 +181,7 @@ class Row:
 
 @dataclass
 class Comparison:
-    """What was compared between sides, and what differs.
+    """The numbers of what was compared between sides, and the rows that differ.
 
     Attributes:
         ranks: the rank of which two runs are compared, or the ranks that are.

@@ -70,8 +70,7 @@ def _comparison_lines(comparison: Comparison) -> Iterator[str]:
     rows = comparison.rows
     failed = next((row for row in rows if row.verdict.failed), None)
     if rows:
-        same = ", and the first over the tolerance or not comparable" if rows[0] is failed else ""
-        yield f"  first that differs{same}:"
+        yield "  first that differs:"
         yield from _details(rows[0])
     if failed is not None and failed is not rows[0]:
         yield "  first over the tolerance or not comparable:"
@@ -90,6 +89,7 @@ def _details(row: Row) -> Iterator[str]:
     raws = {side: raw or {} for side, raw in [*row.leaves.items()][:_SHOWN_SIDES]}
     leaf = DumpLeaf(next(filter(None, raws.values()), {}))
     yield f"    {row.entry}  {row.path}" + (f"  {leaf.dtype} {list(leaf.shape)}" if leaf.is_tensor else "")
+    yield from (f"      {side} {name}" for side, name in row.names.items() if name != row.entry)
     yield f"      {_reason(row)}"
     if leaf.is_tensor:
         keys = [

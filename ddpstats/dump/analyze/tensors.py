@@ -1,4 +1,4 @@
-"""Two saved tensors, element by element, in blocks: how close they are, and where in memory they differ.
+"""Compares two saved tensors element by element, in blocks: how close they are, and where in memory they differ.
 
 Elements are taken in the memory order of the first tensor's original where the dump has its strides, otherwise in
 their logical order. Two NaN, or the same infinity, are equal.
@@ -52,7 +52,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Closeness:
-    """How close a tensor is to the reference.
+    """The distance of a tensor from the reference.
 
     Attributes:
         cosine: of the angle between them; 1 where all is equal, 0 where only one of them is zero, NaN where one has
