@@ -40,7 +40,6 @@ from ddpstats.dump.msprobe import (
 )
 from ddpstats.errors import DumpError
 
-STATISTICS, number = statistics.keys("relative"), statistics.number
 LARGEST_ENTRY_BYTES = 64 << 20  # a larger line is no entry
 LARGEST_FILE_BYTES = 1 << 30  # of a file that is parsed whole
 
@@ -453,10 +452,10 @@ class DumpLeaf:
     raw: Mapping[str, Any]
 
     value = _Given[Any]("value")
-    max = _Given[float]("Max", number)
-    min = _Given[float]("Min", number)
-    mean = _Given[float]("Mean", number)
-    norm = _Given[float]("Norm", number)
+    max = _Given[float]("Max", statistics.number)
+    min = _Given[float]("Min", statistics.number)
+    mean = _Given[float]("Mean", statistics.number)
+    norm = _Given[float]("Norm", statistics.number)
     requires_grad = _Given[bool]("requires_grad")
     data_name = _Given[str]("data_name")
     md5 = _Given[str]("md5")

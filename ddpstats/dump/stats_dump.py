@@ -31,6 +31,11 @@ from ddpstats.dump.record.modules import ModuleWatch
 from ddpstats.dump.record.recorder import Recorder
 from ddpstats.errors import ConfigError, DumpError
 
+_COMPILED = (
+    "the model has parts under torch.compile or TorchScript: what is inside them is not in the dump. Run without that "
+    "to see it."
+)
+
 
 class StatsDump:
     """Writes statistics of what modules and functions of torch take and give, forward and backward, for chosen steps.
@@ -105,17 +110,17 @@ class StatsDump:
         """
         if self._watches or not self._config.wants_step(self._step):
             return
-        rank = _rank()
+        rank, level = _rank(), self._config.level
         for problem in self._config.problems(_world_size()):
             self._warn(f"the dump's configuration: {problem}")
         if not self._config.wants_rank(rank):
             return
         if model is not None:
             self._model = _check_model(model)
-        if self._config.level != "L1" and self._model is None:
+        if level != "L1" and self._model is None:
             raise ConfigError(
-                f"level {self._config.level} collects modules: give the model, as StatsDump(config, model=model) or "
-                "start(model); level L1 needs none"
+                f"level {level} collects modules: give the model, as StatsDump(config, model=model) or start(model); "
+                "level L1 needs none"
             )
         if self._recorder is None:
             self._recorder = _open(self._config, _directory(self._config, self._step, rank))
@@ -123,7 +128,17 @@ class StatsDump:
         else:
             self._recorder.resume()
         try:
-            self._watch(self._recorder)
+            if level != "L1":
+                modules = ModuleWatch(self._recorder, self._model)
+                if modules.has_compiled:
+                    self._warn(_COMPILED)
+                self._begin(modules)
+            if level != "L0":
+                if dist.is_available() and dist.is_initialized():
+                    from ddpstats.dump.record.collectives import CollectiveWatch
+
+                    self._begin(CollectiveWatch(self._recorder))
+                self._begin(CallWatch(self._recorder))
         except BaseException:
             self.stop()
             raise
@@ -135,10 +150,8 @@ class StatsDump:
         if self._recorder is None or not watches:
             return
         for watch in reversed(watches):
-            try:
+            with self._recorder.safely("stopping"):
                 watch.stop()
-            except Exception as error:
-                self._recorder.note_error("stopping", error)
         self._recorder.pause()
 
     @breaks_graph
@@ -163,22 +176,6 @@ class StatsDump:
     ) -> None:
         self.stop()
 
-    def _watch(self, recorder: Recorder) -> None:
-        if self._config.level != "L1":
-            modules = ModuleWatch(recorder, self._model)
-            if modules.has_compiled:
-                self._warn(
-                    "the model has parts under torch.compile or TorchScript: what is inside them is not in the dump. "
-                    "Run without that to see it."
-                )
-            self._begin(modules)
-        if self._config.level != "L0":
-            if dist.is_available() and dist.is_initialized():
-                from ddpstats.dump.record.collectives import CollectiveWatch
-
-                self._begin(CollectiveWatch(recorder))
-            self._begin(CallWatch(recorder))
-
     def _begin(self, watch: Any) -> None:
         self._watches.append(watch)
         watch.start()
@@ -193,16 +190,6 @@ class StatsDump:
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(f"ddpstats: {text}", stacklevel=4)
-
-    def _forget(self) -> None:
-        """Leave the files to the process from which this one was forked."""
-        watches, self._watches = self._watches, []
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.forget()
-        for watch in watches:
-            with contextlib.suppress(Exception):
-                watch.forget()
 
 
 _unfinished: set[StatsDump] = set()  # those with a step whose files are not written
@@ -224,8 +211,13 @@ def _at_exit() -> None:
 def _in_forked() -> None:
     """Workers of a DataLoader are forked inside the step, or between two pieces of it, and go on with all there was."""
     for dump in list(_unfinished):
-        dump._forget()
-    _unfinished.clear()
+        watches, dump._watches = dump._watches, []
+        recorder = dump._discard()
+        if recorder is not None:
+            recorder.forget()
+        for watch in watches:
+            with contextlib.suppress(Exception):
+                watch.forget()
 
 
 if hasattr(os, "register_at_fork"):
@@ -239,21 +231,24 @@ def _open(config: DumpConfig, directory: Path) -> Recorder:
     except FileExistsError:
         raise _not_empty(directory) from None
     except OSError as error:
-        raise DumpError(f"{directory} cannot be written: {error}", path=str(directory)) from None
+        raise _unwritable(directory, error) from None
 
 
 def _rank() -> int | None:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    rank = os.environ.get("RANK", "")  # torchrun's
-    return int(rank) if rank.isdigit() else None
+    return _from_launcher("RANK")
 
 
 def _world_size() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    size = os.environ.get("WORLD_SIZE", "")
-    return int(size) if size.isdigit() else 1
+    return _from_launcher("WORLD_SIZE") or 1
+
+
+def _from_launcher(name: str) -> int | None:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdigit() else None
 
 
 def _directory(config: DumpConfig, step: int, rank: int | None) -> Path:
@@ -270,22 +265,16 @@ def _check_model(model: Any) -> Any:
 
 
 def _check_path(config: DumpConfig) -> None:
-    root = config.dump_path
+    root, rank = config.dump_path, _rank()
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
             pass
     except OSError as error:
-        raise DumpError(
-            f"dump_path {root} cannot be written to: {error.strerror or error}. Give a directory that can.",
-            path=str(root),
-        ) from None
-    rank = _rank()
-    if not config.wants_rank(rank):
-        return
+        raise _unwritable(root, error) from None
     for step in root.glob("step*"):
         number = step.name.removeprefix("step")
-        if number.isdigit() and config.wants_step(int(number)):
+        if number.isdigit() and config.wants_step(int(number)) and config.wants_rank(rank):
             _check_empty(_directory(config, int(number), rank))
 
 
@@ -301,3 +290,7 @@ def _not_empty(directory: Path) -> DumpError:
         "start, or by RANK in the environment.",
         path=str(directory),
     )
+
+
+def _unwritable(directory: Path, error: OSError) -> DumpError:
+    return DumpError(f"{directory} cannot be written to: {error}. Give another dump_path.", path=str(directory))

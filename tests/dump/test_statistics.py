@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from ddpstats import DumpError
+from ddpstats.cli import main
 from ddpstats.dump.reader import DumpEntry
 from ddpstats.dump.statistics import STATISTICS, Statistic, keys
 from tests.dump.collecting import dumped
@@ -43,6 +45,18 @@ def test_new_statistic_is_recorded(
     leaves = [entry["input_args"][0] for entry in entries.values()]
     assert [leaf[spread] for leaf in leaves] == [99.0, 99.0, 2.0, 0.0, 99.0, 1.0]
     assert list(leaves[0])[3:9] == ["Max", "Min", "Mean", "Norm", spread, "requires_grad"]
+
+
+def test_new_statistic_is_compared(spread: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run, end in (("a", 4.0), ("b", 5.0)):
+        dumped(tmp_path / run, lambda end=end: torch.tensor([1.0, 2.0, end]).exp())  # type: ignore[misc]
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    text = capsys.readouterr().out
+    assert re.search(r"\n +Max +Min +Mean +Norm +Spread\n +A .*\n +B .*\n +relative  0.6321 +0 .* 0.6439\n", text), text
+    assert ", Spread 0.6439\n" in text
+    table = tmp_path / "table.csv"
+    main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--csv", str(table)])
+    assert {"Spread diff", "SpreadRelativeErr", "NPU spread", "Bench spread"} <= {*table.read_text().split(",")}
 
 
 def test_new_statistic_is_read_and_described(spread: str) -> None:
