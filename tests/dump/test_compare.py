@@ -194,7 +194,7 @@ def test_csv_has_the_columns_of_msprobe(tmp_path: Path, capsys: pytest.CaptureFi
     assert (row["Max diff"], row["MaxRelativeErr"], row["Result"]) == ("4.0", "100%", "Warning")
     assert (row["NPU max"], row["Bench max"], row["Requires_grad Consistent"]) == ("8.0", "4.0", "False")
     assert row["NPU_Stack_Info"] == "File /a.py, line 3, in f,\n    y"
-    assert rows[-1]["NPU Name"] == "'=1+1.input.0"
+    assert rows[-1]["NPU Name"] == "'=1+1"
     assert (rows[-1]["Bench Name"], rows[-1]["Result"]) == ("N/A", "N/A")
     assert len(rows) == 7
 
@@ -399,7 +399,7 @@ def test_entries_of_one_side_are_counted_beside_the_tensors_of_both(
     first = text.splitlines()[0]
     assert status == 1
     assert first.startswith("DIFFERENT: of 6 tensors in 1 rank, 1 are over the tolerance 0.5, 1 differ at all.")
-    assert first.endswith("Beside them, 100 values differ or have no counterpart.")
+    assert first.endswith("Beside them, 50 values differ or have no counterpart.")
     assert "50 entries not in B" in text
     (rank,) = compare_json(*pair, capsys=capsys)[1]["comparisons"]
     assert (rank["unequal_tensors"], rank["failed_tensors"], rank["lacking"]) == (1, 1, {"B": 50})
@@ -426,5 +426,9 @@ def test_ranks_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert compare(*pair, capsys=capsys)[0] == 1
     status, report = compare_json(*pair, "--ranks", "0,2-3", capsys=capsys)
     assert (status, [each["ranks"] for each in report["comparisons"]]) == (0, [[0], [2], [3]])
-    status, text = compare(*pair, "--ranks", "7", capsys=capsys)
+    status, text = compare(*pair, "--ranks", "7-99999999999", capsys=capsys)
     assert (status, "has none of the ranks that --ranks names" in text) == (2, True)
+    status, text = compare(tmp_path / "a", "--tensor", "x", "y", capsys=capsys)
+    assert (status, "has ranks 0, 1, 2, 3. Choose one with --ranks" in text) == (2, True)
+    name = "Torch.relu.0.forward.output.0"
+    assert compare(*pair, "--ranks", "1", "--tensor", name, capsys=capsys)[0] == 1

@@ -188,6 +188,14 @@ def test_results_that_differ_by_right_are_not_compared(tmp_path: Path, capsys: p
     assert "NOTHING TO COMPARE" in text_of(path, capsys=capsys)
 
 
+def test_collective_of_a_group_without_the_rank_is_not_compared_with_that_of_its_members(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = step(tmp_path, *([collective("all_reduce", 0, rank // 2, (0, 1))] for rank in range(3)))
+    status, report = compare(path, capsys=capsys)
+    assert (status, report["compared"], report["rows"]) == (0, {"statistics": 1}, [])
+
+
 @pytest.mark.parametrize("group", [(7, 8), (0, 7)])
 def test_group_without_the_rank_or_its_partners_is_left_out(
     group: Sequence[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -157,12 +157,9 @@ def test_tensor_is_accurate_by_cosine_and_largest_difference(cosine: float, max_
     assert close.accurate is accurate
 
 
-def saved(path: Path, held: Tensor, **more: Any) -> Path:
-    rank = write_rank(
-        path / "step0/rank0",
-        [("Torch.a.0.forward", forward([tensor(1.0, 2.0, data_name="t.pt", **more)]))],
-        task="tensor",
-    )
+def saved(path: Path, held: Tensor, task: str = "tensor", **more: Any) -> Path:
+    entry = forward([tensor(1.0, 2.0, data_name="t.pt", **more)])
+    rank = write_rank(path / "step0/rank0", [("Torch.a.0.forward", entry)], task=task)
     (rank / "dump_tensor_data").mkdir()
     torch.save(held, rank / "dump_tensor_data" / "t.pt")
     return path
@@ -186,3 +183,14 @@ def test_equal_elements_are_equal_though_another_tool_rounded_the_statistics(
     for pair in ((a, b), (b, a)):
         assert compare(*pair, "--exact") == 0
         assert "1 equal element by element" in capsys.readouterr().out
+
+
+def test_tensors_that_are_named_are_compared_by_their_elements_under_any_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = saved(tmp_path / "a", torch.tensor([1.0, 2.0]), task="statistics")
+    b = saved(tmp_path / "b", torch.tensor([1.0, 2.5]), task="statistics")
+    assert compare(a, b) == 0
+    assert "1 equal in all their statistics" in capsys.readouterr().out
+    assert compare(a, b, "--exact", "--tensor", "Torch.a.0.forward.input.0") == 1
+    assert "element 1 of 2 differs" in capsys.readouterr().out

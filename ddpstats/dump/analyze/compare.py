@@ -86,9 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser")
 
 
-def rank_numbers(text: str) -> frozenset[int]:
+def rank_numbers(text: str) -> list[range]:
     ends = [part.partition("-") for part in text.split(",")]
-    return frozenset(rank for first, _, last in ends for rank in range(int(first), int(last or first) + 1))
+    return [range(int(first), int(last or first) + 1) for first, _, last in ends]
 
 
 def ratio(text: str) -> float:
@@ -269,7 +269,7 @@ def compare(args: argparse.Namespace) -> Findings:
     else:
         tasks = _pair_ranks(ranks[0], ranks[1], lacking)
     dumps = [side.dump for sides in tasks for side in sides]
-    mode: Mode = args.mode or _mode_of(dumps if between_ranks else dumps[:2])
+    mode: Mode = args.mode or ("tensor" if args.tensor else _mode_of(dumps))
     comparer = Comparer(mode, TOLERANCE if args.tolerance is None else args.tolerance)
     comparisons = []
     for sides in tasks:
@@ -295,9 +295,7 @@ def compare(args: argparse.Namespace) -> Findings:
             "step again with task tensor or summary_mode md5."
         )
     exact = args.exact or (between_ranks and args.tolerance is None)
-    is_different = bool(lacking) or any(
-        each.lacking or (each.unequal if exact else each.failed) for each in comparisons
-    )
+    is_different = bool(lacking) or any(each.unequal if exact else each.failed for each in comparisons)
     is_empty = not any(each.compared or each.unequal for each in comparisons)
     missing = [f"{step / name} has no dump" for step in steps for name in ranks_without_dump(step)]
     return Findings(
@@ -320,7 +318,9 @@ def _step_directory(path: Path, step: int | None) -> Path:
 
 
 def _ranks_of(path: Path, args: argparse.Namespace) -> list[RankDump]:
-    dumps = [dump for dump in find_ranks(path) if args.ranks is None or rank_of(dump) in args.ranks]
+    dumps = find_ranks(path)
+    if args.ranks is not None:
+        dumps = [dump for dump in dumps if any(rank_of(dump) in ranks for ranks in args.ranks)]
     if not dumps:
         raise DumpError(f"{path} has none of the ranks that --ranks names.", path=str(path))
     if args.step is not None and dumps[0].step not in (args.step, None):
@@ -357,12 +357,8 @@ def _mode_of(dumps: Sequence[RankDump]) -> Mode:
     """Return the most that all dumps hold, as far as their first entries show."""
     if all(dump.task == "tensor" for dump in dumps):
         return "tensor"
-    texts = ([member.text for member in islice(dump.members(), _FIRST_ENTRIES)] for dump in dumps)
-    return (
-        "md5"
-        if all(any('"md5": "' in text or '"md5":"' in text for text in first) for first in texts)
-        else "statistics"
-    )
+    first = ([member.text for member in islice(dump.members(), _FIRST_ENTRIES)] for dump in dumps)
+    return "md5" if all(any(map(_CHECKSUM.search, texts)) for texts in first) else "statistics"
 
 
 def _unlike(sides: Sequence[Side]) -> list[str]:
@@ -371,7 +367,7 @@ def _unlike(sides: Sequence[Side]) -> list[str]:
         f"{sides[0].label} is of {what} {first}, {side.label} of {what} {other}"
         for side in sides[1:]
         for what in ("level", "step")
-        if (first := getattr(sides[0].dump, what)) != (other := getattr(side.dump, what))
+        if len({first := getattr(sides[0].dump, what), other := getattr(side.dump, what)} - {None, ""}) == 2
     ]
 
 
@@ -443,25 +439,28 @@ def entries_of_ranks(sides: Sequence[Side], left_out: dict[str, int]) -> Iterato
     for key, entries in pair_entries(
         sides, keys, lambda member: member.key in collectives or '"parameters"' in member.text
     ):
-        values: dict[str, dict[str, DumpLeaf]] = {}
         if isinstance(key, str):
             reason = "entries with parameters that one of the ranks alone has"
-            for label, entry in entries.items():
-                values[label] = {path: leaf for path, leaf in entry.leaves() if path.startswith("parameters.")}
+            values = {
+                label: {path: leaf for path, leaf in entry.leaves() if path.startswith("parameters.")}
+                for label, entry in entries.items()
+            }
+            if not any(values.values()):
+                continue
         else:
             reason = "collectives of which no other rank is compared, or some rank has no output"
-            values = {labels[rank]: {} for rank in key[1] or labels if rank in labels}
-            for label, entry in entries.items():
-                if label in values:
-                    values[label] = dict(read_collective(entry, parse_name(entry.name), 0).made)
-        if len(values) < 2 or not all(values[label] for label in entries):
+            made = {label: dict(read_collective(e, parse_name(e.name), 0).made) for label, e in entries.items()}
+            values = {labels[rank]: made.get(labels[rank], {}) for rank in key[1] or labels if rank in labels}
+            if not all(made.values()):
+                values = {}
+        if len(values) < 2:
             count(left_out, reason)
             continue
         for path in {path for leaves in values.values() for path, leaf in leaves.items() if _is_sharded(leaf)}:
             count(left_out, "sharded tensors, of which every rank has a part of its own")
             for leaves in values.values():
                 leaves.pop(path, None)
-        yield Shared({label: entry.name for label, entry in entries.items()}, values)
+        yield Shared({label: entries[label].name for label in values if label in entries}, values)
 
 
 def _collective_keys(side: Side) -> dict[str, Hashable]:
@@ -542,8 +541,10 @@ class Comparer:
                 yield row
 
     def rows(self, sides: Mapping[str, Side], shared: Shared) -> list[Row]:
-        """Return a row for every value; an output that differs because an input does is behind it."""
+        """Return a row for every value, or for an entry that a side lacks; outputs are behind what they follow from."""
         paths = [path for leaves in shared.values.values() for path, leaf in leaves.items() if _is_compared(leaf)]
+        if len(shared.names) < len(shared.values):
+            paths = [""]
         ordered = sorted(dict.fromkeys(paths), key=lambda path: _SECTIONS.get(path.partition(".")[0], 3))
         rows = [self._row(sides, shared, path) for path in ordered]
         inputs = [row.max_error for row in rows if row.path.startswith("input") and row.max_error is not None]
@@ -555,7 +556,7 @@ class Comparer:
 
     def _row(self, sides: Mapping[str, Side], shared: Shared, path: str) -> Row:
         leaves = {label: values.get(path) for label, values in shared.values.items()}
-        groups: dict[str, list[str]] = {}  # by their first side, which the others are compared with
+        groups: dict[str, list[str]] = {}  # by the side that the others are compared with
 
         def verdict_on(label: str, reference: str) -> Verdict:
             return self._verdict(sides[label], leaves[label], sides[reference], leaves[reference], shared.names)
@@ -588,10 +589,14 @@ class Comparer:
         self, a: Side, leaf_a: DumpLeaf | None, b: Side, leaf_b: DumpLeaf | None, names: Mapping[str, str]
     ) -> Verdict:
         """Decide whether two values are equal: the only function that does."""
+        absent = {side.label for side in (a, b)} - names.keys()
+        if len(absent) == 1:
+            return _incomparable(f"{absent.pop()} lacks this entry")
         if leaf_a is None or leaf_b is None:
+            if leaf_a is leaf_b:
+                return Verdict("", "", False)
             label, leaf = (a.label, leaf_b) if leaf_a is None else (b.label, leaf_a)
-            what = "entry" if label not in names else "tensor" if leaf is not None and leaf.is_tensor else "argument"
-            return _incomparable(f"{label} lacks this {what}") if leaf_a is not leaf_b else Verdict("", "", False)
+            return _incomparable(f"{label} lacks this {'tensor' if leaf and leaf.is_tensor else 'argument'}")
         if leaf_a.is_tensor != leaf_b.is_tensor:
             return _incomparable(f"a {leaf_a.type} in {a.label} and a {leaf_b.type} in {b.label}")
         if not leaf_a.is_tensor:
@@ -672,5 +677,5 @@ def difference(a: float | None, b: float | None) -> Difference:
     return a - b, abs((a - b) / b)
 
 
-def count(counts: dict[Any, int], key: Hashable, number: int = 1) -> None:
-    counts[key] = counts.get(key, 0) + number
+def count(counts: dict[Any, int], key: Hashable) -> None:
+    counts[key] = counts.get(key, 0) + 1

@@ -88,7 +88,8 @@ def _comparison_lines(comparison: Comparison) -> Iterator[str]:
 def _details(row: Row) -> Iterator[str]:
     raws = {side: raw or {} for side, raw in [*row.leaves.items()][:_SHOWN_SIDES]}
     leaf = DumpLeaf(next(filter(None, raws.values()), {}))
-    yield f"    {row.entry}  {row.path}" + (f"  {leaf.dtype} {list(leaf.shape)}" if leaf.is_tensor else "")
+    kind = f"  {leaf.dtype} {list(leaf.shape)}" if leaf.is_tensor else ""
+    yield f"    {row.entry}  {row.path}{kind}".rstrip()
     yield from (f"      {side} {name}" for side, name in row.names.items() if name != row.entry)
     yield f"      {_reason(row)}"
     if leaf.is_tensor:
@@ -99,7 +100,9 @@ def _details(row: Row) -> Iterator[str]:
         ]
         errors = [row.verdict.errors.get(key, (None, None))[1] for key in keys]
         table = [["", *keys, ""]]
-        table += [[side, *(str(raw.get(key)) for key in keys), _memory(DumpLeaf(raw))] for side, raw in raws.items()]
+        table += [
+            [side, *(str(raw.get(key, "")) for key in keys), _memory(DumpLeaf(raw))] for side, raw in raws.items()
+        ]
         table += [["relative", *("" if error is None else f"{error:.4g}" for error in errors), ""]] * any(errors)
         yield from _aligned(table, indent=6)
     if (close := row.verdict.closeness) is not None:
@@ -182,7 +185,10 @@ def cells(row: Row, mode: Mode) -> list[Any]:
         "tensor": [None] * 6 if close is None else [*vars(close).values()][:6],
     }
     known = [
-        *(None if raw is None else row.name(side) for side, raw in zip(row.sides, raws, strict=True)),
+        *(
+            None if side not in row.names or (row.path and raw is None) else row.name(side)
+            for side, raw in zip(row.sides, raws, strict=True)
+        ),
         *(None if raw is None else DumpLeaf(raw).dtype for raw in raws),
         *(None if raw is None else str(raw.get("shape", [])) for raw in raws),
         *(None if grad is None else str(grad) for grad in grads),
