@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -38,13 +37,16 @@ _COMPILED = (
 
 
 class StatsDump:
-    """Writes statistics of what modules and functions of torch take and give, forward and backward, for chosen steps.
+    """Writes statistics of what modules and functions of torch take and return, forward and backward, in chosen steps.
 
-    Local: ranks need not agree on anything, each writes its own ``dump_path/step{N}/rank{R}/`` (``rank`` where neither
-    torch.distributed nor RANK in the environment tells a number). Values, gradients and random state of the program are
-    bit for bit what they are without it; only in evaluation without gradients torch's fused transformer layers step
-    aside while calls are watched, which gives other last bits. Names do not depend on what is selected. Modules are
+    Each rank writes its own ``dump_path/step{N}/rank{R}/`` (``rank`` where neither torch.distributed nor RANK in the
+    environment gives a number), and ranks need not agree on anything. Values, gradients and random state of the program
+    are bit for bit what they are without it; only in evaluation without gradients torch's fused transformer layers are
+    not used while calls are watched, which gives other last bits. Names do not depend on what is selected. Modules are
     named as in the model inside DistributedDataParallel.
+
+    While a step runs its entries are lines of ``dump.jsonl`` (with ``async_dump``, from `stop` on), which a process that
+    is killed leaves. `step`, or the exit of the process, makes the files of the format from them.
 
     What is not seen: the inside of ``torch.compile`` (where it is compiled in the meantime, some of the compiler's own
     calls are) and of ``torch.autograd.Function``, other threads and forked processes, numbers while a CUDA graph is
@@ -61,7 +63,7 @@ class StatsDump:
         ConfigError: the configuration is wrong; the message names the key and the legal values.
         DumpError: ``dump_path`` cannot be written to, or holds a dump of a chosen step and this rank already.
 
-    Example, on rank 0 and rank 1 alike::
+    Example, on every rank::
 
         dump = StatsDump("config.json", model=model)
         for batch in loader:
@@ -89,12 +91,12 @@ class StatsDump:
 
     @property
     def config(self) -> DumpConfig:
-        """What was read."""
+        """The configuration that was read."""
         return self._config
 
     @property
     def current_step(self) -> int:
-        """How often `step` was called."""
+        """The number of calls of `step`."""
         return self._step
 
     @breaks_graph
@@ -171,9 +173,7 @@ class StatsDump:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _begin(self, watch: Any) -> None:

@@ -141,7 +141,7 @@ class StepWriter:
 
 
 class TensorFiles:
-    """Saves what it is given, now or at the end of the step.
+    """Saves tensors, at once or at the end of the step.
 
     Args:
         directory: made with the first file.
@@ -154,7 +154,7 @@ class TensorFiles:
         self._kept: list[tuple[str, Tensor]] = []
 
     def save(self, tensor: Tensor, name: str, path: str) -> str:
-        """The name of the file. Raises OSError, and TypeError for what is a tensor by a class of its own."""
+        """Return the name of the file. Raises OSError, and TypeError for a tensor that consists of others."""
         if type(tensor) is not Tensor:
             tensor = _plain(tensor)
         file = file_name(name, path)
@@ -181,7 +181,7 @@ class TensorFiles:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Without its class, where that is but a name. What consists of other tensors could not be loaded again."""
+    """Return it without a class that is but a name. What consists of other tensors could not be loaded again."""
     kind: Any = type(tensor)
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(f"a {kind.__name__} is no plain tensor, and is not saved")
@@ -190,7 +190,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def without_repeats(tensor: Tensor) -> tuple[Tensor, int]:
-    """Of an expanded tensor, what is in memory, with as many dimensions; and how often each element is there."""
+    """Return what is in memory of an expanded tensor, with as many dimensions; and how often each element is there."""
     repeats = 1
     for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -199,7 +199,7 @@ def without_repeats(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether its elements lie in memory without gaps, and each once."""
+    """Return whether the elements are in memory without gaps, and each once."""
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size > 1 and step != expected:
@@ -209,7 +209,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def checksum(tensor: Tensor) -> str:
-    """CRC-32 of the elements' bytes in order, as 8 hex digits. Waits for a device."""
+    """Return the CRC-32 of the elements' bytes in order, as 8 hex digits. Waits for a device."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     size = plain.numel() * plain.element_size()
     if not size:

@@ -42,9 +42,8 @@ Leaf = dict[str, Any]
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
-_HOST_BYTES = 1_200  # of a leaf as a dict, roughly
-_ENTRY_BYTES = 1_000  # and of an entry besides its leaves
-_DEVICE_BYTES = 512  # the smallest block of CUDA's allocator
+_LEAF_BYTES = 1_700  # of a dict, roughly, and of CUDA's smallest block of memory
+_ENTRY_BYTES = 1_000  # of an entry besides its leaves
 _COPIED_BYTES = 256 << 20  # at most, on devices
 _storage_numbers = itertools.count(1)
 
@@ -67,7 +66,7 @@ class TensorSummaries:
         md5: whether leaves have a checksum.
         files: where tensors are saved.
         saves: whether the tensors of an entry of this name are saved.
-        max_bytes: what may be held at once; None for no limit. After the first that no longer fits nothing has numbers.
+        max_bytes: what may be held at once; None for no limit. After the first leaf that does not fit none has numbers.
         note_error: called with where a leaf failed, and why.
 
     Attributes:
@@ -81,7 +80,6 @@ class TensorSummaries:
     note_error: Callable[[str, Exception], None]
     first_dropped: str | None = None
     _held_bytes: int = 0
-    _is_full: bool = False
     _storages: dict[int, tuple[int, StorageWeakRef]] = field(default_factory=dict)
     _deferred: list[_Deferred] = field(default_factory=list)
     _streams: dict[torch.device, torch.Stream | None] = field(default_factory=dict)
@@ -90,11 +88,11 @@ class TensorSummaries:
 
     @property
     def waiting(self) -> int:
-        """How many leaves have their statistics on a device."""
+        """The number of leaves whose statistics are on a device."""
         return len(self._deferred)
 
     def of_entry(self, name: str) -> EntryLeaves:
-        """Return a maker of leaves of the entry ``name``, for the tensors as they are now."""
+        """Return what makes leaves of the entry ``name``, of its tensors as they are now."""
         return EntryLeaves(self, name, self.saves(name))
 
     def tensor(self, tensor: Tensor, name: str, path: str, is_saved: bool) -> Leaf:
@@ -103,9 +101,15 @@ class TensorSummaries:
         try:
             values = plain_values(tensor)
             leaf.update(_description(tensor, values))
-            if values is not None and self._fits_leaf(values, name, is_saved):
-                # of a sparse tensor only what it stores could be saved, which has another shape
-                self._fill(leaf, values, name, path, is_saved and "sparse" not in text(tensor.layout))
+            saved = values if is_saved and "sparse" not in text(tensor.layout) else None  # not of the shape it stores
+            size = _LEAF_BYTES + (0 if saved is None else without_repeats(saved)[0].nbytes)
+            if values is not None and self._fits(size, name) and not (values.is_cuda and is_capturing()):
+                if values.numel():
+                    self._measure(leaf, values)
+                if saved is not None and not values.is_meta:
+                    leaf["data_name"] = self.files.save(saved, name, path)
+                if self.md5 and not values.is_meta:
+                    leaf["md5"] = checksum(values)
         except Exception as error:
             self.note_error(f"{name}.{path}", error)
         if is_saved or self.md5:
@@ -116,42 +120,30 @@ class TensorSummaries:
 
     def entry_fits(self, name: str) -> bool:
         """Return whether what else is in an entry can be held as well; called as it is complete."""
-        return self._fits(_ENTRY_BYTES, name) or self.first_dropped == name
+        return self._fits(_ENTRY_BYTES, name)
 
     def release(self) -> None:
         """Hold nothing: it is written."""
-        self._held_bytes, self._is_full = 0, False
-
-    def _fits_leaf(self, values: Tensor, name: str, is_saved: bool) -> bool:
-        size = _HOST_BYTES + (0 if _is_on_host(values) else _DEVICE_BYTES)
-        if is_saved:
-            size += without_repeats(values)[0].numel() * values.element_size()
-        return self._fits(size, name)
+        self._held_bytes = 0
 
     def _fits(self, size: int, name: str) -> bool:
-        if self.max_bytes is not None and not self._is_full:
-            self._held_bytes += size
-            if self._held_bytes > self.max_bytes:
-                self._is_full, self.first_dropped = True, self.first_dropped or name
-        return not self._is_full
+        if self.max_bytes is None:
+            return True
+        self._held_bytes += size
+        if self._held_bytes > self.max_bytes:
+            self.first_dropped = self.first_dropped or name
+        return self._held_bytes <= self.max_bytes
 
-    def _fill(self, leaf: Leaf, values: Tensor, name: str, path: str, is_saved: bool) -> None:
-        if values.is_cuda and is_capturing():
-            return
-        if values.numel():
-            held, repeats = (values, 1) if values.is_contiguous() else without_repeats(values)
-            if _is_on_host(values):
-                leaf.update(as_statistics(host_numbers(held, values.shape), held.dtype, held.shape, repeats))
-            else:
-                numbers = self._on_device(held, values.shape)
-                self._deferred.append(_Deferred(leaf, numbers, held.dtype, held.shape, repeats))
-        if is_saved and not values.is_meta:
-            leaf["data_name"] = self.files.save(values, name, path)
-        if self.md5 and not values.is_meta:
-            leaf["md5"] = checksum(values)
+    def _measure(self, leaf: Leaf, values: Tensor) -> None:
+        held, repeats = (values, 1) if values.is_contiguous() else without_repeats(values)
+        if _is_on_host(values):
+            leaf.update(as_statistics(host_numbers(held, values.shape), held.dtype, held.shape, repeats))
+        else:
+            numbers = self._on_device(held, values.shape)
+            self._deferred.append(_Deferred(leaf, numbers, held.dtype, held.shape, repeats))
 
     def _on_device(self, values: Tensor, shape: torch.Size) -> Tensor:
-        device, size = values.device, values.numel() * values.element_size()
+        device, size = values.device, values.nbytes
         if device not in self._streams:
             self._streams[device] = _new_stream(device)
         stream = self._streams[device]
@@ -390,7 +382,7 @@ _AS_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, comple
 
 
 class EntryLeaves:
-    """Leaves of one entry at one moment."""
+    """Makes the leaves of one entry at one moment."""
 
     def __init__(self, maker: TensorSummaries, name: str, is_saved: bool) -> None:
         self._maker, self._name, self._is_saved = maker, name, is_saved
