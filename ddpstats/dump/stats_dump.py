@@ -45,8 +45,8 @@ class StatsDump:
     not used while calls are watched, which gives other last bits. Names do not depend on what is selected. Modules are
     named as in the model inside DistributedDataParallel.
 
-    While a step runs its entries are lines of ``dump.jsonl`` (with ``async_dump``, from `stop` on), which a process that
-    is killed leaves. `step`, or the exit of the process, makes the files of the format from them.
+    While a step runs its entries are lines of ``dump.jsonl`` (with ``async_dump``, from `stop` on), which a
+    process that is killed leaves. At `step`, or at the exit of the process, these become the files of the format.
 
     What is not seen: the inside of ``torch.compile`` (where it is compiled in the meantime, some of the compiler's own
     calls are) and of ``torch.autograd.Function``, other threads and forked processes, numbers while a CUDA graph is
