@@ -56,6 +56,7 @@ class StepWriter:
         self._lines: list[_Line] = []
         self._stacks: list[tuple[list[str], bytes]] = []  # lines, and their text
         self._size = 0  # of the file
+        self._lost: OSError | None = None
 
     def open(self) -> int:
         """Make the directory and the file of lines, once. Raises FileExistsError where the directory has a dump."""
@@ -78,7 +79,7 @@ class StepWriter:
         return len(self._stacks) - 1
 
     def add(self, name: str, entry: Mapping[str, Any], stack: int, parent: str | None) -> None:
-        """Write an entry that is complete. Raises OSError; the dump lacks it then."""
+        """Write an entry that is complete. Raises OSError; the dump lacks it then, and stays incomplete."""
         file, text = self.open(), encode(entry).encode()
         head = b'{"name":%s,"entry":' % encode(name).encode()
         tail = b',"stack":%s,"parent":%s}\n' % (self._stacks[stack][1], encode(parent).encode())
@@ -90,6 +91,8 @@ class StepWriter:
         """Put the files of the format in the place of the lines. Raises OSError; the lines stay then."""
         file = self.open()
         try:
+            if self._lost is not None:
+                raise self._lost
             replace_file(self.directory / STACK, lambda output: output.write(self._stack_text()))
             replace_file(self.directory / CONSTRUCT, lambda output: output.write(self._construct_text()))
             replace_file(self.directory / DUMP, lambda output: self._write_dump(file, output))
@@ -109,7 +112,8 @@ class StepWriter:
         try:
             while rest:
                 rest = rest[os.write(file, rest) :]
-        except OSError:
+        except OSError as error:
+            self._lost = error
             with contextlib.suppress(OSError):
                 os.ftruncate(file, self._size)
             raise

@@ -64,28 +64,32 @@ def test_files_of_different_tensors_have_different_names() -> None:
     assert file_name("a b", "input.0").endswith(".input.0.pt")
 
 
-def test_full_disk_costs_the_entry_alone_and_leaves_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def full(file: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_entry_that_a_full_disk_lost_leaves_an_incomplete_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
-
-    def full(file: int, data: bytes) -> int:
-        if len(data) > 20:
-            return write(file, data[:20])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     writer = written(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr(os, "write", lambda file, data: write(file, data[:20]) if len(data) > 20 else full(file, data))
         with pytest.raises(OSError, match="No space"):
             writer.add("Torch.add.1.forward", ENTRY, 0, None)
     writer.add("Torch.add.2.forward", {}, 0, None)
-    with monkeypatch.context() as patch:
-        patch.setattr("ddpstats.dump.writer.replace_file", lambda path, fill: full(0, b""))
-        with pytest.raises(OSError, match="No space"):
-            writer.finish()
+    with pytest.raises(OSError, match="No space"):
+        writer.finish()
     names = ["Torch.add.0.forward", "Module.root.Net.forward.0", "Torch.add.2.forward"]
     assert names_in(tmp_path / "dump.jsonl") == [None, *names]
-    assert not (tmp_path / "dump.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["dump.jsonl"]
     assert writer._file is None  # its descriptor is given back
+
+
+def test_files_that_a_full_disk_does_not_take_leave_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = written(tmp_path)
+    monkeypatch.setattr("ddpstats.dump.writer.replace_file", lambda path, fill: full(0, b""))
+    with pytest.raises(OSError, match="No space"):
+        writer.finish()
+    assert len(names_in(tmp_path / "dump.jsonl")) == 3
 
 
 def test_directory_of_another_writer_is_refused(tmp_path: Path) -> None:
