@@ -137,7 +137,7 @@ def test_sharded_parameters_are_not_compared(tmp_path: Path, capsys: pytest.Capt
     path = step(tmp_path / "sharded", entries(0, "S(0)"), entries(1, "S(0)"))
     status, report = compare(path, capsys=capsys)
     assert (status, report["compared"]) == (0, {"statistics": 1})
-    assert "not compared: 1 sharded tensors, of which every rank has a part" in text_of(path, capsys=capsys)
+    assert "not compared: 1 sharded tensors, of which each rank holds another part" in text_of(path, capsys=capsys)
     assert compare(step(tmp_path / "whole", entries(0, "R"), entries(1, "R")), capsys=capsys)[0] == 1
 
 

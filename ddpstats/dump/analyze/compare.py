@@ -2,8 +2,8 @@
 
 1. A comparison has sides: A and B, for every rank that both runs have, or the ranks of one run.
 2. Entries are paired by name, in the first side's order (`pair_entries`); what two tools call by two names has one name
-   here (`msprobe.common_names`). Two runs should be equal in everything, ranks in what they hold alike: parameters, and
-   results of collectives (`entries_of_ranks`).
+   here (`msprobe.common_names`). Two runs should be equal in everything, ranks in their parameters and the results of
+   collectives (`entries_of_ranks`).
 3. `Comparer` compares each tensor and value X on all sides: by its elements, its checksum or its statistics, the first
    of these that both dumps hold. Sides with equal values form a group; the largest group is the reference (of two runs
    it is B), and a side that differs is compared with it by msprobe's formulas.
@@ -228,7 +228,7 @@ class Findings:
         status: the exit status.
         exact: any inequality counts, not only those over the tolerance.
         lacking: by side, the ranks that it lacks and the other one has.
-        notes: what could not be read, and what the sides are not alike in.
+        notes: what could not be read, and whether the sides are of different levels or steps.
     """
 
     status: int
@@ -364,10 +364,10 @@ def _mode_of(dumps: Sequence[RankDump]) -> Mode:
 def _unlike(sides: Sequence[Side]) -> list[str]:
     """Return what the sides should have in common and have not: their entries may have no counterparts."""
     return [
-        f"{sides[0].label} is of {what} {first}, {side.label} of {what} {other}"
+        f"{sides[0].label} is of {what} {first}, {side.label} of {what} {second}"
         for side in sides[1:]
         for what in ("level", "step")
-        if len({first := getattr(sides[0].dump, what), other := getattr(side.dump, what)} - {None, ""}) == 2
+        if len({first := getattr(sides[0].dump, what), second := getattr(side.dump, what)} - {None, ""}) == 2
     ]
 
 
@@ -394,18 +394,18 @@ def pair_entries(
     Args:
         keys: for each side, NAME -> key of what other sides may call by another NAME; otherwise the NAME is the key.
     """
-    places: list[dict[Hashable, tuple[str, int, int]]] = [{} for _ in sides]
-    for side, renamed, index in zip(sides[1:], keys[1:], places[1:], strict=True):
+    indexes: list[dict[Hashable, tuple[str, int, int]]] = [{} for _ in sides]
+    for side, renamed, index in zip(sides[1:], keys[1:], indexes[1:], strict=True):
         for member in filter(is_wanted, side.dump.members()):
             index[renamed.get(member.key, member.key)] = member.key, member.offset, member.size
-    for position, side in enumerate(sides):
-        left = (side.dump.reread(*place) for place in places[position].values())
-        for member in left if position else filter(is_wanted, side.dump.members()):
-            key = keys[position].get(member.key, member.key)
+    for number, side in enumerate(sides):
+        left = (side.dump.reread(*where) for where in indexes[number].values())
+        for member in left if number else filter(is_wanted, side.dump.members()):
+            key = keys[number].get(member.key, member.key)
             entries = {side.label: side.dump.entry(member)}
-            for later, others in zip(sides[position + 1 :], places[position + 1 :], strict=True):
-                if (place := others.pop(key, None)) is not None:
-                    entries[later.label] = later.dump.entry(later.dump.reread(*place))
+            for later, index in zip(sides[number + 1 :], indexes[number + 1 :], strict=True):
+                if (where := index.pop(key, None)) is not None:
+                    entries[later.label] = later.dump.entry(later.dump.reread(*where))
             yield key, entries
 
 
@@ -425,11 +425,11 @@ def _values(entry: DumpEntry | None, of_two_tools: bool) -> Values:
     return common_values(entry, parse_name(entry.name)) if of_two_tools else dict(entry.values(nulls=True))
 
 
-_HELD_ALIKE = ("all_reduce", "broadcast", "all_gather", "_all_gather")
+_EQUAL_RESULTS = ("all_reduce", "broadcast", "all_gather", "_all_gather")
 
 
 def entries_of_ranks(sides: Sequence[Side], left_out: dict[str, int]) -> Iterator[Shared]:
-    """Yield what ranks hold alike: parameters, on the ranks that have them, and results of collectives in their group.
+    """Yield what should be equal: parameters, on the ranks that have them, and results of collectives in their group.
 
     What cannot be compared is counted in ``left_out``.
     """
@@ -457,7 +457,7 @@ def entries_of_ranks(sides: Sequence[Side], left_out: dict[str, int]) -> Iterato
             count(left_out, reason)
             continue
         for path in {path for leaves in values.values() for path, leaf in leaves.items() if _is_sharded(leaf)}:
-            count(left_out, "sharded tensors, of which every rank has a part of its own")
+            count(left_out, "sharded tensors, of which each rank holds another part")
             for leaves in values.values():
                 leaves.pop(path, None)
         yield Shared({label: entries[label].name for label in values if label in entries}, values)
@@ -473,7 +473,7 @@ def _collective_keys(side: Side) -> dict[str, Hashable]:
     counts: dict[Hashable, int] = {}
     keys: dict[str, Hashable] = {}
     for call in sorted(calls, key=lambda call: call.number):
-        if call.api.startswith(_HELD_ALIKE):
+        if call.api.startswith(_EQUAL_RESULTS):
             kind = call.api, tuple(sorted(call.ranks)), call.group
             keys[call.name] = (*kind, counts.get(kind, 0) if call.sequence is None else call.sequence)
             count(counts, kind)

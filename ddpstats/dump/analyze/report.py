@@ -35,10 +35,7 @@ def as_text(findings: Findings) -> str:
     for comparison in findings.comparisons:
         lines += ["", *_comparison_lines(comparison)]
     if findings.status == 1 and findings.mode != "tensor":
-        lines += [
-            "",
-            "Next: dump the first entry that differs with task tensor, its name in the list: which elements differ?",
-        ]
+        lines += ["", "Next: dump the first entry that differs with task tensor, to see which elements differ."]
     return printable([*lines, *(f"note: {note}" for note in findings.notes)])
 
 
@@ -93,16 +90,12 @@ def _details(row: Row) -> Iterator[str]:
     yield from (f"      {side} {name}" for side, name in row.names.items() if name != row.entry)
     yield f"      {_reason(row)}"
     if leaf.is_tensor:
-        keys = [
-            key
-            for key in (*statistics_keys("relative"), "md5")
-            if any(raw.get(key) is not None for raw in raws.values())
-        ]
+        known = {key for raw in raws.values() for key, value in raw.items() if value is not None}
+        keys = [key for key in (*statistics_keys("relative"), "md5") if key in known]
         errors = [row.verdict.errors.get(key, (None, None))[1] for key in keys]
         table = [["", *keys, ""]]
-        table += [
-            [side, *(str(raw.get(key, "")) for key in keys), _memory(DumpLeaf(raw))] for side, raw in raws.items()
-        ]
+        for side, raw in raws.items():
+            table.append([side, *(str(raw.get(key, "")) for key in keys), _memory(DumpLeaf(raw))])
         table += [["relative", *("" if error is None else f"{error:.4g}" for error in errors), ""]] * any(errors)
         yield from _aligned(table, indent=6)
     if (close := row.verdict.closeness) is not None:
@@ -120,8 +113,10 @@ def _memory(leaf: DumpLeaf) -> str:
 
 def _reason(row: Row) -> str:
     """Return which sides differ, and how."""
-    who = f"{shorten(row.culprits, 8)} differ{'s' * (len(row.culprits) == 1)} from the majority" if row.culprits else ""
-    if not who and "A" not in row.leaves:
+    who = ""
+    if row.culprits:
+        who = f"{shorten(row.culprits, 8)} differ{'s' * (len(row.culprits) == 1)} from the majority"
+    elif row.verdict.unequal and "A" not in row.leaves:
         who = f"no majority: {_split(row)}"
     relative = [f"{key} {error[1]:.4g}" for key, error in row.verdict.errors.items() if error[1]]
     how = row.verdict.message or ("relative error " + ", ".join(relative) if relative else "")
