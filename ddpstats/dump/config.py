@@ -6,7 +6,6 @@ named in a warning; a value that ddpstats cannot carry out is a `ConfigError`.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -32,7 +31,6 @@ _MOST_BYTES = 16 << 20  # of a file
 _RANGE = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 _LONGEST_RANGE = 1_000_000
 _SHOWN = 8
-_SIMILAR = 0.8  # of difflib: "levle" and "level", but not "risk_level"
 
 
 @dataclass(frozen=True)
@@ -172,11 +170,7 @@ _KEYS = {
     ),
     "rank": _Key(_numbers, None, _NUMBERS),
     "step": _Key(_numbers, None, _NUMBERS),
-    "level": _choice(
-        *("L0", "L1", "mix"),
-        default="L1",
-        why=": L2 needs the profiler of the device, and debug is for single tensors, which torch.save writes",
-    ),
+    "level": _choice("L0", "L1", "mix", default="L1", why=": L2 needs the profiler of the device"),
     "async_dump": _Key(lambda value: value if isinstance(value, bool) else _refuse(), False, "true or false"),
     "async_max_bytes": _Key(
         lambda value: value if type(value) is int and value > 0 else _refuse(),
@@ -201,6 +195,8 @@ _SECTION = {
     "request_id": _only("", "left out: ddpstats does not know requests"),
 }
 
+_FIELDS = {"rank": "ranks", "step": "steps", "list": "names", "tensor_list": "tensor_names"}  # of `DumpConfig`, by key
+
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, object]) -> DumpConfig:
     """Return the configuration in a JSON file, or in a mapping of the same keys.
@@ -219,20 +215,9 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, object]) -> DumpCo
         )
     if values["dump_path"] is None:
         raise ConfigError(f"{where}: 'dump_path' is missing: it must be {_KEYS['dump_path'].legal}")
-    config = DumpConfig(
-        task=task,
-        dump_path=values["dump_path"],
-        ranks=values["rank"],
-        steps=values["step"],
-        level=values["level"],
-        async_dump=values["async_dump"],
-        scope=chosen["scope"],
-        names=chosen["list"],
-        tensor_names=chosen["tensor_list"],
-        data_mode=chosen["data_mode"],
-        summary_mode=chosen["summary_mode"],
-        async_max_bytes=values["async_max_bytes"],
-    )
+    fields = DumpConfig.__dataclass_fields__
+    named = {_FIELDS.get(key, key): value for key, value in {**values, **chosen}.items()}
+    config = DumpConfig(**{field: value for field, value in named.items() if field in fields})
     if config.async_dump and config.summary_mode == "md5":
         raise ConfigError(
             f"{where}: '{task}.summary_mode' is \"md5\", but must be 'statistics' with async_dump: a checksum waits "
@@ -250,14 +235,7 @@ def _values(
     where: str, prefix: str, settings: Mapping[str, Any], keys: Mapping[str, _Key], unknown: list[str]
 ) -> dict[str, Any]:
     """Return a value for every key; names that are no key are added to ``unknown``. Raises `ConfigError`."""
-    for name in settings.keys() - keys.keys():
-        close = difflib.get_close_matches(str(name), keys, 1, _SIMILAR)
-        if close:
-            raise ConfigError(
-                f"{where}: unknown key {prefix + str(name)!r}: did you mean {prefix + close[0]!r}? Legal keys: "
-                f"{', '.join(keys)}"
-            )
-        unknown.append(f"{prefix}{name}")
+    unknown += [f"{prefix}{name}" for name in settings.keys() - keys.keys()]
     values = {}
     for name, key in keys.items():
         value = settings.get(name)
@@ -331,20 +309,13 @@ class DumpSelection:
         return bool(matched) or any(pattern.search(parent) for pattern in self._inside for parent in parents)
 
     def problems(self) -> list[str]:
-        """Return a sentence for each choice that this step did not have: a name may be misspelt."""
-        problems = []
-        if self._scope is not None:
-            first, last = self._scope
-            if first not in self._seen:
-                problems.append(f"scope begins with {first}, which did not come: nothing was collected")
-            elif last not in self._seen:
-                problems.append(
-                    f"scope ends with {last}, which did not come after {first}: all that came was collected"
-                )
-        if self._unmatched and (self._scope is None or self._seen):
-            names = shorten(self._unmatched, _SHOWN, ", ...")
-            problems.append(f"list has {names}, which is in no name that came and that scope and data_mode choose")
-        return problems
+        """Return a sentence for names that this step did not have: they may be misspelt."""
+        missing = {"scope": [name for name in self._scope or () if name not in self._seen], "list": self._unmatched}
+        return [
+            f"{key} has {shorten(names, _SHOWN, ', ...')}, which came in no entry that could be collected"
+            for key, names in missing.items()
+            if names
+        ]
 
 
 _REGEX = re.compile(r"name-regex\((.*)\)", re.DOTALL)

@@ -301,7 +301,6 @@ class CollectiveEntry:
     number: int
     ranks: tuple[int, ...]
     group: str
-    op: str
     sequence: int | None
     peer: int | None
     incomplete: bool
@@ -324,7 +323,6 @@ def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
     ranks = group.get("group_ranks")
     keyword, _ = _ROOTS.get(name.api, ("", 0))
     is_root = _integer(arguments, _ROOTS.get(name.api)) in (None, me)
-    op = arguments.get("input_kwargs.op")
     taken, made = _tensors(entry, name.api)
     return CollectiveEntry(
         entry,
@@ -332,7 +330,6 @@ def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
         name.number or 0,
         tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else (),
         str(group.get("group_id", "")),
-        str(op.value if op is not None else ""),
         _integer(arguments, ("seq", -1)),
         _integer(arguments, _PEERS.get(name.api)),
         entry.raw.get("incomplete") is True,

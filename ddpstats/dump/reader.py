@@ -1,8 +1,7 @@
 """The dumps on disk: which ranks there are, the entries in the files of each, and what an entry holds.
 
-Our dump.json has an entry a line, which is read when it is needed. What another tool wrote is parsed whole, and kept
-with an entry a line too. If both dump.json and dump.jsonl are there, dump.json is read: it is complete before the
-other one is removed.
+Our dump.json has an entry a line, which is read when it is needed; what another tool wrote is parsed whole. If both
+dump.json and dump.jsonl are there, dump.json is read: it is complete before the other one is removed.
 
 An entry's tensors have paths: ``input.0``, ``input_kwargs.mask``, ``parameters.weight``, ``output.0``; where an
 argument is a list or dict, its index or key comes after it: ``input.1.0``. Of a ``parameters_grad`` entry the
@@ -12,7 +11,6 @@ parameter's name is the path.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -26,18 +24,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 
 from ddpstats._base.files import bounded_lines, explain_version, open_regular, parse_json, read_at_most
 from ddpstats._base.text import printable, shorten
-from ddpstats.dump import statistics
-from ddpstats.dump.msprobe import (
-    CONSTRUCT,
-    DUMP,
-    FORMAT,
-    LINES,
-    RANK_DIRECTORY,
-    STACK,
-    STEP_DIRECTORY,
-    TENSORS,
-    VERSION,
-)
+from ddpstats.dump import msprobe, statistics
 from ddpstats.errors import DumpError
 
 LARGEST_ENTRY_BYTES = 64 << 20  # a larger line is no entry
@@ -74,7 +61,7 @@ class RankDump:
         step: likewise.
         header: the fields before the entries.
         complete: False if the run ended inside this step: the newest entries may be missing.
-        rewritten: another tool's dump, with an entry a line.
+        foreign: the entries of another tool's dump, in JSON.
         notes: what could not be read besides the entries; filled in by `stack_of` and `parent_of`.
     """
 
@@ -83,7 +70,7 @@ class RankDump:
     step: int | None
     header: Mapping[str, Any]
     complete: bool
-    rewritten: bytes | None = field(default=None, repr=False)
+    foreign: Mapping[str, str] | None = field(default=None, repr=False)
     notes: list[str] = field(default_factory=list, init=False, compare=False)
 
     @property
@@ -100,20 +87,20 @@ class RankDump:
         """``L0``, ``L1`` or ``mix``; empty where the file does not say."""
         return str(self.header.get("level") or "")
 
-    def _open(self) -> BinaryIO:
-        return open_regular(self.path) if self.rewritten is None else io.BytesIO(self.rewritten)
-
     def members(self) -> Iterator[EntryText]:
         """Yield the entries as text, in execution order; `entry` parses one.
 
         Raises:
             DumpError: for a damaged file, when its damage is reached.
         """
+        if self.foreign is not None:
+            yield from (EntryText(key, text, 0, 0) for key, text in self.foreign.items())
+            return
         if not self.complete:
             for offset, size, record in _records(self.path):
                 yield EntryText(record["name"], json.dumps(record.get("entry")), offset, size)
             return
-        with self._open() as file:
+        with open_regular(self.path) as file:
             for offset, line in _lines(file, self.path):
                 match = _ENTRY.fullmatch(line)
                 if match is None:
@@ -127,7 +114,9 @@ class RankDump:
 
     def reread(self, key: str, offset: int, size: int) -> EntryText:
         """Read an entry again of which only the position was kept."""
-        with self._open() as file:
+        if self.foreign is not None:
+            return EntryText(key, self.foreign[key], 0, 0)
+        with open_regular(self.path) as file:
             file.seek(offset)
             text = file.read(size).decode("ascii", "replace")
         if not self.complete:
@@ -154,17 +143,11 @@ class RankDump:
         """Return the module's pass that a call was made in; None at the root, and where the dump does not say."""
         return self._parents.get(name)
 
-    def place_of(self, name: str) -> list[str]:
-        """Describe the module's pass that a call was made in, and the first three lines of its stack."""
-        parent = self.parent_of(name)
-        inside = [f"inside {parent if isinstance(parent, str) else ', '.join(parent)}"] if parent else []
-        return [*inside, *(" ".join(line.split()) for line in self.stack_of(name)[:3])]
-
     @cached_property
     def _stacks(self) -> dict[str, list[str]]:
         stacks: dict[str, list[str]] = {}
         shared: dict[tuple[str, ...], list[str]] = {}  # few lines of a program make many calls
-        for key, stack in self._beside(STACK, "stack"):
+        for key, stack in self._beside(msprobe.STACK, "stack"):
             if isinstance(stack, list) and len(stack) == 2 and all(isinstance(part, list) for part in stack):
                 stacks.update(dict.fromkeys(_strings(stack[0]), _strings(stack[1])))
             else:  # a name, and the lines
@@ -176,7 +159,7 @@ class RankDump:
     def _parents(self) -> dict[str, str | list[str] | None]:
         return {
             name: parent if isinstance(parent, str) else _strings(parent) or None
-            for name, parent in self._beside(CONSTRUCT, "parent")
+            for name, parent in self._beside(msprobe.CONSTRUCT, "parent")
         }
 
     def _beside(self, name: str, key: str) -> Iterable[tuple[str, Any]]:
@@ -195,13 +178,13 @@ class RankDump:
 
     def tensor_file(self, data_name: str) -> Path:
         """Return the file of a saved tensor. Raises `DumpError` for one that is not there, or lies outside the dump."""
-        root = (self.directory / TENSORS).resolve()
+        root = (self.directory / msprobe.TENSORS).resolve()
         path = root if "\0" in data_name else (root / data_name).resolve()
         if path.parent != root:
-            raise damaged(self.path, f"data_name {data_name!r} leads out of {TENSORS}")
+            raise damaged(self.path, f"data_name {data_name!r} leads out of {msprobe.TENSORS}")
         if not path.is_file():
             raise DumpError(
-                f"{path} is not there, or no regular file, and {self.path} names it. Copy {TENSORS} too.",
+                f"{path} is not there, or no regular file, and {self.path} names it. Copy {msprobe.TENSORS} too.",
                 path=str(path),
             )
         return path
@@ -232,7 +215,7 @@ def find_ranks(path: str | Path) -> list[RankDump]:
     step = next(iter(steps.values())) if steps else path
     ranks = [child for child in _rank_directories(step) if _file_in(child) is not None]
     if not ranks:
-        raise DumpError(f"{path}: {_what_is_there(path)}", path=str(path))
+        raise _no_dump(path)
     dumps = sorted(map(open_rank, ranks), key=rank_of)
     for lower, upper in pairwise(dumps):
         if rank_of(lower) == rank_of(upper):
@@ -257,33 +240,34 @@ def ranks_without_dump(step: Path) -> list[str]:
 
 def steps_in(path: Path) -> dict[int, Path]:
     """Return the step directories of a dump's root, ascending."""
-    steps = {int(match[1]): child for child in _children(path) if (match := STEP_DIRECTORY.fullmatch(child.name))}
-    return dict(sorted(steps.items()))
+    matches = ((msprobe.STEP_DIRECTORY.fullmatch(child.name), child) for child in _children(path))
+    return dict(sorted((int(match[1]), child) for match, child in matches if match is not None))
 
 
 def open_rank(path: str | Path) -> RankDump:
     """Open one rank's directory, dump.json or dump.jsonl. Raises `DumpError` naming path and fix."""
     path = _file_in(Path(path)) or Path(path)
     if not path.is_file():
-        raise DumpError(f"{path}: {_what_is_there(path)}", path=str(path))
-    header, rewritten = _contents(path)
-    refused = explain_version(header[VERSION], FORMAT) if VERSION in header else None  # other tools' dumps have none
-    if refused is not None:
+        raise _no_dump(path)
+    header, foreign = _contents(path)
+    version = header.get(msprobe.VERSION, msprobe.FORMAT)  # other tools' dumps have none
+    if (refused := explain_version(version, msprobe.FORMAT)) is not None:
         raise DumpError(f"{path}: {refused}", path=str(path))
     directory = path.absolute().parent
-    rank, step = RANK_DIRECTORY.fullmatch(directory.name), STEP_DIRECTORY.fullmatch(directory.parent.name)
+    rank = msprobe.RANK_DIRECTORY.fullmatch(directory.name)
+    step = msprobe.STEP_DIRECTORY.fullmatch(directory.parent.name)
     return RankDump(
         path,
         int(rank[1]) if rank is not None and rank[1] else None,
         int(step[1]) if step is not None else None,
         header,
         path.suffix != ".jsonl",
-        rewritten,
+        foreign,
     )
 
 
 def _file_in(directory: Path) -> Path | None:
-    return next((directory / name for name in (DUMP, LINES) if (directory / name).is_file()), None)
+    return next((directory / name for name in (msprobe.DUMP, msprobe.LINES) if (directory / name).is_file()), None)
 
 
 def _children(path: Path) -> list[Path]:
@@ -291,17 +275,16 @@ def _children(path: Path) -> list[Path]:
 
 
 def _rank_directories(step: Path) -> list[Path]:
-    return [child for child in _children(step) if RANK_DIRECTORY.fullmatch(child.name)]
+    return [child for child in _children(step) if msprobe.RANK_DIRECTORY.fullmatch(child.name)]
 
 
-def _what_is_there(path: Path) -> str:
-    if not path.exists():
-        return "there is no such file or directory. Give the dump_path of the run, or its step or rank directory."
-    names = shorten(sorted(child.name for child in path.iterdir()), _SHOWN, "") if path.is_dir() else ""
-    return (
-        f"no dump here: a rank's directory holds {DUMP} or {LINES}, a step's directory rank directories "
-        f"({'it has ' + names if names else 'it is empty'}). Give the dump_path of the run, or dump a step: "
-        "ddpstats.StatsDump(config, model=model)."
+def _no_dump(path: Path) -> DumpError:
+    there = "no such file or directory"
+    if path.exists():
+        names = shorten(sorted(child.name for child in path.iterdir()), _SHOWN, "") if path.is_dir() else ""
+        there = f"it has {names}" if names else "it is empty"
+    return DumpError(
+        f"{path}: no dump here: {there}. Give the dump_path of the run, or its step or rank directory.", path=str(path)
     )
 
 
@@ -327,13 +310,13 @@ def sayable_errors() -> Iterator[None]:
 # -- the files of one rank ---------------------------------------------------------------------------------------------
 
 
-def _contents(path: Path) -> tuple[dict[str, Any], bytes | None]:
-    """Return the fields before the entries and, of another tool's dump, all of it with an entry a line."""
+def _contents(path: Path) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """Return the fields before the entries and, of another tool's dump, the entries in JSON."""
     with open_regular(path) as file:
         first = file.readline(LARGEST_ENTRY_BYTES)
     if path.suffix != ".jsonl":
         if _HEADER.fullmatch(first) is None:
-            return _rewritten(path)
+            return _foreign(path)
         first += b"}}"
     try:
         header = parse_json(first, strict=False)
@@ -343,17 +326,16 @@ def _contents(path: Path) -> tuple[dict[str, Any], bytes | None]:
     return header, None
 
 
-def _rewritten(path: Path) -> tuple[dict[str, Any], bytes]:
+def _foreign(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     header = _parse_whole(path)
     data = header.pop("data", None)
     _check_mapping(path, '"data"', data)
     for name, entry in data.items():
         _check_mapping(path, name, entry)
     try:
-        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in data.items())
+        return header, {name: json.dumps(entry) for name, entry in data.items()}
     except RecursionError:
         raise damaged(path, "it is nested too deeply") from None
-    return header, f'{{"data": {{\n{lines}\n}}}}\n'.encode("ascii")
 
 
 def _parse_whole(path: Path) -> dict[str, Any]:
@@ -454,14 +436,11 @@ class DumpLeaf:
     value = _Given[Any]("value")
     max = _Given[float]("Max", statistics.number)
     min = _Given[float]("Min", statistics.number)
-    mean = _Given[float]("Mean", statistics.number)
-    norm = _Given[float]("Norm", statistics.number)
     requires_grad = _Given[bool]("requires_grad")
     data_name = _Given[str]("data_name")
     md5 = _Given[str]("md5")
     nan_count = _Given[int]("nan_count")
     inf_count = _Given[int]("inf_count")
-    first_bad = _Given[tuple[int, ...]]("first_bad", tuple)
     device = _Given[str]("device")
     stride = _Given[tuple[int, ...]]("stride", tuple)
     data_ptr = _Given[int]("data_ptr")
@@ -477,7 +456,7 @@ class DumpLeaf:
 
     @property
     def is_tensor(self) -> bool:
-        return is_tensor(self.raw)
+        return self.raw.get("type") == _TENSOR or "dtype" in self.raw
 
     @property
     def is_finite(self) -> bool:
@@ -504,10 +483,6 @@ class DumpLeaf:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.raw.get("shape") or ())
-
-
-def is_tensor(raw: Mapping[str, Any]) -> bool:
-    return raw.get("type") == _TENSOR or "dtype" in raw
 
 
 @dataclass(frozen=True)
@@ -541,43 +516,37 @@ class DumpEntry:
 
     def values(self, *, nulls: bool = False) -> Iterator[tuple[str, DumpLeaf]]:
         """Yield all tensors and plain values, in the order of the dump; with ``nulls`` those that are None too."""
+        if _is_deep(self.raw):
+            raise self._damaged(f"it is nested more than {_DEEPEST} deep")
         for key, section in self.raw.items():
             if key not in _SECTIONS and isinstance(section, list) and len(section) == 1:
                 section = section[0]  # a parameter's gradient: {"weight": [leaf]}
-            for path, raw in _leaves(section, "input" if key == "input_args" else key, _DEEPEST, nulls):
-                if (problem := _problem(raw)) is not None:
-                    raise DumpError(
-                        f"{self.source or 'dump'}: {self.name}: {path}: {problem}. The file is damaged, or no "
-                        "statistics dump: dump the step again.",
-                        path=self.source or None,
-                    )
-                yield path, DumpLeaf(raw)
+            for path, raw in _leaves(section, "input" if key == "input_args" else key, nulls):
+                leaf = DumpLeaf(raw)
+                if leaf.is_tensor and (problem := _problem(raw)) is not None:
+                    raise self._damaged(f"{path}: {problem}")
+                yield path, leaf
 
-
-def _leaves(held: Any, path: str, depth: int, nulls: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if not depth:
-        raise DumpError(
-            f"{path[:100]} is nested more than {_DEEPEST} deep. The file is damaged, or no statistics dump."
+    def _damaged(self, problem: str) -> DumpError:
+        return DumpError(
+            f"{self.source or 'dump'}: {self.name}: {problem}. The file is damaged, or no statistics dump: dump the "
+            "step again.",
+            path=self.source or None,
         )
-    if isinstance(held, dict):
-        if isinstance(held.get("type"), str):
-            yield path, held
-        else:
-            for key, value in held.items():
-                yield from _leaves(value, f"{path}.{key}", depth - 1, nulls)
-    elif held is None and nulls and depth < _DEEPEST:  # an argument, not a section that is not there
+
+
+def _leaves(held: Any, path: str, nulls: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if isinstance(held, dict) and isinstance(held.get("type"), str):
+        yield path, held
+    elif isinstance(held, (dict, list)):
+        for key, value in held.items() if isinstance(held, dict) else enumerate(held):
+            yield from _leaves(value, f"{path}.{key}", nulls)
+    elif held is None and nulls and "." in path:  # an argument, not a section that is not there
         yield path, _NULL
-    elif isinstance(held, list):
-        for index, value in enumerate(held):
-            yield from _leaves(value, f"{path}.{index}", depth - 1, nulls)
 
 
 def _problem(raw: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a leaf's fields, if anything."""
-    if _is_deep(raw):
-        return f"it is nested more than {_DEEPEST} deep"
-    if not is_tensor(raw):
-        return None
+    """Return what is wrong with a tensor's fields, if anything."""
     shape = raw.get("shape", [])
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         return f"shape is {shape!r}, and should be a list of sizes"

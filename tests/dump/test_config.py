@@ -57,6 +57,11 @@ def test_template_of_msprobe_is_read_with_one_warning(tmp_path: Path) -> None:
     assert len(warned) == 1
 
 
+def test_key_that_is_misspelt_is_named_in_the_warning() -> None:
+    with pytest.warns(UserWarning, match=r"does not have: levle, statistics\.data_mod$"):
+        read_config({"dump_path": "d", "levle": "L0", "statistics": {"data_mod": []}})
+
+
 def test_other_keys_of_msprobe_are_read() -> None:
     given = {
         **TEMPLATE, "dump_enable": True, "risk_level": "FOCUS", "custom_op_namespaces": ["a"], "precision": "low",
@@ -105,10 +110,6 @@ def test_data_mode_without_direction_or_side_means_both(given: list[str], expect
     assert read_config({"dump_path": "d", "statistics": {"data_mode": given}}).data_mode == expected
 
 
-KEYS = (
-    "task, dump_path, rank, step, level, async_dump, async_max_bytes, enable_dataloader, dump_enable, load, "
-    "statistics, tensor"
-)
 NUMBERS = 'a list of whole numbers from 0 and of ranges such as "2-5" (of at most 1,000,000); [] is all'
 SCOPE = "[first, last], two full names such as 'Functional.linear.0.forward', or [] for everything"
 NAMES = "a list of names, of parts of names such as 'Functional.linear.3', or of 'name-regex(...)'"
@@ -116,12 +117,6 @@ MODES = "['all'], or a list of some of 'forward', 'backward', 'input', 'output'"
 EXAMPLE = '{"task": "statistics", "dump_path": "dump", "step": [0], "level": "mix"}'
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"levle": "L0"}, f"unknown key 'levle': did you mean 'level'? Legal keys: {KEYS}"),
-    (
-        {"statistics": {"data_mod": []}},
-        "unknown key 'statistics.data_mod': did you mean 'statistics.data_mode'? Legal keys: scope, list, tensor_list, "
-        "data_mode, summary_mode",
-    ),
     (
         {"task": "nan_check"},
         "'task' is \"nan_check\", but must be one of 'statistics', 'tensor': ddpstats has no other",
@@ -276,13 +271,10 @@ def problems(run: list[tuple[str, list[str]]] = RUN, **section: Any) -> list[str
 def test_chosen_name_that_did_not_occur_is_reported() -> None:
     assert problems() == []
     assert problems(scope=[LAYER, LAYER], list=["linear"]) == []
-    assert problems(list=["arange", "Linaer", "Torch.arnage"]) == [
-        "list has Linaer, Torch.arnage, which is in no name that came and that scope and data_mode choose"
-    ]
-    assert problems(scope=["never", LAYER]) == ["scope begins with never, which did not come: nothing was collected"]
-    assert problems(scope=["Tensor.sum.0.backward", LAYER]) == [
-        f"scope ends with {LAYER}, which did not come after Tensor.sum.0.backward: all that came was collected"
-    ]
+    came = "which came in no entry that could be collected"
+    assert problems(list=["arange", "Linaer", "Torch.arnage"]) == [f"list has Linaer, Torch.arnage, {came}"]
+    assert problems(scope=["never", LAYER]) == [f"scope has never, {LAYER}, {came}"]
+    assert problems(scope=["Tensor.sum.0.backward", LAYER]) == [f"scope has {LAYER}, {came}"]
     config = read_config({"dump_path": "d", "rank": [0, "5-6"]})
     assert config.problems(8) == []
     assert config.problems(2) == ["rank chooses 5, 6, and there are 2 ranks, counted from 0"]

@@ -81,7 +81,7 @@ def test_stack_and_parent_of_an_entry_are_read(old: bool, tmp_path: Path) -> Non
 
 
 def test_missing_dump_is_named_with_what_is_there(tmp_path: Path) -> None:
-    with pytest.raises(DumpError, match=r"nowhere: there is no such file or directory. Give the dump_path"):
+    with pytest.raises(DumpError, match=r"nowhere: no dump here: no such file or directory. Give the dump_path"):
         find_ranks(tmp_path / "nowhere")
     with pytest.raises(DumpError, match=r"no dump here: .*it is empty"):
         find_ranks(tmp_path)

@@ -68,7 +68,7 @@ def test_dump_of_format_1_is_read() -> None:
     ((path, leaf),) = entries[NAMES[0]].inputs
     assert (path, leaf.shape, leaf.max, leaf.min, leaf.nan_count) == ("input.0", (2,), 2.0, -3.0, 0)
     ((_, made),) = entries[NAMES[0]].outputs
-    assert (made.nan_count, made.first_bad) == (1, (1,))
+    assert (made.nan_count, made.raw["first_bad"]) == (1, [1])
     assert load_tensor(rank_dump, leaf).tolist() == [2.0, -3.0]
     assert rank_dump.stack_of(NAMES[0])[1].startswith("File train.py, line 2, in step")
     assert rank_dump.parent_of(NAMES[0]) == NAMES[1]

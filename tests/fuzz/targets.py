@@ -201,7 +201,7 @@ def dump(data: bytes) -> None:
 def _walk(path: Path) -> None:
     opened = open_rank(path)
     for entry in opened.entries():
-        opened.stack_of(entry.name), opened.parent_of(entry.name), opened.place_of(entry.name)
+        opened.stack_of(entry.name), opened.parent_of(entry.name)
         for _, value in entry.values(nulls=True):
             _ = (value.is_finite, value.has_nan, value.dtype, value.shape)
             if value.is_tensor and value.data_name is not None:
