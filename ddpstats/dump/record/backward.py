@@ -20,9 +20,10 @@ would keep the whole graph alive.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -127,34 +128,26 @@ _Shares = dict[Any, list[_Share]]
 """By the node that is hooked."""
 
 
-def watch_backward(
-    recorder: Recorder, name: str, before: Before, result: Any, stack: int, parents: Sequence[str]
-) -> None:
-    """After the call: hook what is to be seen of its backward pass, under ``name``."""
+def watch_backward(recorder: Recorder, forward: OpenEntry, before: Before, result: Any) -> None:
+    """After the call: hook what is to be seen of its backward pass."""
     outputs = list(tensors_in(result))
     made: _Shares = {}
     for position, output in enumerate(outputs):
         node = output.grad_fn if isinstance(output, Tensor) else None
-        if (
-            node is not None
-            and node_number(node) >= before.first
-            and (id(node), output.output_nr) not in before.positions
-        ):
+        is_new = node is not None and node_number(node) >= before.first
+        if is_new and (id(node), output.output_nr) not in before.positions:
             made.setdefault(node, []).append(_Share(output.output_nr, "input", position))
     if not made:
         return
     taken = _taken(list(made), before)
-    sections = {"input": len(outputs) * recorder.wants_input, "output": before.count * recorder.wants_output}
     counts = Counter(share.position for shares in taken.values() for share in shares)
-    summed = {position for position, count in counts.items() if count > 1}
     entries = _CallEntries(
         recorder=recorder,
-        name=name,
+        name=backward_of(forward.name),
         expected=len(made) + len(taken),
-        stack=stack,
-        parents=parents,
-        sections=sections,
-        summed=summed,
+        forward=forward,
+        sections={"input": len(outputs) * recorder.wants_input, "output": before.count * recorder.wants_output},
+        summed={position for position, count in counts.items() if count > 1},
     )
     for node, shares in made.items():
         node.register_prehook(partial(entries.arrive, shares))
@@ -163,41 +156,33 @@ def watch_backward(
 
 
 def _taken(todo: list[Any], before: Before) -> _Shares:
-    """Return the nodes of the call that have an edge to an input; ``todo`` are those that made its outputs."""
-    found: dict[Any, list[tuple[int, list[int]]]] = {}
+    """Return the nodes of the call that have an edge to an input; ``todo`` are those that made its outputs.
+
+    ``x * x`` has two edges to the same x: the first belongs to the first argument, the second to the second. Where a
+    node has fewer or more of them than there are such arguments, all belong to the first.
+    """
+    taken: _Shares = {}
     seen = set(todo)
     while todo and before.positions:
         node = todo.pop()
+        numbers: dict[tuple[int, int], list[int]] = {}
         for number, (target, output) in enumerate(node.next_functions):
             if target is None:
                 continue
-            positions = before.positions.get((id(target), output))
-            is_leaf = positions is None and type(target).__name__ == _LEAF
-            if is_leaf:
-                positions = before.positions.get((id(target.variable), -1))
-            if positions is not None:
-                found.setdefault(node, []).append((number, positions))
+            is_leaf = type(target).__name__ == _LEAF
+            edge = (id(target.variable), -1) if is_leaf else (id(target), output)
+            if edge in before.positions:
+                numbers.setdefault(edge, []).append(number)
             elif not is_leaf and target not in seen and node_number(target) >= before.first:
                 seen.add(target)
                 todo.append(target)
-    return {node: _shares(edges, len(found) == 1) for node, edges in found.items()}
-
-
-def _shares(edges: list[tuple[int, list[int]]], is_alone: bool) -> list[_Share]:
-    """``x * x`` has two edges to the same x: the first belongs to the first argument, the second to the second.
-
-    Where more nodes than one have edges to it, all belong to the first.
-    """
-    wanted = Counter(id(positions) for _, positions in edges)
-    turns = {id(positions): iter(positions) for _, positions in edges}
-    return [
-        _Share(
-            number,
-            "output",
-            next(turns[id(positions)]) if is_alone and wanted[id(positions)] == len(positions) else positions[0],
-        )
-        for number, positions in edges
-    ]
+        for edge, edges in numbers.items():
+            positions = before.positions[edge]
+            if len(positions) != len(edges):
+                positions = positions[:1] * len(edges)
+            shares = [_Share(*share) for share in zip(edges, repeat("output"), positions)]
+            taken[node] = taken.get(node, []) + shares
+    return taken
 
 
 @dataclass(kw_only=True, eq=False)
@@ -209,8 +194,7 @@ class _CallEntries(PassEntries):
         summed: positions of the inputs to which several edges lead; ``sums`` has what has come of their gradients.
     """
 
-    stack: int
-    parents: Sequence[str]
+    forward: OpenEntry
     sections: dict[str, int]
     summed: set[int]
     sums: dict[int, Tensor] = field(default_factory=dict)
@@ -219,7 +203,8 @@ class _CallEntries(PassEntries):
         number = self.recorder.number(self.name)
         name = f"{self.name}.{number}" if number else self.name
         raw: dict[str, Any] = {section: [None] * count for section, count in self.sections.items()}
-        return self.recorder.open(name, raw, [backward_of(parent) for parent in self.parents], self.stack)
+        parents = [backward_of(parent) for parent in self.forward.parents]
+        return self.recorder.open(name, raw, parents, self.forward.stack)
 
     def fill(self, entry: OpenEntry, shares: list[_Share], gradients: Any) -> None:
         for number, section, position in shares:

@@ -35,23 +35,18 @@ from ddpstats._observe.torch_compat import (
     function_modes,
     is_tracing,
 )
-from ddpstats.dump.msprobe import backward_of
 from ddpstats.dump.record.backward import Before, watch_backward
 from ddpstats.dump.record.leaves import tensors_in
 from ddpstats.dump.record.recorder import OpenEntry, Recorder
 
 
 class Call:
-    """A call that is about to run, of a module with its own parameters or of a function.
-
-    Attributes:
-        parents: names of the modules that it is in, innermost last.
-    """
+    """A call that is about to run, of a module with its own parameters or of a function."""
 
     def __init__(
         self, recorder: Recorder, name: str, args: Any, kwargs: Any, parameters: Mapping[str, Tensor] | None = None
     ) -> None:
-        self._recorder, self.name, self.parents = recorder, name, list(recorder.parents)
+        self._recorder, self.name = recorder, name
         self._entry: OpenEntry | None = None
         self._before: Before | None = None
         with recorder.safely(name):
@@ -66,8 +61,7 @@ class Call:
             with recorder.safely(self.name):
                 recorder.end(self._entry, result)
                 if self._before is not None:
-                    name = backward_of(self.name)
-                    watch_backward(recorder, name, self._before, result, self._entry.stack, self.parents)
+                    watch_backward(recorder, self._entry, self._before, result)
 
     def fail(self, error: BaseException) -> None:
         """Record that the call has raised."""

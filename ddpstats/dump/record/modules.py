@@ -111,7 +111,7 @@ class ModuleWatch:
         call = Call(recorder, name, args, kwargs, dict(module.named_parameters(recurse=False)))
         self._running.append(_Running(module, call, handled))
         if id(module) in self._gradients:
-            self._gradients[id(module)].inside = [*call.parents, name]
+            self._gradients[id(module)].inside = [*recorder.parents, name]
         recorder.parents.append(name)
 
     def _forward_ends(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -120,12 +120,11 @@ class ModuleWatch:
             return  # a hook of the program has raised before ours
         while (running := self._running.pop()).module is not module:
             pass  # left by an error
-        call = running.call
-        del self._recorder.parents[len(call.parents) :]
+        del self._recorder.parents[len(self._running) :]
         if result is not None or error is None or error is running.handled:
-            call.end(result)
+            running.call.end(result)
         else:
-            call.fail(error)
+            running.call.fail(error)
 
 
 class _Hook(ModuleHook):
@@ -173,7 +172,7 @@ class ParameterGradients(PassEntries):
     def begin(self) -> OpenEntry:
         name = f"{self.name}.{self.recorder.number(self.name)}"
         entry = self.recorder.open(name, {}, [backward_of(parent) for parent in self.inside])
-        entry.parent = None
+        entry.parents = ()
         return entry
 
     def fill(self, entry: OpenEntry, name: str, gradient: Any) -> None:

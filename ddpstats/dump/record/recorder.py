@@ -45,12 +45,12 @@ _EARLY_STOP = "_StopRecomputationError"  # activation checkpointing has what it 
 
 @dataclass(slots=True)
 class OpenEntry:
-    """An entry that is not complete yet. ``raw`` is what is written."""
+    """An entry that is not complete yet, inside the passes ``parents``. ``raw`` is what is written."""
 
     name: str
     raw: dict[str, Any]
     stack: int
-    parent: str | None
+    parents: Sequence[str]
     is_wanted: bool
 
 
@@ -126,7 +126,7 @@ class Recorder:
         """Begin an entry inside the passes ``parents``, which is called from here unless there is a ``stack``."""
         is_wanted = self.is_active and self._selection.wants(name, parents)
         number = self._stack() if stack is None else stack
-        return OpenEntry(name, raw, number, parents[-1] if parents else None, is_wanted)
+        return OpenEntry(name, raw, number, list(parents), is_wanted)
 
     def begin(
         self, name: str, args: Any, kwargs: Mapping[str, Any], parameters: Mapping[str, Any] | None = None
@@ -184,7 +184,8 @@ class Recorder:
         queue, self._queue = self._queue, []
         for entry in queue:
             with self.safely(entry.name):
-                self._writer.add(entry.name, entry.raw, entry.stack, entry.parent)
+                self._writer.add(entry.name, entry.raw, entry.stack, entry.parents[-1] if entry.parents else None)
+            entry.raw = {}  # the graph holds the entry, until it is freed
 
     def _stack(self) -> int:
         """Return the number of the program's frames here, innermost first."""
