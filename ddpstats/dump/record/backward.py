@@ -94,10 +94,10 @@ class PassEntries:
 
 
 class Before:
-    """Where the inputs of a call are in the graph, before it. Made of all its arguments.
+    """Records where the inputs of a call are in the graph, before the call; it is made of all arguments.
 
     Attributes:
-        count: how many arguments it has, those that are no tensors included.
+        count: how many arguments the call has, those that are no tensors included.
         positions: edge -> positions of the arguments that it leads to.
         first: nodes of the call have this sequence number, or a larger one.
     """
@@ -117,7 +117,7 @@ class Before:
 
 
 class _Share(NamedTuple):
-    """Which of a hook's gradients belongs to which input or output of the entry."""
+    """Assigns one of a hook's gradients to an input or output of the entry."""
 
     number: int
     section: str
@@ -129,39 +129,39 @@ _Shares = dict[Any, list[_Share]]
 
 
 def watch_backward(recorder: Recorder, forward: OpenEntry, before: Before, result: Any) -> None:
-    """After the call: hook what is to be seen of its backward pass."""
+    """Hook what is to be seen of the backward pass of a call that has returned."""
     outputs = list(tensors_in(result))
-    made: _Shares = {}
+    producers: _Shares = {}
     for position, output in enumerate(outputs):
         node = output.grad_fn if isinstance(output, Tensor) else None
         is_new = node is not None and node_number(node) >= before.first
         if is_new and (id(node), output.output_nr) not in before.positions:
-            made.setdefault(node, []).append(_Share(output.output_nr, "input", position))
-    if not made:
+            producers.setdefault(node, []).append(_Share(output.output_nr, "input", position))
+    if not producers:
         return
-    taken = _taken(list(made), before)
-    counts = Counter(share.position for shares in taken.values() for share in shares)
+    consumers = _consumers(list(producers), before)
+    counts = Counter(share.position for shares in consumers.values() for share in shares)
     entries = _CallEntries(
         recorder=recorder,
         name=backward_of(forward.name),
-        expected=len(made) + len(taken),
+        expected=len(producers) + len(consumers),
         forward=forward,
         sections={"input": len(outputs) * recorder.wants_input, "output": before.count * recorder.wants_output},
         summed={position for position, count in counts.items() if count > 1},
     )
-    for node, shares in made.items():
+    for node, shares in producers.items():
         node.register_prehook(partial(entries.arrive, shares))
-    for node, shares in taken.items():
+    for node, shares in consumers.items():
         node.register_hook(partial(entries.arrive, shares))
 
 
-def _taken(todo: list[Any], before: Before) -> _Shares:
+def _consumers(todo: list[Any], before: Before) -> _Shares:
     """Return the nodes of the call that have an edge to an input; ``todo`` are those that made its outputs.
 
     ``x * x`` has two edges to the same x: the first belongs to the first argument, the second to the second. Where a
     node has fewer or more of them than there are such arguments, all belong to the first.
     """
-    taken: _Shares = {}
+    consumers: _Shares = {}
     seen = set(todo)
     while todo and before.positions:
         node = todo.pop()
@@ -181,8 +181,8 @@ def _taken(todo: list[Any], before: Before) -> _Shares:
             if len(positions) != len(edges):
                 positions = positions[:1] * len(edges)
             shares = [_Share(*share) for share in zip(edges, repeat("output"), positions)]
-            taken[node] = taken.get(node, []) + shares
-    return taken
+            consumers[node] = consumers.get(node, []) + shares
+    return consumers
 
 
 @dataclass(kw_only=True, eq=False)

@@ -128,7 +128,7 @@ class ModuleWatch:
 
 
 class _Hook(ModuleHook):
-    """Before a module's forward pass, or after it."""
+    """A hook before or after a module's forward pass."""
 
     def __init__(self, watch: ModuleWatch, act: Callable[..., None]) -> None:
         self._watch, self._act = watch, act

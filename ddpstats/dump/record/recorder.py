@@ -1,4 +1,4 @@
-"""What is recorded of one step: names and numbers of calls, entries in the order in which they end, and their files.
+"""`Recorder` records one step: names and numbers of calls, and entries in the order in which they end.
 
 1. An entry gets its name when it begins, and the selection is asked then. Inputs are measured before the call, which
    may overwrite them, outputs after it.
