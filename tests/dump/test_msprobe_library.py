@@ -54,7 +54,10 @@ MADE = "transpose reshape view detach __getitem__ to half cat neg zeros ones ara
 INNER = "linear matmul __matmul__ max_pool1d multi_head_attention_forward relu cross_entropy"
 Explains = Callable[[Difference], bool]
 ROWS: dict[str, list[Explains]] = {
-    "directory": [lambda d: d.field == "directory" and re.fullmatch(r"proc\d+", d.theirs) is not None],
+    "files": [
+        lambda d: d.field == "directory" and re.fullmatch(r"proc\d+", d.theirs) is not None,
+        lambda d: d.field == "data_name" and d.theirs is None,
+    ],
     "names": [
         lambda d: d.field == "name" and "__" in d.theirs,
         lambda d: d.field == "name" and parse_name(d.theirs).api == parse_name(d.ours).api in ("add", "add_"),
@@ -70,15 +73,14 @@ ROWS: dict[str, list[Explains]] = {
     "entries in msprobe's alone": [lambda d: is_entry_of(d, "msprobe", "Identity Dropout") and "backward" in d.name],
     "arguments": [lambda d: d.field in ("paths", "data_name") and "forward" in d.name],
     "gradients": [
-        lambda d: "backward" in d.name and d.path.startswith("output") and parse_name(d.name).api in INNER.split()
+        lambda d: "backward" in d.name and d.path.startswith("output") and parse_name(d.name).api in INNER.split(),
+        lambda d: d.field in ("paths", "data_name") and "backward" in d.name,
+        lambda d: "MultiheadAttention.backward" in d.name,
     ],
-    "inputs without gradient": [lambda d: d.field in ("paths", "data_name") and "backward" in d.name],
-    "a tensor passed to a module several times": [lambda d: "MultiheadAttention.backward" in d.name],
     "`Mean`, `Norm`": [
         lambda d: is_number(d, "int64 int32 uint8 float64") and d.theirs is None and d.ours is not None,
         lambda d: is_number(d, "float16 bfloat16") and math.isclose(d.theirs, d.ours, rel_tol=0.01),
     ],
-    "empty tensors": [lambda d: d.field == "data_name" and d.theirs is None],
     "order": [lambda d: d.field == "order"],
 }
 
