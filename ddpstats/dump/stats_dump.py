@@ -81,14 +81,13 @@ class StatsDump:
         self._config = replace(read, dump_path=read.dump_path.absolute())  # the program may change its directory
         self._model = _check_model(model)
         self._step = 0
-        self._watches: list[Any] = []
         self._recorder: Recorder | None = None
         self._warned: set[str] = set()
         _check_path(self._config)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy records nothing until it is started."""
-        return {**vars(self), "_watches": [], "_recorder": None}
+        return {**vars(self), "_recorder": None}
 
     @property
     def config(self) -> DumpConfig:
@@ -125,9 +124,9 @@ class StatsDump:
                 f"level {level} collects modules: give the model, as StatsDump(config, model=model) or start(model); "
                 "level L1 needs none"
             )
-        if self._recorder is None:
+        if self._recorder is None or self._recorder not in _unfinished:
             self._recorder = _open(self._config, _directory(self._config, self._step, rank))
-            _unfinished.add(self)
+            _unfinished[self._recorder] = []
         else:
             self._recorder.resume()
         try:
@@ -149,13 +148,8 @@ class StatsDump:
     @breaks_graph
     def stop(self) -> None:
         """Record no longer; after the backward pass. Does nothing where nothing is recorded. It raises nothing."""
-        watches, self._watches = self._watches, []
-        if self._recorder is None or not watches:
-            return
-        for watch in reversed(watches):
-            with self._recorder.safely("stopping"):
-                watch.stop()
-        self._recorder.pause()
+        if self._recorder is not None:
+            _stop(self._recorder)
 
     @breaks_graph
     def step(self) -> None:
@@ -165,8 +159,8 @@ class StatsDump:
         """
         self.stop()
         self._step += 1
-        recorder = self._discard()
-        if recorder is not None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None and _unfinished.pop(recorder, None) is not None:
             recorder.finish()
             recorder.warn()
 
@@ -177,15 +171,13 @@ class StatsDump:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
+    @property
+    def _watches(self) -> list[Any]:
+        return [] if self._recorder is None else _unfinished.get(self._recorder, [])
+
     def _begin(self, watch: Any) -> None:
         self._watches.append(watch)
         watch.start()
-
-    def _discard(self) -> Recorder | None:
-        """Return the step's recorder, which is no longer kept."""
-        _unfinished.discard(self)
-        recorder, self._recorder = self._recorder, None
-        return recorder
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
@@ -193,32 +185,38 @@ class StatsDump:
             warnings.warn(f"ddpstats: {text}", stacklevel=4)
 
 
-_unfinished: set[StatsDump] = set()  # those with a step whose files are not written
+_unfinished: dict[Recorder, list[Any]] = {}  # steps of this process without their files -> what watches the program
+
+
+def _stop(recorder: Recorder) -> None:
+    watches = _unfinished.get(recorder)
+    if watches:
+        _unfinished[recorder] = []
+        for watch in reversed(watches):
+            with recorder.safely("stopping"):
+                watch.stop()
+        recorder.pause()
 
 
 @atexit.register
 def _at_exit() -> None:
     """Write what is complete. Of a step that the process ends inside, the lines stay, which readers call incomplete."""
-    for dump in list(_unfinished):
-        is_complete = not dump._watches
-        dump.stop()
-        recorder = dump._discard()
-        if recorder is not None:
-            if is_complete:
-                recorder.finish()
-            recorder.warn()
+    for recorder, watches in list(_unfinished.items()):
+        _stop(recorder)
+        if not watches:
+            recorder.finish()
+        recorder.warn()
+    _unfinished.clear()
 
 
 def _in_forked() -> None:
     """Workers of a DataLoader are forked inside the step, or between two pieces of it, and go on with all there was."""
-    for dump in list(_unfinished):
-        watches, dump._watches = dump._watches, []
-        recorder = dump._discard()
-        if recorder is not None:
-            recorder.forget()
+    for recorder, watches in _unfinished.items():
+        recorder.forget()
         for watch in watches:
             with contextlib.suppress(Exception):
                 watch.forget()
+    _unfinished.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any, cast
 
@@ -342,10 +344,14 @@ def test_step_is_collected_in_pieces(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_files_of_a_step_that_was_only_stopped_are_written_at_exit(tmp_path: Path, is_async: bool) -> None:
-    dump = StatsDump({"dump_path": str(tmp_path), "async_dump": is_async})
+    model = nn.Linear(2, 2)
+    seen = weakref.ref(model)
+    dump = StatsDump({"dump_path": str(tmp_path), "async_dump": is_async}, model=model)
     with dump:
         torch.ones(2).exp()
-    del dump
+    del dump, model
+    gc.collect()
+    assert seen() is None
     assert [path.name for path in (tmp_path / "step0/rank").iterdir()] == ["dump.jsonl"]  # all that a kill leaves
     assert [entry["name"] for entry in lines(tmp_path)[1:]] == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]
     stats_dump._at_exit()
