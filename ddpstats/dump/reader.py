@@ -182,7 +182,7 @@ class RankDump:
         path = root if "\0" in data_name else (root / data_name).resolve()
         if path.parent != root:
             raise damaged(self.path, f"data_name {data_name!r} leads out of {msprobe.TENSORS}")
-        if not path.is_file():
+        if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
             raise DumpError(
                 f"{path} is not there, or no regular file, and {self.path} names it. Copy {msprobe.TENSORS} too.",
                 path=str(path),

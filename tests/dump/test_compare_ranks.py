@@ -191,9 +191,12 @@ def test_results_that_differ_by_right_are_not_compared(tmp_path: Path, capsys: p
 def test_collective_of_a_group_without_the_rank_is_not_compared_with_that_of_its_members(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = step(tmp_path, *([collective("all_reduce", 0, rank // 2, (0, 1))] for rank in range(3)))
+    path = step(tmp_path / "all", *([collective("all_reduce", 0, rank // 2, (0, 1))] for rank in range(3)))
     status, report = compare(path, capsys=capsys)
     assert (status, report["compared"], report["rows"]) == (0, {"statistics": 1}, [])
+    path = step(tmp_path / "one", [module(1.0, 1.0)], [module(1.0, 1.0)], [collective("all_reduce", 0, 1.0, (0, 1))])
+    status, report = compare(path, capsys=capsys)
+    assert (status, report["compared"], [*report["left_out"].values()]) == (0, {"statistics": 1}, [1])
 
 
 @pytest.mark.parametrize("group", [(7, 8), (0, 7)])

@@ -198,6 +198,8 @@ def test_tensor_file_outside_the_dump_is_refused(name: str, tmp_path: Path) -> N
         dump.tensor_file(name)
     with pytest.raises(DumpError, match=r"gone.pt is not there"):
         dump.tensor_file("gone.pt")
+    with pytest.raises(DumpError, match=r"long is not there"):
+        dump.tensor_file("long" * 100)
     os.mkfifo(tmp_path / "dump_tensor_data" / "pipe.pt")
     with pytest.raises(DumpError, match=r"pipe.pt is not there, or no regular file"):
         dump.tensor_file("pipe.pt")

@@ -453,14 +453,15 @@ def entries_of_ranks(sides: Sequence[Side], left_out: dict[str, int]) -> Iterato
             values = {labels[rank]: made.get(labels[rank], {}) for rank in key[1] or labels if rank in labels}
             if not all(made.values()):
                 values = {}
-        if len(values) < 2:
+        names = {label: entries[label].name for label in values if label in entries}
+        if len(values) < 2 or not names:
             count(left_out, reason)
             continue
         for path in {path for leaves in values.values() for path, leaf in leaves.items() if _is_sharded(leaf)}:
             count(left_out, "sharded tensors, of which each rank holds another part")
             for leaves in values.values():
                 leaves.pop(path, None)
-        yield Shared({label: entries[label].name for label in values if label in entries}, values)
+        yield Shared(names, values)
 
 
 def _collective_keys(side: Side) -> dict[str, Hashable]:
