@@ -136,6 +136,8 @@ def test_a_dump_has_the_numbers_of_the_host(device: str, tmp_path: Path, is_asyn
         dump.start()
         model(x).square().sum().backward()
         dump.step()
+        stream = torch.cuda.current_stream().stream_id if place == "cuda" else None
+        assert {leaf["stream"] for entry in data(path).values() for leaf in leaves(entry)} == {stream}
         numbers.append({name: [leaf["Mean"] for leaf in leaves(entry)] for name, entry in data(path).items()})
     assert numbers[0].keys() == numbers[1].keys()
     assert len(numbers[0]) > 10
