@@ -200,36 +200,26 @@ def common_values(entry: DumpEntry, name: Name) -> dict[str, DumpLeaf]:
     An argument of a function in Python is known by its position, however it was passed, and left out where it has its
     default value. Gradients are counted without those that are None. Of a collective only tensors are returned.
     """
-    values = entry.values(nulls=True)
-    if name.direction == "backward":
-        return _without_none(values)
     if name.is_collective:
         sides = zip(("input", "output"), _tensors(entry, name.api), strict=True)
         return {f"{side}.{index}": leaf for side, tensors in sides for index, (_, leaf) in enumerate(tensors)}
     parameters = _parameters(name.prefix, name.api)
     positions = {parameter.name: str(position) for position, parameter in enumerate(parameters)}
+    gradients: dict[str, dict[str, str]] = defaultdict(dict)
     common = {}
-    for path, value in values:
+    for path, value in entry.values(nulls=True):
         section, _, rest = path.partition(".")
         argument, dot, inside = rest.partition(".")
+        if name.direction == "backward":
+            if value.type != "None":
+                position = gradients[section].setdefault(argument, str(len(gradients[section])))
+                common[f"{section}.{position}{dot}{inside}"] = value
+            continue
         position = positions.get(argument, "") if section == "input_kwargs" else argument
         if section not in ("input", "input_kwargs") or position not in positions.values():
             common[path] = value
         elif dot or value.is_tensor or value.value != parameters[int(position)].default:
             common[f"input.{position}{dot}{inside}"] = value
-    return common
-
-
-def _without_none(values: Iterable[tuple[str, DumpLeaf]]) -> dict[str, DumpLeaf]:
-    common = {}
-    positions: dict[str, dict[str, int]] = defaultdict(dict)
-    for path, value in values:
-        if value.type == "None":
-            continue
-        section, _, rest = path.partition(".")
-        argument, dot, inside = rest.partition(".")
-        position = positions[section].setdefault(argument, len(positions[section]))
-        common[f"{section}.{position}{dot}{inside}"] = value
     return common
 
 

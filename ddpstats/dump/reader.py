@@ -183,10 +183,7 @@ class RankDump:
         if path.parent != root:
             raise damaged(self.path, f"data_name {data_name!r} leads out of {msprobe.TENSORS}")
         if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
-            raise DumpError(
-                f"{path} is not there, or no regular file, and {self.path} names it. Copy {msprobe.TENSORS} too.",
-                path=str(path),
-            )
+            raise damaged(self.path, f"{path} is not there, or no regular file")
         return path
 
 
@@ -220,11 +217,7 @@ def find_ranks(path: str | Path) -> list[RankDump]:
     for lower, upper in pairwise(dumps):
         if rank_of(lower) == rank_of(upper):
             names = f"{lower.directory.name} and {upper.directory.name}"
-            raise DumpError(
-                f"{path} has two dumps of rank {rank_of(lower)}: {names}. They are of different runs: move one away, "
-                "or give one of the two.",
-                path=str(path),
-            )
+            raise DumpError(f"{path} has two dumps of rank {rank_of(lower)}: {names}. Give one.", path=str(path))
     return dumps
 
 
@@ -406,11 +399,10 @@ T = TypeVar("T")
 
 _SECTIONS = ("input_args", "input", "input_kwargs", "parameters", "output")  # others are gradients of parameters
 _DEEPEST = 64
-_KINDS: dict[str, tuple[type, str]] = {
-    **dict.fromkeys(("data_name", "md5", "device"), (str, "a string")),
-    **dict.fromkeys(("data_ptr", "storage_offset", "storage_ptr"), (int, "a whole number")),
-    **dict.fromkeys(("storage_bytes", "storage_id"), (int, "a whole number")),
-    "stride": (list, "a list of whole numbers"),
+_READ: dict[str, Callable[[Any], Any]] = {  # by a tensor's fields beside its statistics
+    **dict.fromkeys(("data_name", "md5", "device"), statistics.words),
+    **dict.fromkeys(("data_ptr", "storage_offset", "storage_ptr", "storage_bytes", "storage_id"), statistics.count),
+    "stride": statistics.index,
 }
 _TENSOR = "torch.Tensor"
 _NULL: Mapping[str, Any] = {"type": "None", "value": None}
@@ -550,16 +542,11 @@ def _problem(raw: Mapping[str, Any]) -> str | None:
     shape = raw.get("shape", [])
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         return f"shape is {shape!r}, and should be a list of sizes"
-    for statistic in statistics.STATISTICS:
+    for key, read in (*((row.key, row.read) for row in statistics.STATISTICS), *_READ.items()):
         try:
-            statistic.read(raw.get(statistic.key))
+            read(raw.get(key))
         except ValueError as error:
-            return f"{statistic.key}: {error}"
-    for key, (kind, words) in _KINDS.items():
-        value = raw.get(key)
-        parts = value if kind is list and isinstance(value, list) else ()
-        if value is not None and not (isinstance(value, kind) and all(type(part) is int for part in parts)):
-            return f"{key} is {value!r}, and should be {words}"
+            return f"{key}: {error}"
     return None
 
 

@@ -46,6 +46,13 @@ def index(value: Any) -> list[int] | None:
     raise ValueError(f"{value!r} is not a list of whole numbers")
 
 
+def words(value: Any) -> str | None:
+    """Return a string, or None. Raises ValueError."""
+    if value is None or isinstance(value, str):
+        return value
+    raise ValueError(f"{value!r} is not a string")
+
+
 @dataclass(frozen=True)
 class Statistic:
     """A statistic of a tensor.

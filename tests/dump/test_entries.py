@@ -88,8 +88,8 @@ def test_deeply_nested_entry_is_refused() -> None:
     [
         ("Max", [1], r"Max: \[1\] is not a number"),
         ("shape", [2, -1], "shape is "),
-        ("md5", 5, "md5 is 5, and should be a string"),
-        ("data_name", ["a"], "data_name is "),
+        ("md5", 5, "md5: 5 is not a string"),
+        ("data_name", ["a"], "data_name: "),
         ("nan_count", "many", "nan_count: 'many' is not a whole number"),
         ("first_bad", 3, "first_bad: 3 is not a list of whole numbers"),
     ],
