@@ -107,6 +107,7 @@ def test_bad_elements_are_counted_and_the_first_is_located(stats: Measure) -> No
 
 @BOTH
 def test_booleans_scalars_and_complex_numbers(stats: Measure) -> None:
+    assert stats(torch.arange(300).view(3, 100).t() > 3) == (True, False, None, None, 0, 0, None)
     assert stats(torch.tensor([True, False])) == (True, False, None, None, 0, 0, None)
     assert stats(torch.tensor(-2.5))[:4] == (-2.5, -2.5, -2.5, -2.5)
     assert stats(torch.tensor(7))[:4] == (7.0, 7.0, 7.0, 7.0)

@@ -269,6 +269,7 @@ def _computes_on(stream: torch.Stream) -> Iterator[None]:
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # others need not have a list of their numbers
 _EXACT = (torch.float32, torch.float64)
+_MASK = torch.uint8  # of a bool tensor; to convert one takes too much memory
 _FEW = 32  # Python has measured so few before torch has begun
 _PART = 1 << 16  # a dot product adds up in float32, and the longer it is the more of that is lost
 _SMALLEST_SQUARE = 1e-30  # a float32 below has few bits left: the squares may have been lost
@@ -293,18 +294,19 @@ def device_numbers(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """
     values, wide = _as_real(tensor), _wide(tensor)
     low, high = torch.aminmax(values)
-    bad, nans = values.isfinite().logical_not_(), values.isnan().sum()
-    numbers = [
-        high, low, values.mean(dtype=wide), torch.linalg.vector_norm(values, dtype=wide),
-        nans, bad.sum() - nans, bad.flatten().view(torch.uint8).argmax(), *_others(values, shape),
-    ]  # fmt: skip
-    return torch.stack([number.to(wide) for number in numbers])
+    if values.dtype is _MASK:
+        numbers = [high, low, *[torch.zeros_like(low)] * 5]
+    else:
+        bad, nans = values.isfinite().logical_not_(), values.isnan().sum()
+        mean, norm = values.mean(dtype=wide), torch.linalg.vector_norm(values, dtype=wide)
+        numbers = [high, low, mean, norm, nans, bad.sum() - nans, bad.flatten().view(torch.uint8).argmax()]
+    return torch.stack([number.to(wide) for number in (*numbers, *_others(values, shape))])
 
 
 def _others(values: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
     for statistic in STATISTICS:
         if statistic.measure is not None:
-            yield statistic.measure(values.expand(shape))
+            yield statistic.measure((values.float() if values.dtype is _MASK else values).expand(shape))
 
 
 def as_statistics(numbers: Sequence[float], dtype: torch.dtype, shape: Sequence[int], repeats: int) -> Leaf:
@@ -330,7 +332,9 @@ def _as_real(tensor: Tensor) -> Tensor:
         return tensor.resolve_neg() if tensor.is_neg() else tensor
     if dtype.is_complex:  # a magnitude may be too large for the type of its parts
         return tensor.abs() if tensor.device.type == "mps" else tensor.to(torch.complex128).abs()
-    return tensor.float() if dtype.is_floating_point or dtype is torch.bool else tensor.to(_wide(tensor))
+    if dtype is torch.bool:
+        return tensor.view(_MASK)
+    return tensor.float() if dtype.is_floating_point else tensor.to(_wide(tensor))
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -349,6 +353,8 @@ def _of_few(values: Tensor) -> tuple[float, ...] | None:
 def _of_many(flat: Tensor) -> tuple[float, ...] | None:
     """Return largest, smallest, mean and norm; None where anything is not finite, or float32 cannot hold the sums."""
     low, high = (number.item() for number in torch.aminmax(flat))
+    if flat.dtype is _MASK:
+        return high, low, 0.0, 0.0
     if not (math.isfinite(low) and math.isfinite(high)):
         return None
     whole = flat.numel() // _PART * _PART
@@ -378,6 +384,7 @@ _DEEPEST = 8
 _MOST_ITEMS = 1_000  # that are no tensors: a list of a million numbers is data, and no argument
 _MOST_CHARACTERS = 1_000  # of a string: a document is data as well
 _SCALARS = (bool, int, float, str)
+_LEAVES = (*_SCALARS, torch.Size)
 _AS_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex)
 
 
@@ -418,7 +425,7 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Any]:
 
 def _items_of(value: Any, depth: int) -> Mapping[Any, Any] | None:
     """Return what a list, tuple, dict or dataclass holds, by its index or name; None of what is one leaf."""
-    if value is None or isinstance(value, (*_SCALARS, torch.Size)) or depth >= _DEEPEST:
+    if value is None or isinstance(value, _LEAVES) or depth >= _DEEPEST:
         return None
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value)) if len(value) <= _MOST_ITEMS or isinstance(value[0], Tensor) else None
