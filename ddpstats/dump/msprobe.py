@@ -1,4 +1,4 @@
-"""msprobe: its directories, files and names, and calls that its dumps and ours spell in two ways.
+"""msprobe: its directories, files, names and verdicts, and calls that its dumps and ours spell in two ways.
 
 ::
 
@@ -27,6 +27,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from ddpstats.dump.statistics import keys
 
 if TYPE_CHECKING:
     from ddpstats.dump.reader import DumpEntry, DumpLeaf
@@ -345,3 +347,35 @@ def _integer(arguments: Mapping[str, DumpLeaf], argument: tuple[str, int] | None
     keyword, position = argument or ("", -1)
     leaf = arguments.get(f"input_kwargs.{keyword}") or arguments.get(f"input.{position}")
     return leaf.value if leaf is not None and type(leaf.value) is int else None
+
+
+# -- comparisons -------------------------------------------------------------------------------------------------------
+
+TOLERANCE = 0.5  # of a relative error; above it a tensor is a Warning
+FAILED = ("Warning", "Different", "No", "N/A")  # verdicts; the others are Pass, Yes and nothing
+
+
+def is_accurate(cosine: float, max_abs: float) -> bool:
+    """Return the verdict on a saved tensor, of its cosine and largest difference; NaN is never accurate."""
+    return cosine >= 0.9 and max_abs <= 1 and (cosine >= 0.99 or max_abs <= 0.001)
+
+
+def columns(mode: str) -> list[str]:
+    """Return the header of a comparison's CSV file; ``mode`` is "statistics", "md5" or "tensor"."""
+    sides, numbers = ("NPU", "Bench"), keys("relative")
+    labels = ["L2norm" if key == "Norm" else key for key in numbers]
+    middle = {
+        "statistics": [*(f"{label} diff" for label in labels), *(f"{key}RelativeErr" for key in numbers)],
+        "md5": ["NPU MD5", "BENCH MD5"],
+        "tensor": [
+            *("Cosine", "EucDist", "MaxAbsErr", "MaxRelativeErr"),
+            *("One Thousandth Err Ratio", "Five Thousandths Err Ratio"),
+        ],
+    }
+    return [
+        *(f"{side} {what}" for what in ("Name", "Dtype", "Tensor Shape", "Requires_grad") for side in sides),
+        *middle[mode],
+        *(f"{side} {label.lower()}" for side in sides for label in labels if mode != "md5"),
+        *("Requires_grad Consistent", "Accurate or Not" if mode == "tensor" else "Result"),
+        *("Err_message", "NPU_Stack_Info"),
+    ]

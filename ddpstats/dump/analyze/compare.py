@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ddpstats._base.text import VerbReport, check_writable, ranks_text, shorten
 from ddpstats.dump import statistics
-from ddpstats.dump.msprobe import VERSION, common_names, common_values, parse_name, read_collective
+from ddpstats.dump.msprobe import FAILED, TOLERANCE, VERSION, common_names, common_values, parse_name, read_collective
 from ddpstats.dump.reader import (
     DumpEntry,
     DumpLeaf,
@@ -49,7 +49,6 @@ Difference = tuple[float | None, float | None]
 Values = Mapping[str, DumpLeaf]
 
 MODES: tuple[Mode, ...] = ("tensor", "md5", "statistics")  # what says most is first
-TOLERANCE = 0.5
 KEPT_ROWS = 1000
 _FIRST_ENTRIES = 200  # show what a dump holds
 _CHECKSUM = re.compile(r'"md5":\s*"')
@@ -136,7 +135,7 @@ class Verdict:
     @property
     def failed(self) -> bool:
         """Return whether it is over the tolerance, or cannot be compared."""
-        return self.result in ("Warning", "Different", "No", "N/A")
+        return self.result in FAILED
 
 
 @dataclass

@@ -16,6 +16,7 @@ from typing import Any
 
 from ddpstats._base.text import count_of, printable, ranks_text, shorten, write_file
 from ddpstats.dump.analyze.compare import GROWTH, NONFINITE, NOTHING, Comparison, Findings, Mode, Row
+from ddpstats.dump.msprobe import columns
 from ddpstats.dump.reader import DumpLeaf
 from ddpstats.dump.statistics import keys as statistics_keys
 
@@ -136,10 +137,6 @@ def _aligned(rows: Sequence[Sequence[str]], indent: int = 4) -> Iterator[str]:
 # -- tables and pages --------------------------------------------------------------------------------------------------
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
-_CLOSENESS = (
-    *("Cosine", "EucDist", "MaxAbsErr", "MaxRelativeErr"),
-    *("One Thousandth Err Ratio", "Five Thousandths Err Ratio"),
-)
 _STYLE = """
 body { font: 14px/1.4 sans-serif; margin: 1.5em; color: #222; }
 pre { background: #f4f4f4; padding: 1em; overflow-x: auto; }
@@ -151,25 +148,8 @@ tr.yellow { background: #fff3bf; }
 """
 
 
-def columns(mode: Mode) -> list[str]:
-    sides, numbers = ("NPU", "Bench"), statistics_keys("relative")
-    labels = ["L2norm" if key == "Norm" else key for key in numbers]
-    middle: dict[Mode, Sequence[str]] = {
-        "statistics": [*(f"{label} diff" for label in labels), *(f"{key}RelativeErr" for key in numbers)],
-        "md5": ["NPU MD5", "BENCH MD5"],
-        "tensor": _CLOSENESS,
-    }
-    return [
-        *(f"{side} {what}" for what in ("Name", "Dtype", "Tensor Shape", "Requires_grad") for side in sides),
-        *middle[mode],
-        *(f"{side} {label.lower()}" for side in sides for label in labels if mode != "md5"),
-        *("Requires_grad Consistent", "Accurate or Not" if mode == "tensor" else "Result"),
-        *("Err_message", "NPU_Stack_Info"),
-    ]
-
-
 def cells(row: Row, mode: Mode) -> list[Any]:
-    """Return a row's values in the order of `columns`; ``N/A`` where there is nothing."""
+    """Return a row's values in the order of `msprobe.columns`; ``N/A`` where there is nothing."""
     numbers, close = statistics_keys("relative"), row.verdict.closeness
     raws = [row.leaves[side] for side in row.sides]
     grads = [None if raw is None else raw.get("requires_grad") for raw in raws]

@@ -19,6 +19,7 @@ from torch import Tensor
 from ddpstats._base.files import open_regular
 from ddpstats._base.text import count_of, first_line
 from ddpstats._rerun.archive import check_archive
+from ddpstats.dump.msprobe import is_accurate
 from ddpstats.dump.reader import DumpLeaf, RankDump
 from ddpstats.dump.writer import is_dense
 from ddpstats.errors import DumpError
@@ -80,10 +81,8 @@ class Closeness:
 
     @property
     def accurate(self) -> bool:
-        """msprobe's verdict on two tensors; NaN is never accurate."""
-        if math.isnan(self.cosine) or math.isnan(self.max_abs):
-            return False
-        return not ((self.cosine < 0.99 and self.max_abs > 0.001) or self.cosine < 0.9 or self.max_abs > 1)
+        """Return msprobe's verdict."""
+        return is_accurate(self.cosine, self.max_abs)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
