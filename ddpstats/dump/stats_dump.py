@@ -51,8 +51,7 @@ class StatsDump:
     What is not seen: the inside of ``torch.compile`` (where it is compiled in the meantime, some of the compiler's own
     calls are) and of ``torch.autograd.Function``, other threads and forked processes, numbers while a CUDA graph is
     captured, and on an accelerator calls (not modules) of a forward pass that activation checkpointing runs once more.
-    Gradients of parameters that are DTensors (FSDP2) are what the backward pass leaves in ``grad``: reduced, and
-    accumulated.
+    Gradients of FSDP2's sharded parameters are those that it leaves in ``grad``: reduced, and accumulated.
 
     `start` and `stop` belong into one thread, and on the same side of ``with torch.device(...)`` and other modes.
 

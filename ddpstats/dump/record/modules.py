@@ -5,8 +5,8 @@
 2. A hook after it, which runs also if the forward pass raises: its outputs, and what is to be seen of the backward
    pass. Both are recorded by `Call`.
 3. A hook on each parameter: the gradient of this backward pass, before it is accumulated or reduced. FSDP2's sharded
-   parameters take no part in the graph; FSDP2 calls hooks that run after accumulation itself. So of parameters that are
-   DTensors the gradient is what is in ``grad`` then: reduced, and accumulated.
+   parameters take no part in the graph; FSDP2 calls hooks that run after accumulation itself. So their gradient is what
+   is in ``grad`` then: reduced, and accumulated.
 
 No node is put into the graph, as ``register_full_backward_hook`` would: after that a program that changes an output in
 place fails. Modules inside ``torch.compile`` and TorchScript are left alone.
@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._observe.gradients import ModuleHook, unwrapped
-from ddpstats._observe.torch_compat import compiled_call, gradient_hooks, is_tracing, leave_no_hooks, without_compile
+from ddpstats._observe.torch_compat import (
+    compiled_call,
+    gradient_hooks,
+    in_backward,
+    is_tracing,
+    leave_no_hooks,
+    without_compile,
+)
 from ddpstats.dump.msprobe import backward_of, module_base
 from ddpstats.dump.record.backward import PassEntries
 from ddpstats.dump.record.calls import Call
@@ -77,31 +84,33 @@ class ModuleWatch:
     forget = stop  # in a process that was forked from the one that records
 
     def is_seen(self) -> bool:
-        """Return whether this thread is the one that started the dump, or none that the program started."""
-        is_of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
+        """Return whether this thread is the one that started the dump, or one of autograd's."""
+        is_of_autograd = in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
         return threading.get_ident() == self._thread or is_of_autograd
 
     def _watch_parameters(self, module: nn.Module, base: str) -> None:
-        wanting = {name: one for name, one in module.named_parameters(recurse=False) if one.requires_grad}
-        name = f"{base}.parameters_grad"
-        gradients = ParameterGradients(recorder=self._recorder, name=name, expected=len(wanting))
+        wanting = [(name, each) for name, each in module.named_parameters(recurse=False) if each.requires_grad]
+        entry_name = f"{base}.parameters_grad"
+        gradients = ParameterGradients(recorder=self._recorder, name=entry_name, expected=len(wanting))
         self._gradients[id(module)] = gradients
-        for name, parameter in wanting.items():
+        for name, parameter in wanting:
+            if gradient_hooks(parameter) is None:
+                self._hooks.callback(leave_no_hooks, parameter)
+            handles = [parameter.register_hook(partial(self._gradient_arrives, gradients, name))]  # type: ignore[no-untyped-call]
             if hasattr(parameter, "placements"):
                 hook = partial(self._gradient_accumulated, gradients, name)
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            else:
-                if gradient_hooks(parameter) is None:
-                    self._hooks.callback(leave_no_hooks, parameter)
-                handle = parameter.register_hook(partial(self._gradient_arrives, gradients, name))  # type: ignore[no-untyped-call]
-            self._hooks.enter_context(handle)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            for handle in handles:
+                self._hooks.enter_context(handle)
 
     def _gradient_arrives(self, gradients: ParameterGradients, name: str, gradient: Tensor | None) -> None:
+        gradients.in_graph.add(name)
         if self.is_seen():
             gradients.arrive(name, gradient)
 
     def _gradient_accumulated(self, gradients: ParameterGradients, name: str, parameter: Tensor) -> None:
-        self._gradient_arrives(gradients, name, parameter.grad)
+        if name not in gradients.in_graph and self.is_seen():
+            gradients.arrive(name, parameter.grad)
 
     # -- a forward pass -----------------------------------------------------------------------------------------------
 
@@ -165,9 +174,11 @@ class ParameterGradients(PassEntries):
 
     Attributes:
         inside: names of the module's last forward pass and of those around it, innermost last.
+        in_graph: names of the parameters whose hook has run.
     """
 
     inside: Sequence[str] = ()
+    in_graph: set[str] = field(default_factory=set)
 
     def begin(self) -> OpenEntry:
         name = f"{self.name}.{self.recorder.number(self.name)}"
