@@ -121,7 +121,7 @@ def test_below_the_tolerance_is_not_different_unless_exact(tmp_path: Path, capsy
     assert status == 0
     assert text.startswith("NOTHING DIFFERENT by the rule: of 6 tensors")
     assert "1 differ at all." in text
-    assert "Beside them" not in text
+    assert "Other values" not in text
     assert compare(*pair, "--exact", capsys=capsys)[0] == 1
     assert compare(*pair, "--tolerance", "0.01", capsys=capsys)[0] == 1
 
@@ -399,7 +399,7 @@ def test_entries_of_one_side_are_counted_beside_the_tensors_of_both(
     first = text.splitlines()[0]
     assert status == 1
     assert first.startswith("DIFFERENT: of 6 tensors in 1 rank, 1 are over the tolerance 0.5, 1 differ at all.")
-    assert first.endswith("Beside them, 50 values differ or have no counterpart.")
+    assert first.endswith("Other values that differ or have no counterpart: 50.")
     assert "50 entries not in B" in text
     (rank,) = compare_json(*pair, capsys=capsys)[1]["comparisons"]
     assert (rank["unequal_tensors"], rank["failed_tensors"], rank["lacking"]) == (1, 1, {"B": 50})

@@ -93,6 +93,13 @@ def test_difference_outside_the_statistics_is_unequal_within_the_tolerance(more:
     assert (verdict.unequal, verdict.failed, verdict.message) == (True, False, message)
 
 
+def test_mean_near_zero_is_noted() -> None:
+    a, b = ({**tensor(-1.0, 1.0), "Mean": mean} for mean in (3e-9, 1e-9))
+    assert (of_inputs(a, b).result, of_inputs(a, b).message) == ("Warning", "only the mean, which is near 0")
+    a, b = ({**tensor(-1.0, 1.0), "Mean": mean} for mean in (0.9, 0.1))
+    assert (of_inputs(a, b).result, of_inputs(a, b).message) == ("Warning", "")
+
+
 def test_part_of_a_tensor_is_not_compared_with_another_part_or_the_whole() -> None:
     half, quarter = (tensor(1.0, shape=[8, 8], local_shape=[rows, 8]) for rows in (4, 2))
     assert of_inputs(half, quarter).message == "the shape is [4, 8] in A and [2, 8] in B"

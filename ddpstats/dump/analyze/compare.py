@@ -624,7 +624,10 @@ class Comparer:
             return _incomparable(f"{a.label} or {b.label} has no statistics of it")
         else:
             compared, unequal = "statistics", any(error[0] for error in errors.values())
-            result = "Warning" if self._is_over(*errors.values()) else ""
+            over = [key for key, error in errors.items() if self._is_over(error)]
+            result = "Warning" if over else ""
+            if over == ["Mean"] and _has_mean_near_zero(leaf_a) and _has_mean_near_zero(leaf_b):
+                messages = ["only the mean, which is near 0"]
             fields += statistics.keys("equal")
         for key in fields:
             in_a, in_b = leaf_a.raw.get(key), leaf_b.raw.get(key)
@@ -647,9 +650,15 @@ class Comparer:
         message = f"{values[0]} in {a.label} and {values[1]} in {b.label}" if unequal else ""
         return Verdict("Warning" if failed else "", "value", unequal, message)
 
-    def _is_over(self, *errors: Difference) -> bool:
-        """Return whether a relative error is over the tolerance; a NaN is over each."""
-        return any(relative is not None and not relative <= self.tolerance for _, relative in errors)
+    def _is_over(self, error: Difference) -> bool:
+        """Return whether the relative error is over the tolerance; a NaN is over each."""
+        return error[1] is not None and not error[1] <= self.tolerance
+
+
+def _has_mean_near_zero(leaf: DumpLeaf) -> bool:
+    """Return whether the mean is small against the extremes: then rounding alone changes it by much."""
+    mean, high, low = (abs(statistics.number(leaf.raw.get(key)) or 0) for key in ("Mean", "Max", "Min"))
+    return mean <= 0.01 * max(high, low)
 
 
 def _incomparable(message: str) -> Verdict:

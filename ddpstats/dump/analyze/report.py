@@ -53,7 +53,7 @@ def _verdict(findings: Findings) -> str:
     failed, unequal = findings.total("failed_tensors"), findings.total("unequal_tensors")
     failing = "" if findings.exact else f" {failed:,} are {over[findings.mode]},"
     others = findings.total("unequal") - unequal
-    beside = f" Beside them, {count_of(others, 'values')} differ or have no counterpart." if others else ""
+    beside = f" Other values that differ or have no counterpart: {others:,}." if others else ""
     head = "DIFFERENT" if findings.status else "NOTHING DIFFERENT by the rule"
     return f"{head}: of {what},{failing} {unequal:,} differ at all.{beside}"
 
@@ -119,9 +119,9 @@ def _reason(row: Row) -> str:
         who = f"{shorten(row.culprits, 8)} differ{'s' * (len(row.culprits) == 1)} from the majority"
     elif row.verdict.unequal and "A" not in row.leaves:
         who = f"no majority: {_split(row)}"
-    relative = [f"{key} {error[1]:.4g}" for key, error in row.verdict.errors.items() if error[1]]
-    how = row.verdict.message or ("relative error " + ", ".join(relative) if relative else "")
-    return "; ".join(filter(None, (who, how, row.highlight)))
+    errors = row.verdict.errors if row.verdict.compared == "statistics" else {}
+    relative = ", ".join(f"{key} {error[1]:.4g}" for key, error in errors.items() if error[1])
+    return "; ".join(filter(None, (who, row.verdict.message, relative and f"relative error {relative}", row.highlight)))
 
 
 def _split(row: Row) -> str:
