@@ -348,11 +348,6 @@ def leave_no_hooks(tensor: Tensor) -> None:
         tensor._backward_hooks = None
 
 
-def shard_version(tensor: Tensor) -> int:
-    """Return its version; of a DTensor that of its shard (``_local_tensor``), which FSDP2 writes to."""
-    return version_of(getattr(tensor, "_local_tensor", tensor))
-
-
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dict of a module's own buffers, in which each may be replaced. No torch lacks it."""
     return module._buffers
