@@ -105,6 +105,14 @@ CASES: dict[str, tuple[Entries, list[tuple[str, str]]]] = {
         {LOG_0: forward(leaf(), out=BAD, is_recompute=True), "Torch.log.1.backward": backward(leaf(), out=BAD)},
         [("computation", "Torch.log.1.backward")],
     ),
+    "entry that is written when the backward pass has ended": (
+        {
+            "Torch.sum.0.backward": backward(leaf(), out=leaf(2.0)),
+            "Torch.mul.0.backward": backward(OTHER_BAD, out=leaf(NAN, NAN, (8,))),
+            "Torch.gru.0.backward": backward(leaf(2.0), None, out=[OTHER_BAD, None]),
+        },
+        [("computation", "Torch.gru.0.backward")],
+    ),
     "second backward pass of a function": (
         {
             "Torch.log.0.backward.1": backward(leaf(), out=OVERFLOW),
@@ -593,6 +601,16 @@ def test_reused_memory_is_not_reported(tmp_path: Path) -> None:
         "Torch.add.1.forward": forward(placed(2, 8192, 64), out=placed(3, 4096, 64)),
         "Torch.add.2.backward": backward(placed(3, 4096, 64), out=placed(4, 4096, 64)),
         "Module.a.A.backward.0": backward(placed(3, 4096, 64), out=placed(4, 4096, 64)),
+    }
+    assert "share memory" not in report(write(tmp_path, entries))[1]
+
+
+def test_gradients_of_an_entry_that_is_written_late_are_not_live_until_then(tmp_path: Path) -> None:
+    """A GRU of which nothing uses the last state: its backward entry is written when the pass has ended."""
+    entries = {
+        "Torch.cat.0.backward": backward(placed(1, 4096, 64), out=placed(2, 8192, 64)),
+        "Torch.add.0.backward": backward(placed(3, 65536, 64), out=placed(4, 8192, 64)),
+        "Torch.gru.0.backward": backward(placed(2, 8192, 64), None, out=[placed(5, 65536, 64), None]),
     }
     assert "share memory" not in report(write(tmp_path, entries))[1]
 

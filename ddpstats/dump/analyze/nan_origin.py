@@ -352,8 +352,9 @@ class RankScan:
             is_alias = tensor_rules.writes_in_place(operation) or tensor_rules.is_view(operation)
             is_raw = is_alias and all(tensor.is_raw for tensor in taken)
         elif None in known and not self._is_meant(entry, operation, made, has_mask):
-            cause = self._blame(self._kind(entry, name, made), entry, made)
-            cause.masked = has_mask
+            kind, late = self._kind(entry, name, made), self._arrived(made) if name.direction == "backward" else None
+            cause = late or self._blame(kind, entry, made)
+            cause.kind, cause.entry, cause.bad, cause.masked = kind, entry, made, has_mask
             is_raw = cause.kind == "uninitialised"
             known = [None] * len(made)
             if name.direction == "backward" or name.is_collective:  # what its forward pass made is in the graph
@@ -364,10 +365,9 @@ class RankScan:
 
     def _is_meant(self, entry: DumpEntry, operation: str, made: Leaves, has_mask: bool) -> bool:
         """Return whether these are infinities that the program put there, or what is still a mask of them."""
-        if any(leaf.has_nan for _, leaf in made):
-            return False
         is_mask = has_mask and all(leaf.max != math.inf for _, leaf in made)
-        return is_mask or tensor_rules.puts_infinity(operation, _nonfinite_numbers(entry))
+        has_nan = any(leaf.has_nan for _, leaf in made)
+        return not has_nan and (is_mask or tensor_rules.puts_infinity(operation, _nonfinite_numbers(entry)))
 
     def _kind(self, entry: DumpEntry, name: Name, made: Leaves) -> Kind:
         if name.is_collective:
@@ -390,6 +390,11 @@ class RankScan:
         tensor = _Tensor(cause, maker, bool(leaf.requires_grad), self.gradients, is_raw)
         self._tensors.update(dict.fromkeys(filter(None, _keys(leaf)), tensor))
         return tensor
+
+    def _arrived(self, made: Leaves) -> Candidate | None:
+        """Return the candidate of an entry that took these: what made them is written when the backward pass ends."""
+        causes = (tensor.cause for _, leaf in made if (tensor := self._find(leaf)) is not None)
+        return next((cause for cause in causes if cause is not None and cause.kind == "arrived"), None)
 
     def _blame(self, kind: Kind, entry: DumpEntry, bad: Leaves) -> Candidate:
         candidate = Candidate(self, kind, entry, bad, len(self.collectives), self.entries, self.gradients > 0)
