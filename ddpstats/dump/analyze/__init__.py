@@ -1,1 +1,1 @@
-"""``ddpstats nan-origin``: the operation that made the first NaN, and storages that share memory."""
+"""The verbs that read dumps: ``ddpstats compare`` and ``ddpstats nan-origin``."""

@@ -439,28 +439,25 @@ def entries_of_ranks(sides: Sequence[Side], left_out: dict[str, int]) -> Iterato
         sides, keys, lambda member: member.key in collectives or '"parameters"' in member.text
     ):
         if isinstance(key, str):
-            reason = "entries with parameters that one of the ranks alone has"
             values = {
                 label: {path: leaf for path, leaf in entry.leaves() if path.startswith("parameters.")}
                 for label, entry in entries.items()
             }
-            if not any(values.values()):
-                continue
+            if any(values.values()) and len(values) < len(sides):
+                count(left_out, "entries with parameters, on the ranks that lack them")
         else:
-            reason = "collectives of which no other rank is compared, or some rank has no output"
             made = {label: dict(read_collective(e, parse_name(e.name), 0).made) for label, e in entries.items()}
             values = {labels[rank]: made.get(labels[rank], {}) for rank in key[1] or labels if rank in labels}
-            if not all(made.values()):
-                values = {}
-        names = {label: entries[label].name for label in values if label in entries}
-        if len(values) < 2 or not names:
-            count(left_out, reason)
+            if len(values) < 2 or not values.keys() & made or not all(made.values()):
+                count(left_out, "collectives of which no other rank is compared, or some rank has no output")
+                continue
+        if len(values) < 2 or not any(values.values()):
             continue
         for path in {path for leaves in values.values() for path, leaf in leaves.items() if _is_sharded(leaf)}:
             count(left_out, "sharded tensors, of which each rank holds another part")
             for leaves in values.values():
                 leaves.pop(path, None)
-        yield Shared(names, values)
+        yield Shared({label: entry.name for label, entry in entries.items() if label in values}, values)
 
 
 def _collective_keys(side: Side) -> dict[str, Hashable]:
