@@ -29,7 +29,7 @@ class Net(nn.Module):
         super().__init__()
         self.emb, self.norm, self.fc = nn.Embedding(10, 8), nn.LayerNorm(8), nn.Linear(8, 8)
         self.drop, self.id, self.noise = nn.Dropout(0.0), nn.Identity(), nn.Dropout(0.5)
-        self.conv, self.bn = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)
+        self.conv, self.bn = nn.Conv1d(8, 8, 3, padding=1, bias=False), nn.BatchNorm1d(8)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.act, self.pool = nn.ReLU(inplace=True), nn.MaxPool1d(2)
         self.gru, self.out = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 4)

@@ -6,6 +6,7 @@ Both ways: msprobe's own ``compare`` reads our dumps, and ours reads a pair of b
 from __future__ import annotations
 
 import csv
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from ddpstats import cli
 from ddpstats.dump.msprobe import common_names, common_values, parse_name
 from ddpstats.dump.reader import DumpEntry, DumpLeaf, RankDump, find_ranks
 from tests import programs
@@ -183,6 +185,27 @@ def test_table_of_the_page_has_these_rows() -> None:
     page = (ROOT / "docs" / "dumps.md").read_text()
     section = page.partition("## Where msprobe's dumps differ")[2].partition("\n## ")[0]
     assert re.findall(r"^\| (.+?) \|", section, re.MULTILINE)[1:] == list(ROWS)
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(1, "mix-statistics"), (1, "L1-tensor"), (2, "mix-tensor")])
+def test_our_compare_blames_the_gradients_of_inner_operations_alone(
+    dumps: Path, ranks: int, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sides = [str(dumps / f"{tool}-{ranks}" / case) for tool in ("msprobe", "ddpstats")]
+    assert cli.main(["compare", *sides, "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)
+    for comparison in findings["comparisons"]:
+        verdicts = [
+            (parse_name(row["names"]["B"]), row["verdict"]) for row in comparison["rows"] if "B" in row["names"]
+        ]
+        blamed = {
+            name.api
+            for name, verdict in verdicts
+            if verdict["result"] in ("Warning", "No") and verdict["message"] != "only the mean, which is near 0"
+        }
+        assert "cross_entropy" in blamed
+        assert blamed <= {*INNER.split(), "attention"}  # a module that takes one tensor three times
+    assert len(findings["comparisons"]) == ranks
 
 
 @pytest.mark.parametrize(("ranks", "case"), [(1, "mix-statistics"), (1, "L1-tensor"), (2, "mix-statistics")])
