@@ -93,4 +93,4 @@ STATISTICS = [
 
 def keys(compared: Comparison | None = None) -> tuple[str, ...]:
     """Return the keys of all statistics, or of those that are compared in one way."""
-    return tuple(row.key for row in STATISTICS if compared in (None, row.compared))
+    return tuple([row.key for row in STATISTICS if compared is None or row.compared == compared])

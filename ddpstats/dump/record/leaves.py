@@ -303,10 +303,9 @@ def device_numbers(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.stack([number.to(wide) for number in (*numbers, *_others(values, shape))])
 
 
-def _others(values: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
-    for statistic in STATISTICS:
-        if statistic.measure is not None:
-            yield statistic.measure((values.float() if values.dtype is _MASK else values).expand(shape))
+def _others(values: Tensor, shape: Sequence[int]) -> list[Tensor]:
+    measures = [row.measure for row in STATISTICS if row.measure is not None]
+    return [measure((values.float() if values.dtype is _MASK else values).expand(shape)) for measure in measures]
 
 
 def as_statistics(numbers: Sequence[float], dtype: torch.dtype, shape: Sequence[int], repeats: int) -> Leaf:
