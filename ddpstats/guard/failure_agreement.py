@@ -294,8 +294,9 @@ class FailureAgreement:
                 with suppress(StoreSilent), self.store.within(_LOOK_ANSWERS_SEC):
                     self._look()
                 self._note_awake()
+                self._awake = math.inf  # coming to a verdict may take a while
                 self.attend()
-                self._awake = time.monotonic()  # coming to a verdict may take a while
+                self._awake = time.monotonic()
         except STORE_ERRORS:
             pass
         finally:

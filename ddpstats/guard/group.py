@@ -148,7 +148,8 @@ class Group:
         self.words = f"{known_as} of {len(view.ranks)} ranks"
         self.lock = threading.RLock()  # one thread at a time compares
         self.seq = 0  # of the last collective begun
-        self.newest: Entry | None = None  # that one
+        self.newest: tuple[Entry, bool, float | None] | None = None  # that one; is it on the host; its own timeout
+        self.asked = 0  # the last number of which ranks of other hosts were asked what they wait in
         self.posted = 0  # the last note: of a collective in mode "strict", otherwise of all that was done so far
         self.settled = 0  # the last note that was compared
         self.rolling = 0  # digest of all that this rank did
@@ -317,11 +318,11 @@ class Session:
 
     def close(self) -> None:
         """Close what this process holds. Local and idempotent."""
+        if self.agreement is not None:
+            self.agreement.close()  # first: its watchdog looks into what the exchanges hold
         for group in self.named.values():
             if group.exchange is not None:
                 group.exchange.close()
-        if self.agreement is not None:
-            self.agreement.close()
 
 
 # -- the end of the default process group -----------------------------------------------------------------------------

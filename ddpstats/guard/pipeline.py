@@ -117,7 +117,7 @@ class Watching:
             entry = event, group.messages.next(event) if is_message else seq, time.time()
             self.ring.append(entry)
             if not is_message:
-                group.newest = entry
+                group.newest = entry, call.is_on_host, call.own_timeout_sec
             state.collectives += 1
             if self.recording.has_begun:
                 self.recording.write_event(event_of(entry))

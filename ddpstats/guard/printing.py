@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -49,6 +50,7 @@ class _Verdict:
     printer: int
     has_printer_ended: Callable[[], bool]
     is_printed: bool = False
+    is_early: bool = False  # printed before the program has raised it, so without its traceback
 
 
 _newest: _Verdict | None = None
@@ -65,7 +67,9 @@ def print_once(error: DdpstatsError, rank: int, printer: int, has_printer_ended:
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     hook = _original_hook or sys.__excepthook__
-    if not print_verdict(error, lambda: hook(kind, error, strip(error))):
+    if _newest is not None and _newest.error is error and _newest.is_early:
+        hook(kind, kind("the message is above"), strip(error))
+    elif not print_verdict(error, lambda: hook(kind, error, strip(error))):
         hook(kind, error, trace)
 
 
@@ -94,6 +98,13 @@ def print_verdict(error: BaseException, show: Callable[[], object]) -> bool:
 def print_message(error: DdpstatsError) -> None:
     """Print a verdict that Python does not print, as it ends a traceback."""
     print_verdict(error, lambda: traceback.print_exception(type(error), error, None, chain=False))
+
+
+def print_early() -> None:
+    """Print the verdict, unless it is printed, where the program may never raise it."""
+    if _newest is not None and not _newest.is_printed:
+        _newest.is_early = _newest.rank == _newest.printer
+        print_message(_newest.error)
 
 
 def in_short(error: DdpstatsError) -> str:
@@ -185,7 +196,10 @@ def _end_with_verdict(number: int, frame: FrameType | None) -> None:
 
 
 def end_process(status: int) -> None:
-    """End at once, without exit handlers."""
+    """End at once, without exit handlers, but for the children that these would end."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.terminate()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
