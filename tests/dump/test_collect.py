@@ -437,6 +437,21 @@ def test_training_with_a_dump_is_bit_identical(tmp_path: Path, level: str, is_as
         assert data(tmp_path, step)
 
 
+@pytest.mark.parametrize("level", ["L0", "mix"])
+def test_lazy_modules_and_batched_gradients_are_dumped(tmp_path: Path, level: str) -> None:
+    """Parameters that have no shape at the start, and gradients that are several at once, which have no numbers."""
+    model = nn.Sequential(nn.LazyLinear(2), nn.ReLU())
+    dump = StatsDump({"dump_path": str(tmp_path), "level": level}, model=model)
+    for step in range(2):
+        x = torch.ones(3, 2, requires_grad=True)
+        dump.start()
+        torch.autograd.grad(model(x), x, torch.eye(6).view(6, 3, 2), is_grads_batched=True)
+        dump.stop()
+        dump.step()
+        entry = data(tmp_path, step)["Module.0.Linear.forward.0" if step else "Module.0.LazyLinear.forward.0"]
+        assert entry["parameters"].keys() == {"weight", "bias"}  # it has its shape when the forward pass begins
+
+
 def test_model_is_saved_and_copied_while_it_is_dumped(tmp_path: Path) -> None:
     model = make_model()
 

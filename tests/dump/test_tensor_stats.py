@@ -125,6 +125,7 @@ def test_sparse_tensor_has_values_and_fake_tensor_none() -> None:
     assert sparse.tolist() == [2.0, 3.0]
     with FakeTensorMode():
         assert plain_values(torch.ones(2)) is None
+    assert plain_values(torch._efficientzerotensor((3,))) is None  # zeros that are not stored
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])

@@ -217,7 +217,15 @@ def plain_values(tensor: Tensor) -> Tensor | None:
         return None
     if tensor.layout is not torch.strided or hasattr(tensor, "placements") or tensor.is_nested:
         tensor = held_values(tensor)
-    return tensor if tensor.layout is torch.strided and not tensor.is_quantized else None
+    return tensor if tensor.layout is torch.strided and not tensor.is_quantized and _has_storage(tensor) else None
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Return False for zeros that are not stored, and inside of batched gradients."""
+    try:
+        return tensor.is_meta or not tensor.numel() or tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def _description(tensor: Tensor, values: Tensor | None) -> Leaf:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ddpstats._observe.gradients import ModuleHook, unwrapped
 from ddpstats._observe.torch_compat import (
@@ -89,7 +90,8 @@ class ModuleWatch:
         return threading.get_ident() == self._thread or is_of_autograd
 
     def _watch_parameters(self, module: nn.Module, base: str) -> None:
-        wanting = [(name, each) for name, each in module.named_parameters(recurse=False) if each.requires_grad]
+        own = module.named_parameters(recurse=False)
+        wanting = [(name, each) for name, each in own if each.requires_grad and not is_lazy(each)]
         entry_name = f"{base}.parameters_grad"
         gradients = ParameterGradients(recorder=self._recorder, name=entry_name, expected=len(wanting))
         self._gradients[id(module)] = gradients
