@@ -120,7 +120,7 @@ def main_stack(limit: int) -> str:
 
 
 def main_position() -> tuple[int, int] | None:
-    """Return where the main thread is: another value each time, unless it stays in one call."""
+    """Return where the main thread is: the same value while it stays in one call, or comes back to it."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return None if frame is None else (id(frame), frame.f_lasti)
 

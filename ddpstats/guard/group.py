@@ -139,6 +139,15 @@ def identity() -> Identity | None:
     return Identity(run_name(GLANCE_SEC), dist.get_rank(), dist.get_world_size())
 
 
+class IssuedCall(NamedTuple):
+    """A collective that was issued, when by the monotonic clock, and the timeout that the call itself has."""
+
+    entry: Entry
+    is_on_host: bool
+    timeout_sec: float | None
+    issued: float
+
+
 class Group:
     """One process group, and how far its collectives are compared."""
 
@@ -148,8 +157,9 @@ class Group:
         self.words = f"{known_as} of {len(view.ranks)} ranks"
         self.lock = threading.RLock()  # one thread at a time compares
         self.seq = 0  # of the last collective begun
-        self.newest: tuple[Entry, bool, float | None] | None = None  # that one; is it on the host; its own timeout
-        self.asked = 0  # the last number of which ranks of other hosts were asked what they wait in
+        self.newest: IssuedCall | None = None  # that one
+        self.waits_at = ""  # the key in the store that says in which collective this rank waited last
+        self.waits_compared = 0  # the number of the last collective that ranks of other hosts were asked about
         self.posted = 0  # the last note: of a collective in mode "strict", otherwise of all that was done so far
         self.settled = 0  # the last note that was compared
         self.rolling = 0  # digest of all that this rank did

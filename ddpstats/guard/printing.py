@@ -51,6 +51,7 @@ class _Verdict:
     has_printer_ended: Callable[[], bool]
     is_printed: bool = False
     is_early: bool = False  # printed before the program has raised it, so without its traceback
+    lock: Any = field(default_factory=threading.RLock)  # of the thread that prints; the others wait until it has
 
 
 _newest: _Verdict | None = None
@@ -67,10 +68,10 @@ def print_once(error: DdpstatsError, rank: int, printer: int, has_printer_ended:
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     hook = _original_hook or sys.__excepthook__
-    if _newest is not None and _newest.error is error and _newest.is_early:
-        hook(kind, kind("the message is above"), strip(error))
-    elif not print_verdict(error, lambda: hook(kind, error, strip(error))):
+    if not print_verdict(error, lambda: hook(kind, error, strip(error))):
         hook(kind, error, trace)
+    elif _newest is not None and _newest.is_early:
+        hook(kind, kind("the message is above"), strip(error))
 
 
 def print_verdict(error: BaseException, show: Callable[[], object]) -> bool:
@@ -78,12 +79,18 @@ def print_verdict(error: BaseException, show: Callable[[], object]) -> bool:
     verdict = _newest
     if verdict is None or verdict.error is not error:
         return False
-    if verdict.is_printed:
-        return True
-    verdict.is_printed, is_printer = True, verdict.rank == verdict.printer
+    with verdict.lock:
+        if not verdict.is_printed:
+            verdict.is_printed = True
+            _print(verdict, show)
+    return True
+
+
+def _print(verdict: _Verdict, show: Callable[[], object]) -> None:
+    is_printer = verdict.rank == verdict.printer
     line = f"{in_short(verdict.error)} The output of rank {verdict.printer} has it in full."
     with sigterm_deferred():
-        _leave_for_torchrun(line, error)
+        _leave_for_torchrun(line, verdict.error)
         deadline = time.monotonic() + _PRINTER_SEC
         while not is_printer and not verdict.has_printer_ended() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -92,7 +99,6 @@ def print_verdict(error: BaseException, show: Callable[[], object]) -> bool:
         else:
             print(f"rank {verdict.rank}: {line}", file=sys.stderr)  # behind the other rank's text, not within it
         sys.stderr.flush()
-    return True
 
 
 def print_message(error: DdpstatsError) -> None:
@@ -102,9 +108,12 @@ def print_message(error: DdpstatsError) -> None:
 
 def print_early() -> None:
     """Print the verdict, unless it is printed, where the program may never raise it."""
-    if _newest is not None and not _newest.is_printed:
-        _newest.is_early = _newest.rank == _newest.printer
-        print_message(_newest.error)
+    verdict = _newest
+    if verdict is not None:
+        with verdict.lock:
+            if not verdict.is_printed:
+                print_message(verdict.error)
+                verdict.is_early = verdict.rank == verdict.printer
 
 
 def in_short(error: DdpstatsError) -> str:

@@ -75,15 +75,14 @@ class Verdicts:
         self._warn, self._strict, self.timeout_sec = settings.warn, settings.mode == "strict", settings.timeout_sec
         self.ends_by: float | None = None  # the program has ended: until when others are waited for
         self.has_ended = False  # this rank has posted its ends: it issues nothing more that is compared
-        self._waits_at = ""  # the key in the store that says in which collective this rank waited last
         self.passed_on: BaseException | None = None  # torch's own error of a message, which the program gets
         self._lock = threading.Lock()  # of the verdict
         self._concluded = 0.0  # when this rank has come to its verdict
-        self._is_endless = False  # a device works on what is in question, which never ends
+        self._device_never_ends = False  # a device works on what is in question, which never ends
         self._position: Any = None  # of the main thread, and since when it is there
         self._there_since = 0.0
         self._seen, self._quiet_since = 0, time.monotonic()  # the program's collectives so far, and since when
-        self.agreement.attend = self.attend
+        self.agreement.on_look = self.watch_idle_program
 
     # -- coming to a verdict ------------------------------------------------------------------------------------------
 
@@ -151,8 +150,8 @@ class Verdicts:
                 printer = rank if finding.printer is None else finding.printer
                 print_once(error, rank, printer, lambda: bool(roster.dead([printer])))
                 group = self._session.named.get(finding.group)
-                newest = None if group is None else group.newest
-                self._is_endless = newest is not None and not newest[1] and newest[0][1] >= finding.seq
+                call = None if group is None else group.newest
+                self._device_never_ends = call is not None and not call.is_on_host and call.entry[1] >= finding.seq
                 self._concluded = time.monotonic()
                 self._state.verdict = error
         if self.agreement.is_watchdog():
@@ -161,11 +160,11 @@ class Verdicts:
 
     # -- for a program that waits where no guard waits with it --------------------------------------------------------
 
-    def attend(self) -> None:
+    def watch_idle_program(self) -> None:
         """Come to a verdict, and print it, where the program waits elsewhere. Called by the watchdog now and then.
 
         It may wait for a device (``loss.item()``), for a collective that never ends, or in C++. What the program raises
-        by itself is left to it.
+        by itself within a second is left to it.
         """
         state, now = self._state, time.monotonic()
         if state.silent or state.is_raised:
@@ -176,42 +175,50 @@ class Verdicts:
                 self._position, self._there_since = position, now
             if now > self._concluded + _UNRAISED_SEC:
                 print_early()
-            if self._is_endless and now > self._there_since + _STUCK_SEC and state.ends_process:
+            if self._device_never_ends and now > self._there_since + _STUCK_SEC and state.ends_process:
                 end_process(1)
             return
         if state.waits or state.collectives != self._seen:
             self._seen, self._quiet_since = state.collectives, now
-        if not self.is_elsewhere():
+        if not self.is_idle():
             return
-        with suppress(DdpstatsError, Silenced, Unfinished, *STORE_ERRORS), self.agreement.store.within(GLANCE_SEC):
+        # ValueError: the guard was left meanwhile, and what the ranks of this host share is closed.
+        with suppress(DdpstatsError, Silenced, Unfinished, ValueError, *STORE_ERRORS):
             if self.agreement.has_unread:
                 self.catch_up()
             for group in self._session.groups():
                 if not state.silent:
-                    self._look_behind(group)
+                    self._check_device_wait(group)
 
-    def is_elsewhere(self) -> bool:
+    def is_idle(self) -> bool:
         """Return, to the watchdog, whether the program has begun no collective for a while and waits in none."""
         return self.agreement.is_watchdog() and time.monotonic() > self._quiet_since + _QUIET_SEC
 
-    def _look_behind(self, group: Group) -> None:
+    def _check_device_wait(self, group: Group) -> None:
         """Raise the alarm where a rank cannot come any more to this one's newest collective, if that is on a device.
 
         In host memory torch itself ends the wait, and the program may catch that. A rank that began the collective may
-        have left since, or have died: it may be done.
+        have left since, or have died: it may be done. So may a rooted one, on this rank, before others come to it.
         """
-        if group.newest is None or group.newest[1] or group.exchange is None:
+        call = group.newest
+        if call is None or call.is_on_host or group.exchange is None:
             return
-        (event, seq, issued), _, call_sec = group.newest
-        if self._strict:
-            behind = {group.view.ranks[index] for index in group.exchange.absent(seq)}
-        else:
-            behind = {rank for rank, begun in self._begun(group).items() if 0 < begun < seq}
-        left = {rank for rank, how in self.agreement.left().items() if how.counts.get(group.name, seq) < seq}
-        is_late = bool(behind) and time.time() > issued + group.limit(call_sec).seconds
-        is_compared = self._strict or group.exchange.is_quick or group.asked == seq
-        cannot_end = is_late or bool(left & set(group.view.ranks)) or bool(self.agreement.dead(behind))
-        group.asked = seq
+        event, seq, _ = call.entry
+        is_quick, left = group.exchange.is_quick, set[int]()
+        with self.agreement.store.within(GLANCE_SEC):
+            if self._strict:
+                behind = {group.view.ranks[index] for index in group.exchange.absent(seq)}
+            else:  # a rank of which nothing is known may share no memory
+                behind = {rank for rank, begun in self._begun(group).items() if begun < seq and (begun or is_quick)}
+            dead = self.agreement.dead(behind)
+            with suppress(*STORE_ERRORS):
+                counts = {rank: departure.counts for rank, departure in self.agreement.left().items()}
+                left = {rank for rank in counts.keys() & set(group.view.ranks) if counts[rank].get(group.name, 0) < seq}
+        limit_sec = group.limit(call.timeout_sec).seconds
+        is_late = behind and event.signature.root is None and time.monotonic() > call.issued + limit_sec
+        cannot_end = bool(dead or left or is_late)
+        is_compared = self._strict or is_quick or group.waits_compared == seq
+        group.waits_compared = seq
         if cannot_end or (not is_compared and self._waits_elsewhere(group, seq, event.digest)):
             with self._state.waiting(group, seq):
                 self.await_verdict(alarm_of(group, seq, overdue=cannot_end))
@@ -277,9 +284,9 @@ class Verdicts:
         with store.within(GLANCE_SEC):
             if store.post(key, own) != own.encode():
                 return True
-            if self._waits_at not in ("", key):
-                store.delete_key(self._waits_at)
-            self._waits_at = key
+            if group.waits_at not in ("", key):
+                store.delete_key(group.waits_at)
+            group.waits_at = key
         return False
 
     def _verdict_on(self, error: RuntimeError, group: Group, event: Event, limit: Limit) -> DdpstatsError | None:

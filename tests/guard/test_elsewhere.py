@@ -22,7 +22,7 @@ HEAD = """
 
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(sys.argv[2])))
     rank, case = dist.get_rank(), sys.argv[1]
-    if case in ("late", "raises", "killed"):  # as if it were on a device
+    if case in ("late", "raises", "killed") or "device" in sys.argv:  # as if it were on a device
         from ddpstats.guard.pipeline import Watching
 
         def before(self, call, original=Watching.before):
@@ -57,6 +57,7 @@ SAVES = """
         print("saved", flush=True)
         os._exit(0)
     dist.all_reduce(torch.ones(1))
+    time.sleep(60)
 """
 RETURNS = """
     def train():
@@ -82,10 +83,10 @@ LEGAL = """
             except RuntimeError:
                 time.sleep(13)  # saves
     if case == "is done before the others":
-        time.sleep((3, 0, 6)[rank])
+        time.sleep((5, 0, 8)[rank])
         tensor = torch.ones(1)
         dist.gather(tensor, [torch.ones(1) for _ in range(3)] if rank == 0 else None, dst=0)
-        time.sleep((0, 8, 0)[rank])
+        time.sleep((0, 12, 0)[rank])
     if case == "comes later":
         if rank == 1:
             time.sleep(3)
@@ -125,23 +126,24 @@ def test_verdict_is_printed_where_the_program_never_comes_back(script: Any, mode
     assert done.stderr.count("Last collective on which they agreed: number 3") == 1
 
 
+@pytest.mark.parametrize("mode", ["strict", "step"])
 @pytest.mark.parametrize(
-    ("mode", "case", "ranks", "timeout", "printed"),
+    ("place", "case", "ranks", "timeout", "printed"),
     [
-        ("strict", "exits early", 2, "60", 1),
-        ("step", "exits early", 2, "60", 1),
-        ("strict", "comes later", 2, "60", 2),
-        ("step", "comes later", 2, "60", 2),
-        ("strict", "catches torch's timeout", 2, "4", 2),
-        ("step", "catches torch's timeout", 2, "4", 2),
-        ("step", "is done before the others", 3, "5", 3),
+        ("host", "exits early", 2, "60", 1),
+        ("device", "exits early", 2, "60", 1),
+        ("host", "comes later", 2, "60", 2),
+        ("device", "comes later", 2, "60", 2),
+        ("host", "catches torch's timeout", 2, "4", 2),  # NCCL ends the process in place of an error
+        ("host", "is done before the others", 3, "9", 3),
+        ("device", "is done before the others", 3, "9", 3),
     ],
 )
 def test_a_program_that_is_right_is_left_alone(
-    script: Any, mode: str, case: str, ranks: int, timeout: str, printed: int
+    script: Any, mode: str, place: str, case: str, ranks: int, timeout: str, printed: int
 ) -> None:
     program = script(HEAD, LEGAL)
-    done = on_ranks("-m", "ddpstats", "run", "--guard", mode, program, case, timeout, ranks=ranks)
+    done = on_ranks("-m", "ddpstats", "run", "--guard", mode, program, case, timeout, place, ranks=ranks)
     assert done.statuses == [0] * ranks, done.stderr
     assert done.stdout.count("done") == printed
     assert "Error" not in done.stderr
@@ -157,9 +159,11 @@ def test_a_verdict_that_was_printed_early_is_not_repeated_with_its_traceback(scr
     assert "the message is above" in done.stderr
 
 
-def test_a_rank_that_does_not_wait_for_what_failed_is_not_ended(script: Any) -> None:
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_rank_that_does_not_wait_for_what_failed_is_not_ended(script: Any, place: str) -> None:
     """It may be writing a checkpoint."""
-    done = on_ranks("-m", "ddpstats", "run", "--guard", "step", "--timeout-sec", "3", script(HEAD, SAVES), "", "60")
+    program, limit = script(HEAD, SAVES), ("--timeout-sec", "3")
+    done = on_ranks("-m", "ddpstats", "run", "--guard", "step", *limit, program, "", "60", place)
     assert done.statuses == [0, 1], done.stderr
     assert "rank 0: did not take part" in done.stderr
     assert "saved" in done.stdout

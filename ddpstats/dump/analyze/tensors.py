@@ -271,9 +271,7 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
 
 def _size(elements: int, item_bytes: int) -> str:
     size = elements * item_bytes
-    unit, scale = next(
-        item for item in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1)) if size >= item[1]
-    )
+    unit, scale = next(item for item in _UNITS if size >= item[1])
     power = " (a power of two)" if size & (size - 1) == 0 else ""
     return f"{count_of(elements, 'elements')} = {size / scale:,.4g} {unit}{power}"
 

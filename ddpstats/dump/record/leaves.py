@@ -222,8 +222,10 @@ def plain_values(tensor: Tensor) -> Tensor | None:
 
 def _has_storage(tensor: Tensor) -> bool:
     """Return False for zeros that are not stored, and inside of batched gradients."""
+    if tensor.is_meta or type(tensor) not in _PLAIN:
+        return True
     try:
-        return tensor.is_meta or not tensor.numel() or tensor.data_ptr() != 0
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
     except RuntimeError:
         return False
 
@@ -311,6 +313,10 @@ def device_numbers(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.stack([number.to(wide) for number in (*numbers, *_others(values, shape))])
 
 
+_TOGETHER = ("Max", "Min", "Mean", "Norm", "nan_count", "inf_count", "first_bad")
+"""The statistics that these numbers are of; behind them come those of rows with a ``measure``."""
+
+
 def _others(values: Tensor, shape: Sequence[int]) -> list[Tensor]:
     measures = [row.measure for row in STATISTICS if row.measure is not None]
     return [measure((values.float() if values.dtype is _MASK else values).expand(shape)) for measure in measures]
@@ -330,7 +336,8 @@ def as_statistics(numbers: Sequence[float], dtype: torch.dtype, shape: Sequence[
         int(infs) * repeats,
         _index_of(int(first), shape) if nans or infs else None,
     ]
-    return dict(zip(keys(), (*values, *others), strict=True))
+    other_keys = [row.key for row in STATISTICS if row.measure is not None]
+    return dict(zip((*_TOGETHER, *other_keys), (*values, *others), strict=True))
 
 
 def _as_real(tensor: Tensor) -> Tensor:
