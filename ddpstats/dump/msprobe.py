@@ -107,7 +107,7 @@ class Name:
 
 
 def parse_name(full: str) -> Name:
-    """Take a NAME apart; one of another form keeps all of it in ``api``."""
+    """Parse a NAME; one of another form is ``api`` as a whole."""
     if (match := _API.fullmatch(full)) is not None:
         return Name(full, match[1], match[2], "", int(match[3]), match[4] or "forward")
     if (match := _MODULE.fullmatch(full)) is not None:

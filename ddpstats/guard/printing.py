@@ -206,9 +206,10 @@ def _end_with_verdict(number: int, frame: FrameType | None) -> None:
 
 def end_process(status: int) -> None:
     """End at once, without exit handlers, but for the children that these would end."""
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.terminate()
+    with contextlib.suppress(Exception):
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.terminate()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -182,8 +182,8 @@ class Verdicts:
             self._seen, self._quiet_since = state.collectives, now
         if not self.is_idle():
             return
-        # ValueError: the guard was left meanwhile, and what the ranks of this host share is closed.
-        with suppress(DdpstatsError, Silenced, Unfinished, ValueError, *STORE_ERRORS):
+        # Also what it raises where the guard was left meanwhile, and what the ranks of this host share is closed.
+        with suppress(DdpstatsError, Silenced, Unfinished, *STORE_ERRORS):
             if self.agreement.has_unread:
                 self.catch_up()
             for group in self._session.groups():

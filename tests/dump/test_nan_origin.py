@@ -431,7 +431,7 @@ def test_rank_that_made_the_nan_before_the_first_collective_is_named(tmp_path: P
     )
     assert blamed(step) == [(1, "computation", LOG.format(0))]
     (origin,) = findings(step)["origins"]
-    assert (origin["after"], origin["until"]) == (None, REDUCE.format(0))
+    assert (origin["after"], origin["before"]) == (None, REDUCE.format(0))
 
 
 def test_earliest_nan_between_collectives_is_named_whatever_its_rank(tmp_path: Path) -> None:
@@ -447,7 +447,7 @@ def test_earliest_nan_between_collectives_is_named_whatever_its_rank(tmp_path: P
     }
     (origin,) = findings(two_ranks(tmp_path, first, second))["origins"]
     assert (origin["rank"], origin["name"]) == (1, LOG.format(0))
-    assert (origin["after"], origin["until"]) == (REDUCE.format(0), REDUCE.format(1))
+    assert (origin["after"], origin["before"]) == (REDUCE.format(0), REDUCE.format(1))
 
 
 def test_sum_that_overflows_is_blamed_on_the_collective(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class NaNOrigin:
     Attributes:
         rank: None for a process without torch.distributed.
         verdict: what happened, in one sentence.
-        after, until: the collectives of this rank around it; None at the beginning and at the end.
+        after, before: the collectives of this rank around it; None at the beginning and at the end.
         modules: the modules' passes around it, innermost first.
         stack: the lines of the call, innermost first.
         growth: the operation that made the values grow until they overflowed.
@@ -105,7 +105,7 @@ class NaNOrigin:
     verdict: str
     advice: str
     after: str | None
-    until: str | None
+    before: str | None
     modules: tuple[str, ...]
     stack: tuple[str, ...]
     growth: Grower | None
@@ -155,7 +155,7 @@ def examine(dumps: Sequence[RankDump]) -> Findings:
         f"{_rank(scan.dump.rank)}: {candidate.entry.name} made {candidate.what}; nothing that was recorded used it"
         for scan in scans
         for candidate in scan.candidates
-        if candidate.standing == "unused" and candidate not in earliest
+        if candidate.relevance == "unused" and candidate not in earliest
     ]
     left_out = _left_out(scans)
     if any(scan.overlaps is None for scan in scans):
@@ -178,8 +178,8 @@ def _earliest(scans: Sequence[RankScan], matches: Mapping[int, Sequence[_Match]]
                     continue
                 clock = match.clock
                 candidate.undumped = tuple(sorted(set(match.ranks) - {scan.rank for scan in scans}))
-            is_weak = candidate.standing == "unused" and not scan.gradients
-            if is_weak or candidate.standing == "strong":
+            is_weak = candidate.relevance == "unused" and not scan.gradients
+            if is_weak or candidate.relevance == "strong":
                 by_clock[is_weak, clock, not is_collective].setdefault(scan.rank, candidate)
     earliest = [*by_clock[min(by_clock)].values()] if by_clock else []
     # what nothing recorded made may have come from another rank, by a collective whose entry was written later
@@ -203,7 +203,7 @@ class Candidate:
         in_backward: the backward pass had begun.
         masked: some of its inputs hold infinities that are meant.
         parameters: names in the model of those that were not finite.
-        standing: "strong": it leads to a gradient, a collective or the loss. "unused": nothing recorded used what it
+        relevance: "strong": it leads to a gradient, a collective or the loss. "unused": nothing recorded used what it
             made, which counts where the dump has no gradients. "finite again": everything made of it became finite.
         undumped: ranks of a collective of which there is no dump.
     """
@@ -217,7 +217,7 @@ class Candidate:
     in_backward: bool
     masked: bool = False
     parameters: tuple[str, ...] = ()
-    standing: Literal["strong", "unused", "finite again"] = "finite again"
+    relevance: Literal["strong", "unused", "finite again"] = "finite again"
     undumped: tuple[int, ...] = ()
 
     @property
@@ -284,7 +284,7 @@ class RankScan:
         self.gradients += is_gradient
         if is_gradient:
             self._has_backward.add(name.forward)
-        if not any(candidate.standing == "strong" for candidate in self.candidates):
+        if not any(candidate.relevance == "strong" for candidate in self.candidates):
             self.growth.take(entry, name)
         operation = "" if name.is_module or is_gradient else name.api
         call = read_collective(entry, name, self.rank) if name.is_collective else None
@@ -307,10 +307,10 @@ class RankScan:
         """Decide which tensors that no entry took make their candidates count."""
         for tensor in self._unused:
             cause = tensor.cause
-            if cause is None or tensor.is_raw or cause.standing == "strong":
+            if cause is None or tensor.is_raw or cause.relevance == "strong":
                 continue
             is_loss = tensor.requires_grad and tensor.after == self.gradients
-            cause.standing = "strong" if is_loss or tensor.maker in self._has_backward else "unused"
+            cause.relevance = "strong" if is_loss or tensor.maker in self._has_backward else "unused"
 
     def _read(self, entry: DumpEntry, operation: str) -> Iterator[tuple[str, DumpLeaf]]:
         """Yield what the entry takes, parameters and their gradients too, without what it overwrites."""
@@ -405,7 +405,7 @@ class RankScan:
 def _reach(causes: Iterable[Candidate | None]) -> None:
     for cause in causes:
         if cause is not None:
-            cause.standing = "strong"
+            cause.relevance = "strong"
 
 
 def _bad(leaves: Iterable[tuple[str, DumpLeaf]]) -> Leaves:
@@ -715,8 +715,8 @@ def _origins(findings: Findings) -> Iterator[str]:
 
 
 def _details(origin: NaNOrigin) -> Iterator[str]:
-    if origin.after or origin.until:
-        yield f"  between: {origin.after or 'the beginning'} and {origin.until or 'the end'}"
+    if origin.after or origin.before:
+        yield f"  between: {origin.after or 'the beginning'} and {origin.before or 'the end'}"
     for index, line in enumerate(origin.stack[:_SHOWN_FRAMES]):
         yield f"  {'  ' if index else 'at'} {line}"
     if origin.modules:

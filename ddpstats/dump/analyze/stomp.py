@@ -109,9 +109,9 @@ class MemoryWalk:
         # by device and size, for a large one overlaps with what begins far behind its beginning; inside, by address
         live: defaultdict[tuple[str, int], list[tuple[int, int, Storage]]] = defaultdict(list)
         for _, is_end, storage in sorted(events, key=lambda event: (*event[:2], event[2].number)):
-            alike, key = live[storage.device, storage.bytes.bit_length()], (storage.start, storage.number)
+            near, key = live[storage.device, storage.bytes.bit_length()], (storage.start, storage.number)
             if is_end:
-                del alike[bisect.bisect_left(alike, key)]
+                del near[bisect.bisect_left(near, key)]
                 continue
             for (device, size_bits), rows in live.items():
                 index = bisect.bisect_left(rows, (storage.end,)) - 1
@@ -120,7 +120,7 @@ class MemoryWalk:
                     if earlier.end > storage.start and earlier.number != storage.number:
                         overlaps.append(Overlap(earlier, storage))
                     index -= 1
-            bisect.insort(alike, (*key, storage))
+            bisect.insort(near, (*key, storage))
         return sorted(overlaps, key=lambda overlap: (not overlap.across_streams, overlap.second.first))
 
 

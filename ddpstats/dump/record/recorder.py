@@ -2,7 +2,7 @@
 
 1. An entry gets its name when it begins, and the selection is asked then. Inputs are measured before the call, which
    may overwrite them, outputs after it.
-2. An entry is written when all of it is known. Entries stand in the order in which calls end: a function before the
+2. An entry is written when all of it is known. Entries are in the order in which calls end: a function before the
    module that it is in, so that the first entry that shows something is the innermost.
 3. Where numbers are still on a device, entries queue up until `_BATCH` leaves wait there; these are then read together.
    An asynchronous step reads nothing, and writes nothing, before `pause`.
