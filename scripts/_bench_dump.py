@@ -37,7 +37,7 @@ _CONFIGS: dict[str, dict[str, Any] | None] = {
     "mix, tensors": {"level": "mix", "task": "tensor"},
     "mix, tensors, async": {"level": "mix", "task": "tensor", "async_dump": True, "tensor": {"list": ["."]}},
 }
-MSPROBE_LEVELS = ("L0", "L1", "mix")
+MSPROBE_NAMES = ("L0", "L1", "mix", "mix, tensors")
 UNTIL_STOP = ("mix", "mix, async", "mix, tensors", "mix, tensors, async")
 
 
@@ -57,8 +57,11 @@ def dump_costs(layers: int, sequences: int, budget: Budget) -> Timings:
         return _timed(bodies, budget)
 
 
-def msprobe_costs(level: str, layers: int, sequences: int, budget: Budget) -> Timings | None:
-    """Seconds per plain step, and per step that msprobe dumps; None where it is not installed."""
+def msprobe_costs(name: str, layers: int, sequences: int, budget: Budget) -> Timings | None:
+    """Return seconds per plain step, and per step that msprobe dumps by our configuration of that name.
+
+    None where msprobe is not installed.
+    """
     try:
         from msprobe.pytorch import PrecisionDebugger
     except ImportError:
@@ -67,13 +70,11 @@ def msprobe_costs(level: str, layers: int, sequences: int, budget: Budget) -> Ti
     tokens = torch.randn(sequences, LENGTH, WIDTH)
     with tempfile.TemporaryDirectory() as scratch:
         path, config = Path(scratch) / "dump", Path(scratch) / "config.json"
-        chosen = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
+        task = {"task": "statistics", **(_CONFIGS[name] or {})}
+        options = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
         config.write_text(
-            json.dumps(
-                {"task": "statistics", "dump_path": str(path), "rank": [], "step": [], "level": level,
-                 "statistics": chosen}
-            )
-        )  # fmt: skip
+            json.dumps({**task, "dump_path": str(path), "rank": [], "step": [], task["task"]: options}),
+        )
         dump = PrecisionDebugger(config_path=str(config))
         bodies = {"plain": _step(layers, path, None, tokens), "msprobe": _step(layers, path, dump, tokens)}
         return _timed(bodies, replace(budget, seconds=budget.seconds / 4))

@@ -32,7 +32,7 @@ from _bench_calls import Measured, measure, new_keys
 from _bench_capture import STEPS_MS as CAPTURE_STEPS_MS, capture_costs
 from _bench_checks import STEP_MS as CHECKS_STEP_MS, checks_costs
 from _bench_costs import import_cost, memory, payload_on_thread, payloads
-from _bench_dump import MSPROBE_LEVELS, SEQUENCES as DUMP_SEQUENCES, dump_costs, msprobe_costs
+from _bench_dump import MSPROBE_NAMES, SEQUENCES as DUMP_SEQUENCES, dump_costs, msprobe_costs
 from _bench_guard import BURST as GUARD_BURST, ddp_step_costs, guard_costs, label_costs, plain_costs
 from _bench_integrations import LIBRARIES, integration_costs
 from _bench_loop import Budget, Spread, Timings
@@ -187,7 +187,7 @@ def run(plan: Plan, say: Progress) -> Findings:
     say("dump")
     sizes = plan.dump_layers, plan.dump_sequences
     found.dump = _on_ranks(dump_costs, 1, *sizes, plan.dump)
-    found.msprobe = {level: _on_ranks(msprobe_costs, 1, level, *sizes, plan.dump) for level in MSPROBE_LEVELS}
+    found.msprobe = {name: _on_ranks(msprobe_costs, 1, name, *sizes, plan.dump) for name in MSPROBE_NAMES}
     for library in plan.integrations:
         say(library)
         costs = _on_ranks(integration_costs, 2, library, plan.integration_rounds)
