@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from ddpstats._rerun.walk import set_fields
+from ddpstats._rerun.record import set_fields
 from ddpstats.errors import BundleError
 
 _MOST_DEEP = 64

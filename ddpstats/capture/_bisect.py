@@ -20,10 +20,10 @@ from typing import Any
 from torch import Tensor
 
 from ddpstats._base.text import dtype_name
-from ddpstats._rerun.walk import walk
-from ddpstats.capture._rerun import Observer, Outcome, Rerun
+from ddpstats._rerun.record import walk
 from ddpstats.capture._tensor_stats import TensorStats, nan_and_inf
 from ddpstats.capture._tracer import OPERATION, PUT, SOURCE, Mark, OperationTracer, TracedOrigin
+from ddpstats.capture.rerun import Observer, Outcome, Rerun
 from ddpstats.errors import ConfigError
 
 _SHOWN_STEPS = 4

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ddpstats._base.text import count_of, shorten
 from ddpstats._observe.gradient_norms import norm_kind
-from ddpstats._rerun.runner import RunSettings
+from ddpstats._rerun.run import RunSettings
 from ddpstats.capture._manifest import Manifest
 from ddpstats.capture._rank_part import RankPart
-from ddpstats.capture._rerun import Outcome
+from ddpstats.capture.rerun import Outcome
 
 _SHOWN = 5
 _EQUAL = "equal"

@@ -17,10 +17,9 @@ from torch import Tensor
 from ddpstats._base.version import __version__
 from ddpstats._observe.gradient_norms import norm_kind, parts_of
 from ddpstats._observe.gradients import GradientWatch
-from ddpstats._rerun.micro_batch import scale_of
-from ddpstats._rerun.numerics_settings import switches
+from ddpstats._rerun.record import MicroBatch, StepRecord, plain_packet, scale_of, tensor_bytes
 from ddpstats._rerun.serialize import CannotStore, to_plain
-from ddpstats._rerun.step_record import MicroBatch, StepRecord, plain_packet, tensor_bytes
+from ddpstats._rerun.state import switches
 
 _RANDOM_BYTES = 1 << 14  # about what the states of the generators take
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO")

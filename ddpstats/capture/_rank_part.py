@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ddpstats._rerun.numerics_settings import FLOAT_DTYPES, Autocast
+from ddpstats._rerun.record import Packet
 from ddpstats._rerun.serialize import checked_tensor
-from ddpstats._rerun.step_record import Packet
+from ddpstats._rerun.state import FLOAT_DTYPES, Autocast
 from ddpstats.capture._fields import MOST_ENTRIES, MOST_RANKS, Fields
 from ddpstats.errors import BundleError
 

@@ -28,11 +28,11 @@ from ddpstats.errors import BundleError, ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from ddpstats._rerun.runner import RunSettings
+    from ddpstats._rerun.run import RunSettings
     from ddpstats.capture._bundle import Bundle
     from ddpstats.capture._outcome import Replayed
     from ddpstats.capture._rank_part import RankPart
-    from ddpstats.capture._rerun import Outcome, Rerun
+    from ddpstats.capture.rerun import Outcome, Rerun
 
 _PRECISIONS = ("captured", "amp", "fp32", "fp64")
 _AMP_DTYPES = ("bfloat16", "float16")
@@ -134,7 +134,7 @@ def _rank(bundle: Bundle, wanted: str) -> int:
 def _settings(args: argparse.Namespace, part: RankPart) -> RunSettings:
     import torch
 
-    from ddpstats._rerun.runner import RunSettings
+    from ddpstats._rerun.run import RunSettings
 
     if args.amp_dtype is not None and args.precision != "amp":
         raise ConfigError(f"--amp-dtype {args.amp_dtype} needs --precision amp")
@@ -170,7 +170,7 @@ def _rerun(
 ) -> Rerun:
     from torch import nn
 
-    from ddpstats.capture._rerun import Rerun
+    from ddpstats.capture.rerun import Rerun
 
     factory, step = _imported("--model", args.model), _imported("--step", args.step)
     with _users_errors(f"--model {args.model}"):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ddpstats._base.text import ranks_text, shorten
 from ddpstats._observe.gradient_norms import BackwardNorms, measure
 from ddpstats._observe.gradients import GradientWatch
-from ddpstats._rerun.micro_batch import scale_of
+from ddpstats._rerun.record import scale_of
 
 Policy = Literal["stop", "skip", "continue"]
 Kind = Literal["ok", "nonfinite", "overflow", "scaler_skip", "scaler_skips"]

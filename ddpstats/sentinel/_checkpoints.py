@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.gradients import ModuleHook
-from ddpstats._rerun.walk import walk
+from ddpstats._rerun.record import walk
 from ddpstats.errors import ConfigError
 
 Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]

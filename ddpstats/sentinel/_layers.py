@@ -15,16 +15,15 @@ from ddpstats._base.config import check_count, check_flag
 from ddpstats._base.text import ranks_text
 from ddpstats._observe.gradients import replicas_in, unwrapped
 from ddpstats._ranks.comm import group_ranks
-from ddpstats._rerun.micro_batch import scale_of
-from ddpstats._rerun.step_record import MicroBatch, StepRecord
+from ddpstats._rerun.record import MicroBatch, StepRecord, scale_of
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._checkpoints import Selector
 from ddpstats.sentinel._matmul import ChecksumWindow
-from ddpstats.sentinel._peer_replay import PeerReplay
 from ddpstats.sentinel._replicas import Replicas
-from ddpstats.sentinel._rerun import ReplayFn, Reruns
 from ddpstats.sentinel._settings import SentinelSettings
 from ddpstats.sentinel._thresholds import Thresholds
+from ddpstats.sentinel.peer_replay import PeerReplay
+from ddpstats.sentinel.rerun import ReplayFn, Reruns
 
 
 @dataclass(frozen=True)

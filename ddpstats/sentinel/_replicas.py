@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats._observe.gradients import ForwardBegins, replicas_in, unwrapped
 from ddpstats._observe.torch_compat import buffers_of
-from ddpstats._rerun.step_record import BufferCopies
+from ddpstats._rerun.record import BufferCopies
 from ddpstats.sentinel._difference import (
     TensorEntry,
     differ,

@@ -13,16 +13,15 @@ from ddpstats._base import marks
 from ddpstats._base.config import check_count
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._ranks.step import ask_all
-from ddpstats._rerun.micro_batch import Running, StepWatch, checked_step
-from ddpstats._rerun.module_state import place_text
-from ddpstats._rerun.step_record import MicroBatch
+from ddpstats._rerun.record import MicroBatch, Running, StepWatch, checked_step
+from ddpstats._rerun.state import place_text
 from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel._checkpoints import Selector
-from ddpstats.sentinel._judge import Judge
 from ddpstats.sentinel._layers import Layers, Options
-from ddpstats.sentinel._rerun import ReplayFn
 from ddpstats.sentinel._settings import read_settings
 from ddpstats.sentinel._verdict import SentinelVerdict
+from ddpstats.sentinel.judge import Judge
+from ddpstats.sentinel.rerun import ReplayFn
 
 
 class Sentinel(StepWatch):

@@ -135,5 +135,5 @@ def attributed(
 
 def attributed_with_little_time(dirpath: str) -> tuple[CaptureVerdict, bool]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddpstats.capture._attribution.patience_sec", lambda *_: 3.0)
+        patch.setattr("ddpstats.capture.attribution.patience_sec", lambda *_: 3.0)
         return attributed(dirpath, "slow", "slow")

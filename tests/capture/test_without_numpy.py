@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from ddpstats._rerun.random_state import RandomState
+from ddpstats._rerun.state import RandomState
 from tests import programs
 from tests.capture import replay_models
 from tests.capture.making import MODELS, captured

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddpstats._rerun.random_state import RandomState
 from ddpstats._rerun.serialize import from_plain
+from ddpstats._rerun.state import RandomState
 from ddpstats.capture._bundle import Bundle
 from ddpstats.dump._config import read_config
 from ddpstats.dump.compare._tensor_compare import load_tensor

@@ -28,9 +28,9 @@ from ddpstats._ranks.exchange import Call, Status, decode_status, encode_status
 from ddpstats._ranks.failure import ProcessId, Verdict
 from ddpstats._ranks.gather import decode, encode
 from ddpstats._reduction.flatten import decode as decode_schema, flatten
-from ddpstats._rerun.random_state import RandomState
-from ddpstats._rerun.runner import Runner, RunSettings
+from ddpstats._rerun.run import Runner, RunSettings
 from ddpstats._rerun.serialize import from_plain
+from ddpstats._rerun.state import RandomState
 from ddpstats.capture._bundle import Bundle
 from ddpstats.dump._config import read_config
 from ddpstats.dump.compare import _compare

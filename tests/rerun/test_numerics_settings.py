@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpstats._rerun.numerics_settings import as_in, switches
+from ddpstats._rerun.state import as_in, switches
 from tests.programs import run
 
 
@@ -23,7 +23,7 @@ def test_switches_are_set_and_put_back() -> None:
 def test_settings_that_are_so_already_are_not_set_again() -> None:
     """torch.use_deterministic_algorithms would import torch's compiler."""
     program = (
-        "import sys; from ddpstats._rerun.numerics_settings import as_in, switches\n"
+        "import sys; from ddpstats._rerun.state import as_in, switches\n"
         "with as_in(switches()): pass\n"
         "print([name for name in ('torch._inductor', 'torch._dynamo') if name in sys.modules])"
     )

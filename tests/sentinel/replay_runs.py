@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import ConfigError, Sentinel, SentinelAlarm
-from ddpstats._rerun.runner import alone
+from ddpstats._rerun.run import alone
 from ddpstats.testing import count_collectives
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpstats._rerun.step_record import StepRecord
-from ddpstats.sentinel._rerun import Reruns
+from ddpstats._rerun.record import StepRecord
+from ddpstats.sentinel.rerun import Reruns
 from ddpstats.testing import run_ranks
 from tests.sentinel import compiled_runs as runs, replay_runs
 from tests.sentinel.compiled_runs import Program

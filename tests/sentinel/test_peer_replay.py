@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddpstats import Sentinel
 from ddpstats.sentinel._gradient_digests import GradientDigests
-from ddpstats.sentinel._rerun import _explanation
+from ddpstats.sentinel.rerun import _explanation
 from ddpstats.testing import BitFlip, RankPool
 from tests.sentinel import replay_runs, sentinel_runs as runs
 from tests.sentinel.sentinel_runs import Plan, alarm_of, assert_quiet, trained

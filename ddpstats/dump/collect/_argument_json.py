@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._rerun.walk import set_fields
+from ddpstats._rerun.record import set_fields
 
 DEEPEST = 8
 MOST_ITEMS = 1_000  # that are no tensors, in one entry: a list of a million numbers is data, and no argument

@@ -17,10 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddpstats._rerun.random_state import RandomState
+from ddpstats._rerun.record import BufferCopies, StepRecord, walk
 from ddpstats._rerun.serialize import CannotStore, to_plain
-from ddpstats._rerun.step_record import BufferCopies, StepRecord
-from ddpstats._rerun.walk import walk
+from ddpstats._rerun.state import RandomState
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpstats._rerun.module_state import put_back
+from ddpstats._rerun.state import put_back
 
 ONES = torch.ones(3)
 

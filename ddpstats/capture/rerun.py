@@ -3,7 +3,7 @@
 1. `Rerun` checks that the module has the captured parameters and buffers, by name and shape.
 2. Each `Rerun.run` puts everything back: parameters, buffers as before the step, train and eval modes, which parameters
    want gradients; no gradients.
-3. Each micro-batch is run as it was kept (`ddpstats._rerun.runner`), and its backward pass.
+3. Each micro-batch is run as it was kept (`ddpstats._rerun.run`), and its backward pass.
 4. After each: what the loss was, which gradients arrived and how large they are (`measure`), and which are
    not finite.
 
@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from ddpstats._base.text import shorten
 from ddpstats._observe.frames import calls_step
 from ddpstats._observe.gradient_norms import held_values, measure, parts_of
-from ddpstats._rerun.numerics_settings import as_in
-from ddpstats._rerun.random_state import numpy_or_none
-from ddpstats._rerun.runner import WIDER, Runner, RunSettings, Step
+from ddpstats._rerun.run import WIDER, Runner, RunSettings, Step
+from ddpstats._rerun.state import as_in, numpy_or_none
 from ddpstats.capture._rank_part import CapturedMicroBatch, RankPart
 from ddpstats.errors import BundleError, ConfigError
 

@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._base.text import holders_lines, shorten
-from ddpstats._rerun.runner import attempt, from_rank_on
-from ddpstats._rerun.step_record import tensor_bytes
+from ddpstats._rerun.record import tensor_bytes
+from ddpstats._rerun.run import attempt, from_rank_on
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._digest import digests
 from ddpstats.sentinel._gradient_digests import GradientDigests, LocalGradients
-from ddpstats.sentinel._rerun import Reruns
 from ddpstats.sentinel._verdict import Gathered, SentinelFinding
 from ddpstats.sentinel._vote import MOST_NOISE, Run, judge, measured, rounding_room
+from ddpstats.sentinel.rerun import Reruns
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
 _SHOWN_NAMES = 5

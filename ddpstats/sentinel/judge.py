@@ -20,8 +20,8 @@ from ddpstats.errors import ConfigError
 from ddpstats.sentinel._alarms import Check, alarm_tree, fault_tree, matmul_finding, threshold_finding
 from ddpstats.sentinel._detectors import ERROR
 from ddpstats.sentinel._layers import Layers
-from ddpstats.sentinel._rerun import explain_alarm
 from ddpstats.sentinel._verdict import Gathered, SentinelFinding, SentinelVerdict
+from ddpstats.sentinel.rerun import explain_alarm
 
 _logger = logging.getLogger("ddpstats")
 _SHOWN_RANKS = 4

@@ -35,10 +35,9 @@ from torch import Tensor, nn
 from ddpstats._observe import collectives
 from ddpstats._observe.operators import Collective
 from ddpstats._observe.torch_compat import in_backward
-from ddpstats._rerun.numerics_settings import Autocast
-from ddpstats._rerun.random_state import RandomState
+from ddpstats._rerun.record import Packet
 from ddpstats._rerun.serialize import from_plain
-from ddpstats._rerun.step_record import Packet
+from ddpstats._rerun.state import Autocast, RandomState
 from ddpstats.errors import BundleError, ConfigError
 
 Step = Callable[[nn.Module, Any], Any]
