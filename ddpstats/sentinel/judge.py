@@ -13,15 +13,17 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpstats._base.text import ranks_text
 from ddpstats.errors import ConfigError
-from ddpstats.sentinel._alarms import Check, alarm_tree, fault_tree, matmul_finding, threshold_finding
-from ddpstats.sentinel._detectors import ERROR
-from ddpstats.sentinel._layers import Layers
-from ddpstats.sentinel._verdict import Gathered, SentinelFinding, SentinelVerdict
+from ddpstats.sentinel.matmul import fault_tree, matmul_finding
 from ddpstats.sentinel.rerun import explain_alarm
+from ddpstats.sentinel.thresholds import ERROR, Check, alarm_tree, threshold_finding
+from ddpstats.sentinel.verdict import Gathered, SentinelFinding, SentinelVerdict
+
+if TYPE_CHECKING:
+    from ddpstats.sentinel.sentinel import Layers
 
 _logger = logging.getLogger("ddpstats")
 _SHOWN_RANKS = 4

@@ -3,9 +3,9 @@
 `PeerReplay.examine`, every so many steps, on all ranks together:
 
 1. Each rank has digests of its own gradients of the step's first micro-batch, taken before the reduce
-   (`_gradient_digests`). At the first time it also runs that micro-batch once more itself, and on a difference twice:
+   (`_rerun.digest`). At the first time it also runs that micro-batch once more itself, and on a difference twice:
    does the step repeat itself bit for bit? Where it does not, that is natural noise, or the function that repeats it
-   is another step (`_vote`): from then on gradients are compared by their norms, with room for the noise. Gradients
+   is another step (`vote`): from then on gradients are compared by their norms, with room for the noise. Gradients
    that are all zero say nothing.
 2. As many ranks as fit into `MOST_BYTES` hand out their micro-batch (all of them where batches are small), beginning
    with another rank each time, and those buffers that ranks do not have alike. The next rank runs it, and all tell what
@@ -27,14 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._base.text import holders_lines, shorten
+from ddpstats._rerun.digest import GradientDigests, LocalGradients, digests
 from ddpstats._rerun.record import tensor_bytes
 from ddpstats._rerun.run import attempt, from_rank_on
 from ddpstats.errors import ConfigError
-from ddpstats.sentinel._digest import digests
-from ddpstats.sentinel._gradient_digests import GradientDigests, LocalGradients
-from ddpstats.sentinel._verdict import Gathered, SentinelFinding
-from ddpstats.sentinel._vote import MOST_NOISE, Run, judge, measured, rounding_room
 from ddpstats.sentinel.rerun import Reruns
+from ddpstats.sentinel.verdict import Gathered, SentinelFinding
+from ddpstats.sentinel.vote import MOST_NOISE, Run, judge, measured, rounding_room
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
 _SHOWN_NAMES = 5

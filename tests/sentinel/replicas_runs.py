@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats._ranks.gather import gather_trees
 from ddpstats.errors import InvalidStats
-from ddpstats.sentinel import _difference
-from ddpstats.sentinel._divergence import Divergence
-from ddpstats.sentinel._replicas import Replicas
+from ddpstats.sentinel import replicas
+from ddpstats.sentinel.replicas import Divergence, Replicas
 from tests import training
 from tests.threads import lasting_threads
 
@@ -352,7 +351,7 @@ def no_room_on_rank_1() -> str:
     model, text = _large(dist.get_rank()), "none"
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(_difference, "flattened", _without_memory)
+            patch.setattr(replicas, "flattened", _without_memory)
         try:
             Replicas(model).compare(gathering([]))
         except InvalidStats as error:

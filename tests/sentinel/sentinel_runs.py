@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import ConfigError, InvalidStats, Sentinel, SentinelAlarm
-from ddpstats.sentinel import SentinelVerdict, _peer_replay
+from ddpstats.sentinel import SentinelVerdict, peer_replay
 from ddpstats.testing import BitFlip, RankPool, count_collectives, inject_bit_flips
 from tests import training
 
@@ -335,12 +335,12 @@ def noisy_step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def with_room_for_one_batch(flips: Sequence[BitFlip]) -> list[int]:
     """Return the steps at which something was found."""
-    room, _peer_replay.MOST_BYTES = _peer_replay.MOST_BYTES, 1
+    room, peer_replay.MOST_BYTES = peer_replay.MOST_BYTES, 1
     try:
         options = {"mode": 1, "replay_every_steps": 2, "replay_fn": step_fn}
         outcome = train(Plan(options=options, flips=flips, steps=8, lr=0.0))
     finally:
-        _peer_replay.MOST_BYTES = room
+        peer_replay.MOST_BYTES = room
     return [verdict.step for verdict in outcome.verdicts if not verdict.ok]
 
 

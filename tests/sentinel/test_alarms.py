@@ -7,18 +7,16 @@ import math
 import pytest
 
 from ddpstats._ranks.gather import decode, encode
-from ddpstats.sentinel._alarms import (
+from ddpstats.sentinel.matmul import MatmulFault, fault_tree, matmul_finding
+from ddpstats.sentinel.thresholds import (
     Check,
     alarm_tree,
     error_line,
-    fault_tree,
     info_lines,
-    matmul_finding,
+    read_settings,
     threshold_finding,
     warning_line,
 )
-from ddpstats.sentinel._matmul_checksum import MatmulFault
-from ddpstats.sentinel._settings import read_settings
 
 PREFIX = "[rank 2] [blocks.0.norm] "
 

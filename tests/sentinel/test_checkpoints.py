@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from ddpstats import ConfigError
-from ddpstats.sentinel._checkpoints import Checkpoints
+from ddpstats.sentinel.activations import Checkpoints
 
 
 class Block(nn.Module):

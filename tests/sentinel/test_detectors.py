@@ -12,9 +12,19 @@ import torch
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 from numpy import float32
 
-from ddpstats.sentinel._alarms import Check, error_line, info_lines
-from ddpstats.sentinel._detectors import ERROR, NORMAL, RULES, WARNING, Rule, State
-from ddpstats.sentinel._settings import SentinelSettings, read_settings
+from ddpstats.sentinel.thresholds import (
+    ERROR,
+    NORMAL,
+    RULES,
+    WARNING,
+    Check,
+    Rule,
+    SentinelSettings,
+    State,
+    error_line,
+    info_lines,
+    read_settings,
+)
 from tests.sentinel import mindspore_log
 
 NAN, INF = float("nan"), float("inf")

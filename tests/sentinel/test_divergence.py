@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddpstats.sentinel._divergence import Divergence, Element, Split
+from ddpstats.sentinel.replicas import Divergence, Element, Split
 
 
 def float32_bits(value: float) -> int:

@@ -18,10 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpstats import ConfigError
-from ddpstats.sentinel import _matmul, _matmul_kernels as door
-from ddpstats.sentinel._matmul import ChecksumWindow
-from ddpstats.sentinel._matmul_checksum import doubtful_rows
-from ddpstats.sentinel._matmul_kernels import Product
+from ddpstats.sentinel import matmul as door
+from ddpstats.sentinel.matmul import ChecksumWindow, Product, doubtful_rows
 from ddpstats.testing import BitFlip, inject_bit_flips
 from tests import training
 from tests.capabilities import flips_products, takes_kernels_away
@@ -417,7 +415,7 @@ def test_what_is_closed_is_parked_for_seconds_and_taken_into_use_again() -> None
 
 LATER = """
     import threading, torch
-    from ddpstats.sentinel._matmul import ChecksumWindow
+    from ddpstats.sentinel.matmul import ChecksumWindow
     torch.set_num_threads(1)
     over = threading.Event()
 
@@ -450,7 +448,7 @@ def test_a_forked_child_has_no_window_and_no_lock_of_another_thread() -> None:
     taken, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with _matmul._lock:
+        with door._lock:
             taken.set()
             release.wait()
 
@@ -493,7 +491,7 @@ def test_a_product_that_another_thread_has_changed_meanwhile_has_no_fault(monkey
             other.join()
             return doubtful_rows(product)
 
-        monkeypatch.setattr(_matmul, "doubtful_rows", changing)
+        monkeypatch.setattr(door, "doubtful_rows", changing)
         for grad in (False, True):
             left = numbers(4, 8).requires_grad_(grad)
             with ChecksumWindow() as window, torch.no_grad():
@@ -544,7 +542,7 @@ def test_an_error_in_a_check_is_noted_and_the_training_goes_on(monkeypatch: pyte
     def fail(product: Product) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(_matmul, "doubtful_rows", fail)
+    monkeypatch.setattr(door, "doubtful_rows", fail)
     with ChecksumWindow() as window:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).tolist() == [[2.0, 2.0], [2.0, 2.0]]
     assert isinstance(window.problem, MemoryError)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats import Sentinel
-from ddpstats.sentinel._gradient_digests import GradientDigests
+from ddpstats._rerun.digest import GradientDigests
 from ddpstats.sentinel.rerun import _explanation
 from ddpstats.testing import BitFlip, RankPool
 from tests.sentinel import replay_runs, sentinel_runs as runs

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ddpstats.errors import InvalidStats
-from ddpstats.sentinel._divergence import Divergence, Split
-from ddpstats.sentinel._replicas import running_names
+from ddpstats.sentinel.replicas import Divergence, Split, running_names
 from ddpstats.testing import RankPool, RanksFailed
 from tests.sentinel import replicas_runs as runs
 from tests.sentinel.replicas_runs import Flip, Plan

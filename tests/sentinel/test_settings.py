@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from ddpstats import ConfigError
-from ddpstats.sentinel._settings import SentinelSettings, read_settings
-from tests.programs import run
+from ddpstats.sentinel.thresholds import SentinelSettings, read_settings
 
 NOT_SET = "no mode is set: the sentinel is off; pass mode=1, 2 or 3, or set DDPSTATS_SENTINEL_MODE to one of them"
 
@@ -140,8 +139,3 @@ def test_a_bad_threshold_argument_is_an_error(argument: str, pair: Any) -> None:
     with pytest.raises(ConfigError) as raised:
         read(mode=1, **{argument: pair})
     assert str(raised.value).startswith(f"{argument}_thresh={pair!r} is not understood; legal values: two finite")
-
-
-def test_settings_and_lines_know_nothing_of_torch() -> None:
-    modules = "ddpstats.sentinel._settings, ddpstats.sentinel._alarms"
-    assert run(["-c", f"import sys, {modules}; raise SystemExit('torch' in sys.modules)"], fresh=True).returncode == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpstats import ConfigError
-from ddpstats.sentinel._vote import Judgement, Noise, Run, judge, measured
+from ddpstats.sentinel.vote import Judgement, Noise, Run, judge, measured
 
 SWITCH = "torch.use_deterministic_algorithms(True)"
 

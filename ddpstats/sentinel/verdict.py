@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from ddpstats._base.text import ranks_text
 
 Layer = Literal["thresholds", "replica digests", "peer replay", "matmul checksum"]
 
@@ -68,3 +70,18 @@ class SentinelVerdict:
         lines = [f"step {self.step}, found by the sentinel:"]
         lines += [f"[{finding.layer}] {finding.text}" for finding in self.findings]
         return "\n".join([*lines, *self.notes])
+
+
+_SHOWN_RANKS = 8
+
+
+def finding_of(
+    layer: Layer, what: str, told: Mapping[int, Mapping[str, Any]], more: Sequence[str] = ()
+) -> SentinelFinding | None:
+    """``told``: name, text and value, by rank; None without any. ``more``: lines at the end."""
+    if not told:
+        return None
+    lines = [f"{ranks_text(told)}: {what}"]
+    lines += [f"  rank {rank}: {tree['text']}" for rank, tree in list(told.items())[:_SHOWN_RANKS]]
+    first = told[min(told)]
+    return SentinelFinding(layer, tuple(sorted(told)), first["name"], "\n".join([*lines, *more]), first["value"])
