@@ -273,7 +273,7 @@ class Packet:
     """What it takes to run a micro-batch again, but for the state of its module.
 
     Attributes:
-        batch: as `serialize.to_plain` wrote it.
+        batch: as `codec.to_plain` wrote it.
         random: as `RandomState.to_plain` wrote it.
         autocast: of the module's forward pass; None where it never began.
         factor: what the trainer multiplied the step's loss by; None for 1.
@@ -293,7 +293,7 @@ class Packet:
 
 
 def plain_packet(micro: MicroBatch, batch: Any, factor: Tensor | None) -> dict[str, Any]:
-    """``batch``: of ``micro``, as `serialize.to_plain` writes it; ``factor``: on the CPU."""
+    """``batch``: of ``micro``, as `codec.to_plain` writes it; ``factor``: on the CPU."""
     autocast = None if micro.autocast is None else Autocast(*micro.autocast).to_plain()  # a caller may set a tuple
     return {"batch": batch, "random": micro.random.to_plain(), "autocast": autocast, "factor": factor}
 

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from ddpstats._observe import collectives
 from ddpstats._observe.operators import Collective
 from ddpstats._observe.torch_compat import in_backward
+from ddpstats._rerun.codec import from_plain
 from ddpstats._rerun.record import Packet
-from ddpstats._rerun.serialize import from_plain
 from ddpstats._rerun.state import Autocast, RandomState
 from ddpstats.errors import BundleError, ConfigError
 

@@ -30,14 +30,14 @@ from ddpstats._observe.gradient_norms import any_bad
 from ddpstats._observe.gradients import GradientWatch
 from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.step import ask_all
+from ddpstats._rerun.codec import CannotStore, to_plain
 from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step
-from ddpstats._rerun.serialize import CannotStore, to_plain
-from ddpstats.capture._bundle import bundle_name
-from ddpstats.capture._parts import PartSource
 from ddpstats.capture._peers import Peers
 from ddpstats.capture._publish import AloneBundle, Bundling
 from ddpstats.capture._verdict import CaptureFinding, CaptureVerdict, Policy, Report, find, report_of
 from ddpstats.capture.attribution import attribute_cause
+from ddpstats.capture.bundle import bundle_name
+from ddpstats.capture.parts import PartSource
 from ddpstats.errors import BundleError, ConfigError
 
 _logger = logging.getLogger("ddpstats")

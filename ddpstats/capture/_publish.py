@@ -23,7 +23,10 @@ from typing import Any
 
 from ddpstats._base.files import make_private_directory
 from ddpstats._ranks.gather import gather_trees
-from ddpstats.capture._bundle import (
+from ddpstats.capture._manifest import Written
+from ddpstats.capture._peers import Peers
+from ddpstats.capture._verdict import CaptureFinding, CaptureVerdict
+from ddpstats.capture.bundle import (
     NO_PARAMETERS,
     Manifest,
     bundle_name,
@@ -33,10 +36,7 @@ from ddpstats.capture._bundle import (
     write_manifest,
     write_part,
 )
-from ddpstats.capture._manifest import Written
-from ddpstats.capture._parts import PartSource, plain_ranks, versions
-from ddpstats.capture._peers import Peers
-from ddpstats.capture._verdict import CaptureFinding, CaptureVerdict
+from ddpstats.capture.parts import PartSource, plain_ranks, versions
 from ddpstats.errors import RankMissing
 
 _logger = logging.getLogger("ddpstats")

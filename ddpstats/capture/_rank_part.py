@@ -1,7 +1,7 @@
 """What one rank's file holds, each field with its type: written by a stranger, perhaps.
 
 The tensors are ordinary ones on the CPU, no larger than the file. Batches and random states stay as they were written;
-`serialize.from_plain` and `RandomState.from_plain` look at those.
+`codec.from_plain` and `RandomState.from_plain` look at those.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ddpstats._rerun.codec import checked_tensor
 from ddpstats._rerun.record import Packet
-from ddpstats._rerun.serialize import checked_tensor
 from ddpstats._rerun.state import FLOAT_DTYPES, Autocast
 from ddpstats.capture._fields import MOST_ENTRIES, MOST_RANKS, Fields
 from ddpstats.errors import BundleError

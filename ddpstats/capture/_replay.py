@@ -3,7 +3,7 @@
 1. Open the bundle, which executes nothing, and choose a rank: the lowest culprit that is there.
 2. Import the user's factory and step function; the current directory is importable, as it is for ``python -m``.
 3. Build the module under a process group in which every other rank does what this one does (`_echo_group`).
-4. Run the step (`_rerun`), as often as ``--repeat`` says, and compare with the capture (`_outcome`).
+4. Run the step (`_rerun`), as often as ``--repeat`` says, and compare with the capture (`outcome`).
 5. With ``--bisect``, run it once more and look at every operation (`_bisect`).
 
 Exit status 0 if what was captured happened again, 1 if it did not, 2 if it could not be run. torch is imported when
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import torch
 
     from ddpstats._rerun.run import RunSettings
-    from ddpstats.capture._bundle import Bundle
-    from ddpstats.capture._outcome import Replayed
     from ddpstats.capture._rank_part import RankPart
+    from ddpstats.capture.bundle import Bundle
+    from ddpstats.capture.outcome import Replayed
     from ddpstats.capture.rerun import Outcome, Rerun
 
 _PRECISIONS = ("captured", "amp", "fp32", "fp64")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--repeat {args.repeat}: at least one run is needed")
     with _stdout_to_stderr() if args.json else contextlib.nullcontext():
         replayed = _replay(args)
-    from ddpstats.capture._outcome import as_json, as_text
+    from ddpstats.capture.outcome import as_json, as_text
 
     status = 0 if any(replayed.reproduced) else 1
     return VerbReport(status, lambda: as_text(replayed), lambda: as_json(replayed)).show(args.json)
@@ -98,8 +98,8 @@ def _flush_c() -> None:
 
 
 def _replay(args: argparse.Namespace) -> Replayed:
-    from ddpstats.capture._bundle import Bundle
     from ddpstats.capture._echo_group import echoing
+    from ddpstats.capture.bundle import Bundle
 
     bundle = Bundle.open(args.bundle)
     part = bundle.rank_part(_rank(bundle, args.rank))
@@ -208,7 +208,7 @@ def _judged(
     collectives: dict[str, int],
     bisected: Any,
 ) -> Replayed:
-    from ddpstats.capture._outcome import Replayed, compare
+    from ddpstats.capture.outcome import Replayed, compare
 
     names = [name for name, _ in rerun.model.named_parameters()]
     comparisons = [compare(part, outcome, settings, names) for outcome in outcomes]

@@ -33,15 +33,15 @@ from ddpstats._base.text import shorten
 from ddpstats._observe.gradient_norms import NO_GRADIENT
 from ddpstats._ranks.comm import patience_sec
 from ddpstats._ranks.gather import gather_trees
+from ddpstats._rerun.codec import from_plain
 from ddpstats._rerun.record import walk
 from ddpstats._rerun.run import Cause, RunSettings, alone, attempt, cause_of, from_rank_on
-from ddpstats._rerun.serialize import from_plain
 from ddpstats._rerun.state import device_of, place_text
-from ddpstats.capture._bundle import Bundle
-from ddpstats.capture._parts import PartSource
 from ddpstats.capture._publish import Bundling
 from ddpstats.capture._rank_part import RankPart
 from ddpstats.capture._verdict import CaptureFinding
+from ddpstats.capture.bundle import Bundle
+from ddpstats.capture.parts import PartSource
 from ddpstats.capture.rerun import Outcome, Rerun
 from ddpstats.errors import ConfigError
 

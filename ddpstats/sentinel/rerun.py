@@ -38,10 +38,10 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._observe.torch_compat import has_compiled
+from ddpstats._rerun.codec import to_plain
 from ddpstats._rerun.digest import GradientDigests
 from ddpstats._rerun.record import MicroBatch, Packet, StepRecord, plain_packet
 from ddpstats._rerun.run import Cause, Runner, RunSettings, alone, attempt, cause_of, from_rank_on
-from ddpstats._rerun.serialize import to_plain
 from ddpstats._rerun.state import as_in, put_back, set_buffers, switches
 from ddpstats.sentinel.activations import Checkpoints, Values
 from ddpstats.sentinel.verdict import Gathered

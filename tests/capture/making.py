@@ -13,8 +13,8 @@ from torch import nn
 
 from ddpstats import NaNCapture
 from ddpstats._base.version import __version__
-from ddpstats.capture._bundle import Manifest, bundle_name, read_manifest, write_manifest, write_part
 from ddpstats.capture._manifest import summarize
+from ddpstats.capture.bundle import Manifest, bundle_name, read_manifest, write_manifest, write_part
 
 CPU = torch.device("cpu")
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)

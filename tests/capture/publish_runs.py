@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from ddpstats import NaNCapture
 from ddpstats.capture import CaptureVerdict
-from ddpstats.capture._bundle import bundle_name
-from ddpstats.capture._parts import PartSource
 from ddpstats.capture._publish import AloneBundle
+from ddpstats.capture.bundle import bundle_name
+from ddpstats.capture.parts import PartSource
 from ddpstats.testing import die
 from tests.capture.capture_runs import captured, make_model, noisy_step, planted, sharded_model
 from tests.training import batch_of, rank

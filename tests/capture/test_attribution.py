@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddpstats import RankMissing
-from ddpstats.capture._bundle import Bundle
+from ddpstats.capture.bundle import Bundle
 from ddpstats.testing import RankPool, run_ranks
 from tests.capture import attribution_runs as runs
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from ddpstats._base.files import replace_file
-from ddpstats.capture._bundle import (
+from ddpstats.capture._manifest import Written, summarize
+from ddpstats.capture.bundle import (
     Bundle,
     Manifest,
     bundle_name,
@@ -29,7 +30,6 @@ from ddpstats.capture._bundle import (
     write_manifest,
     write_part,
 )
-from ddpstats.capture._manifest import Written, summarize
 from ddpstats.errors import BundleError
 from tests.capture import making
 from tests.capture.replay_models import Small, Toy, mean_step

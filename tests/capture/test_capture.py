@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ddpstats import BundleError, ConfigError, NaNCapture, cli
-from ddpstats._rerun.serialize import from_plain
+from ddpstats._rerun.codec import from_plain
 from ddpstats.capture import CaptureVerdict
 from ddpstats.testing import RankPool, run_ranks
 from tests import training

@@ -12,8 +12,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 from ddpstats import RankMissing
 from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.comm import CommFailed
-from ddpstats.capture._bundle import Bundle
 from ddpstats.capture._peers import Peers
+from ddpstats.capture.bundle import Bundle
 from ddpstats.errors import ConfigError
 from ddpstats.testing import RankPool
 from tests.capture import peers_runs as runs

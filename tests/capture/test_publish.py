@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ddpstats import BundleError, RankMissing, cli
-from ddpstats.capture._bundle import Bundle, bundle_name
 from ddpstats.capture._peers import Peers
 from ddpstats.capture._publish import AloneBundle
+from ddpstats.capture.bundle import Bundle, bundle_name
 from ddpstats.testing import RankPool, run_ranks
 from tests.capabilities import shards_on_cpu
 from tests.capture import making, publish_runs as runs, replay_models

@@ -21,7 +21,7 @@ from torch import nn
 
 from ddpstats import cli
 from ddpstats._base.files import replace_file
-from ddpstats.capture._bundle import Bundle
+from ddpstats.capture.bundle import Bundle
 from tests import programs
 from tests.capture import making, replay_models
 from tests.capture.making import MODELS, captured

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpstats.capture._bundle import Bundle
+from ddpstats.capture.bundle import Bundle
 from ddpstats.dump.format._files import open_rank
 from ddpstats.errors import BundleError, DumpError
 from ddpstats.testing._rank_process import rank_environ

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddpstats._rerun.serialize import from_plain
+from ddpstats._rerun.codec import from_plain
 from ddpstats._rerun.state import RandomState
-from ddpstats.capture._bundle import Bundle
+from ddpstats.capture.bundle import Bundle
 from ddpstats.dump._config import read_config
 from ddpstats.dump.compare._tensor_compare import load_tensor
 from ddpstats.dump.format._files import RankDump, find_ranks

@@ -28,10 +28,10 @@ from ddpstats._ranks.exchange import Call, Status, decode_status, encode_status
 from ddpstats._ranks.failure import ProcessId, Verdict
 from ddpstats._ranks.gather import decode, encode
 from ddpstats._reduction.flatten import decode as decode_schema, flatten
+from ddpstats._rerun.codec import from_plain
 from ddpstats._rerun.run import Runner, RunSettings
-from ddpstats._rerun.serialize import from_plain
 from ddpstats._rerun.state import RandomState
-from ddpstats.capture._bundle import Bundle
+from ddpstats.capture.bundle import Bundle
 from ddpstats.dump._config import read_config
 from ddpstats.dump.compare import _compare
 from ddpstats.dump.compare._tensor_compare import load_tensor

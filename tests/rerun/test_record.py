@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
+from ddpstats._rerun.codec import CannotStore, to_plain
 from ddpstats._rerun.record import BufferCopies, StepRecord, walk
-from ddpstats._rerun.serialize import CannotStore, to_plain
 from ddpstats._rerun.state import RandomState
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from ddpstats._rerun.codec import to_plain
 from ddpstats._rerun.record import Packet, StepRecord, plain_packet, tensor_bytes
 from ddpstats._rerun.run import Cause, Runner, RunSettings, cause_of
-from ddpstats._rerun.serialize import to_plain
 from ddpstats.errors import BundleError, ConfigError
 from ddpstats.testing import RankPool
 from tests.sentinel import replay_runs as runs

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from ddpstats._rerun.serialize import CannotStore, from_plain, to_plain
+from ddpstats._rerun.codec import CannotStore, from_plain, to_plain
 from ddpstats.errors import BundleError
 from tests.capture.replay_models import Pair
 
@@ -245,6 +245,6 @@ def doubled(times: int) -> Any:
     ids=range(29),
 )
 def test_what_no_capture_writes_is_refused(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpstats._rerun.serialize._MOST_THINGS", 10_000)
+    monkeypatch.setattr("ddpstats._rerun.codec._MOST_THINGS", 10_000)
     with pytest.raises(BundleError):
         from_plain(plain)

@@ -17,8 +17,8 @@ from torch import Tensor
 from ddpstats._base.version import __version__
 from ddpstats._observe.gradient_norms import norm_kind, parts_of
 from ddpstats._observe.gradients import GradientWatch
+from ddpstats._rerun.codec import CannotStore, to_plain
 from ddpstats._rerun.record import MicroBatch, StepRecord, plain_packet, scale_of, tensor_bytes
-from ddpstats._rerun.serialize import CannotStore, to_plain
 from ddpstats._rerun.state import switches
 
 _RANDOM_BYTES = 1 << 14  # about what the states of the generators take
