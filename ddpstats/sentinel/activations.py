@@ -59,8 +59,8 @@ class Checkpoints:
     Attributes:
         names: of the modules, in the order of ``named_modules``; values refer to them by index.
         warnings: texts for the user.
-        in_float16: a forward pass ran under autocast to float16, so gradients may be scaled although norm layers, which
-            autocast runs in float32, do not show it.
+        in_float16: a gradient was float16, or a forward pass ran under autocast to it, in which norm layers, which run
+            in float32, do not show that gradients may be scaled.
 
     Raises:
         ConfigError: a part of ``selection`` fits no module, or there is none to look at.
@@ -131,6 +131,7 @@ class Checkpoints:
             gradient = held_values(gradient)
         if not gradient.is_floating_point():
             return
+        self.in_float16 |= gradient.dtype is torch.float16
         value = self._value_of(gradient)
         if not _has_memory(value):
             return

@@ -70,7 +70,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,7 +89,7 @@ from ddpstats._observe.torch_compat import (
     version_of,
 )
 from ddpstats.errors import ConfigError
-from ddpstats.sentinel.verdict import SentinelFinding, finding_of
+from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict, finding_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -662,7 +662,68 @@ def fault_tree(faults: Sequence[MatmulFault], count: int) -> dict[str, Any] | No
     return {"name": first.op, "text": text, "value": first.got}
 
 
-def matmul_finding(trees: Mapping[int, dict[str, Any] | None]) -> SentinelFinding | None:
-    """``trees``: of `fault_tree`, by rank."""
-    found = {rank: tree for rank, tree in trees.items() if tree is not None}
-    return finding_of("matmul checksum", "a product of matrices is not what its operands say", found)
+class MatmulChecksum(Detector):
+    """Layer 4: checks every matrix product for some steps after an alarm, or when asked to.
+
+    Args:
+        steps: after an alarm; 0 for never.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.window = ChecksumWindow()
+        self._alarm_steps, self._steps_left = steps, 0
+        self._had_alarm = self._has_opened = self._has_rerun = False
+
+    def open_for(self, steps: int) -> None:
+        """Check from now on, until so many more steps were judged, or longer if it is open for longer."""
+        self.window.open()
+        self._steps_left = max(self._steps_left, steps)
+
+    def open_after_alarm(self) -> None:
+        """An alarm that follows from another one does not renew the window."""
+        if self._alarm_steps and not (self._had_alarm and self.window.is_open):
+            self.open_for(self._alarm_steps + 1)  # what is left of this one, too
+            self._has_opened = True
+
+    def before_rerun(self) -> None:
+        """A micro-batch with an alarm is about to run again: what its products show is of this step."""
+        self.open_after_alarm()
+        self._has_rerun = self.window.is_open
+
+    def suspicious(self, step: int) -> Any:
+        return self._report() if self.window.has_news else None
+
+    def findings(self, exam: Exam) -> list[SentinelFinding]:
+        reports = exam.evidence
+        if self._has_rerun and not any(report and report["fault"] for report in reports.values()):
+            reports = exam.gathered(self._report, "products of the reruns")
+        reports = {rank: report for rank, report in reports.items() if report}
+        exam.notes += [f"Rank {rank}: {report['unchecked']}" for rank, report in reports.items() if report["unchecked"]]
+        faults = {rank: report["fault"] for rank, report in reports.items() if report["fault"]}
+        finding = finding_of("matmul checksum", "a product of matrices is not what its operands say", faults)
+        if finding or exam.findings:
+            self.open_after_alarm()
+        if self._has_opened:
+            exam.notes.append(f"Matmuls are checked in the next {self._alarm_steps} steps.")
+        return [] if finding is None else [finding]
+
+    def conclude(self, verdict: SentinelVerdict | None) -> None:
+        self._has_opened = self._has_rerun = False
+        if verdict is None:
+            return
+        self._had_alarm |= not verdict.ok
+        if self._steps_left:
+            self._steps_left -= 1
+            if not self._steps_left:
+                self.window.close()
+        else:
+            self.window.tidy()
+
+    def close(self) -> None:
+        self.window.close()
+
+    def _report(self) -> dict[str, Any]:
+        """What the window saw on this rank."""
+        faults, count, problem, unchecked = self.window.take()
+        text = f"{unchecked} products could not be checked: {type(problem).__name__}: {problem}" if problem else ""
+        return {"fault": fault_tree(faults, count), "unchecked": text}

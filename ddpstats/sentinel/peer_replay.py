@@ -32,7 +32,7 @@ from ddpstats._rerun.record import tensor_bytes
 from ddpstats._rerun.run import attempt, from_rank_on
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel.rerun import Reruns
-from ddpstats.sentinel.verdict import Gathered, SentinelFinding
+from ddpstats.sentinel.verdict import Detector, Exam, Gathered, SentinelFinding, SentinelVerdict
 from ddpstats.sentinel.vote import MOST_NOISE, Run, judge, measured, rounding_room
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
@@ -226,6 +226,52 @@ class PeerReplay:
         pairs = itertools.combinations(results, 2)
         differs = torch.stack([one.differs(other, room) for one, other in pairs]).any(0).tolist()
         return [name for name, one in zip(names, differs, strict=True) if one] or ["(none)"]
+
+
+class PeerReplayDetector(Detector):
+    """Layer 3: examines the first step, so that what cannot work is known at once, and every ``every_steps``-th.
+
+    ``raises``: a step that cannot be repeated is an error on every rank, and not a warning.
+    """
+
+    def __init__(self, replay: PeerReplay, every_steps: int, *, raises: bool) -> None:
+        self._replay, self._every_steps, self._raises = replay, every_steps, raises
+        self._steps = self._micro_batches = 0
+
+    def begin(self) -> None:
+        if not self._micro_batches and self._is_due():
+            self._replay.original.begin()
+        self._micro_batches += 1
+
+    def end(self, failed: bool) -> None:
+        self._replay.original.end()
+        self._micro_batches -= failed
+        if not self._micro_batches:
+            self._replay.original.discard()
+
+    def findings(self, exam: Exam) -> list[SentinelFinding]:
+        """What cannot be repeated is reported by all ranks, but does not hide what was found."""
+        if not self._is_due():
+            return []
+        try:
+            finding = self._replay.examine(exam.gathered)
+        except ConfigError as error:
+            if self._raises and not exam.findings and not exam.is_suspected:
+                raise
+            warnings.warn(str(error), stacklevel=2)
+            exam.notes.append(str(error))
+            return []
+        return [] if finding is None else [finding]
+
+    def conclude(self, verdict: SentinelVerdict | None) -> None:
+        self._steps += verdict is not None
+        self._micro_batches = 0
+
+    def close(self) -> None:
+        self._replay.original.close()
+
+    def _is_due(self) -> bool:
+        return self._steps == 0 or (self._steps + 1) % self._every_steps == 0
 
 
 def _nothing(why: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ from ddpstats._observe.gradients import ForwardBegins, replicas_in, unwrapped
 from ddpstats._observe.torch_compat import buffers_of
 from ddpstats._rerun.digest import bucket_digests, digests, flattened
 from ddpstats._rerun.record import BufferCopies
-from ddpstats.sentinel.verdict import Gathered
+from ddpstats.sentinel.verdict import Detector, Exam, Gathered, SentinelFinding, SentinelVerdict
 
 Kind = Literal["parameter", "gradient", "buffer"]
 
@@ -573,6 +573,35 @@ class Replicas:
         if self._units is None:
             self._units = units_of(self._inner, replicas_in(self._model))
         return self._units
+
+
+class ReplicaDigests(Detector):
+    """Layer 2: compares replicas in every ``every_steps``-th step."""
+
+    def __init__(self, model: nn.Module, ignore: Sequence[str], every_steps: int) -> None:
+        self._replicas, self._every_steps = Replicas(model, ignore), every_steps
+        self.warnings = self._replicas.warnings
+        self._steps = 0
+        self.conclude(None)
+
+    def findings(self, exam: Exam) -> list[SentinelFinding]:
+        if not self._is_due():
+            return []
+        divergence = self._replicas.compare(exam.gathered)
+        if divergence is None:
+            return []
+        return [SentinelFinding("replica digests", divergence.culprit_ranks, divergence.name, divergence.message)]
+
+    def conclude(self, verdict: SentinelVerdict | None) -> None:
+        self._steps += verdict is not None
+        if self._is_due():
+            self._replicas.expect()
+
+    def close(self) -> None:
+        self._replicas.close()
+
+    def _is_due(self) -> bool:
+        return (self._steps + 1) % self._every_steps == 0
 
 
 class _Part:

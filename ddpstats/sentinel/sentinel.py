@@ -1,17 +1,23 @@
-"""The layers of one rank: what they were told to do, made so, told when a step is examined, and taken away together.
+"""`Sentinel`: a list of detectors, and one step after the other, judged by all ranks together.
 
-`Sentinel`: what users hold.
+1. Each detector of this rank reports what it suspects.
+2. One all_reduce, which is the caller's: does some rank suspect anything? Always, on every rank.
+3. Where one does, all ranks gather what they suspect.
+4. Each detector, in the order of `DETECTORS`, concludes from that, or examines the step if that is due.
+5. The verdict is the same on every rank.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import functools
+import logging
 import os
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -26,14 +32,16 @@ from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step, scale_of
 from ddpstats._rerun.state import place_text
 from ddpstats.errors import ConfigError, SentinelAlarm
-from ddpstats.sentinel.activations import Selector
-from ddpstats.sentinel.judge import Judge
-from ddpstats.sentinel.matmul import ChecksumWindow
-from ddpstats.sentinel.peer_replay import PeerReplay
-from ddpstats.sentinel.replicas import Replicas
+from ddpstats.sentinel.activations import Checkpoints, Selector
+from ddpstats.sentinel.matmul import MatmulChecksum
+from ddpstats.sentinel.peer_replay import PeerReplay, PeerReplayDetector
+from ddpstats.sentinel.replicas import ReplicaDigests
 from ddpstats.sentinel.rerun import ReplayFn, Reruns
-from ddpstats.sentinel.thresholds import SentinelSettings, Thresholds, read_settings
-from ddpstats.sentinel.verdict import SentinelVerdict
+from ddpstats.sentinel.thresholds import RULES, SentinelSettings, Thresholds, read_settings
+from ddpstats.sentinel.verdict import Detector, Exam, SentinelVerdict
+
+_logger = logging.getLogger("ddpstats")
+_SHOWN_RANKS = 4
 
 
 @dataclass(frozen=True)
@@ -95,129 +103,60 @@ def _check_patterns(model: nn.Module, ignore: Any) -> None:
             raise ConfigError(f"ignore={list(ignore)!r}: {pattern!r} fits no parameter or buffer of the model")
 
 
-class Layers:
-    """What a `Sentinel` that is on has attached to its model. Local.
+class Setup:
+    """What detectors are made of. It holds neither the sentinel nor ``replay_fn``, which may hold the sentinel.
 
     Attributes:
-        options: what it was told to do.
-        thresholds: layer 1, always.
-        replicas: layer 2; None where digests are never compared.
+        scale: of the GradScaler, now; None where there is none, or it is off.
         record, reruns: the step under way and how to repeat it; None without a ``replay_fn``.
-        peer_replay: layer 3; None where micro-batches are repeated on alarm only.
-        window: layer 4, shut at first.
     """
 
-    def __init__(self, model: nn.Module, options: Options, ranks: Sequence[int], rank: int) -> None:
-        _check_groups(model, ranks)
-        self.options = options
-        self._steps = 0
-        scale = functools.partial(scale_of, options.scaler)
-        self.thresholds = Thresholds(unwrapped(model), options.checkpoints, options.settings, rank, scale)
-        self.replicas: Replicas | None = None
+    def __init__(self, model: nn.Module, options: Options, sentinel: Sentinel) -> None:
+        self.model, self.options = model, replace(options, replay_fn=None)
+        self.ranks, self.rank = sentinel._ranks, sentinel._rank
+        self.scale = scale = functools.partial(scale_of, options.scaler)
+        self.checkpoints = Checkpoints(unwrapped(model), options.checkpoints, RULES[options.settings.detector].value_of)
+        self.matmul = MatmulChecksum(options.checksum_steps if options.matmul_checksum else 0)
         self.record: StepRecord | None = None
         self.reruns: Reruns | None = None
-        self.peer_replay: PeerReplay | None = None
-        self.window = ChecksumWindow()
-        self._window_steps = 0
-        try:
-            self._add_others(model, lambda: scale() or 1.0, ranks, rank)
-        except BaseException:  # nobody will hold them, and hooks stay on a model
-            for close in self.closing():
-                close()
-            raise
-
-    def _add_others(self, model: nn.Module, scale: Callable[[], float], ranks: Sequence[int], rank: int) -> None:
-        """Layers 2 and 3, as far as they are asked for."""
-        if self.options.digest_every_steps:
-            self.replicas = Replicas(model, self.options.ignore)
-        if self.options.replay_fn is not None:
+        if options.replay_fn is not None:
             self.record = StepRecord(model)
-            self.reruns = Reruns(self.record, self.options.replay_fn, self.thresholds.checkpoints, scale)
-            if self.options.replay_every_steps:
-                self.peer_replay = PeerReplay(model, self.reruns, ranks, rank)
-        self._expect()
+            replay = functools.partial(_replay, weakref.ref(sentinel))
+            self.reruns = Reruns(self.record, replay, self.checkpoints, lambda: scale() or 1.0)
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """For the user, who has just made them."""
-        return (*self.thresholds.checkpoints.warnings, *(self.replicas.warnings if self.replicas else ()))
 
-    @property
-    def compares_digests(self) -> bool:
-        """Whether layer 2 looks at the step under way."""
-        return self.replicas is not None and (self._steps + 1) % self.options.digest_every_steps == 0
+def _replay(sentinel: Callable[[], Sentinel | None], module: nn.Module, batch: Any) -> Any:
+    owner = sentinel()
+    assert owner is not None
+    assert owner._options.replay_fn is not None
+    return owner._options.replay_fn(module, batch)
 
-    @property
-    def replays(self) -> bool:
-        """Whether layer 3 looks at the step under way; at the first one, so that what cannot work is known at once."""
-        if self.peer_replay is None:
-            return False
-        return self._steps == 0 or (self._steps + 1) % self.options.replay_every_steps == 0
 
-    def begin(self, batch: Any) -> MicroBatch | None:
-        """A micro-batch is about to run."""
-        self.thresholds.checkpoints.begin()
-        if self.record is None:
-            return None
-        is_first = not self.record.micro_batches
-        try:
-            found = self.record.begin(batch)
-        except BaseException:  # of a batch with a mind of its own
-            self.thresholds.checkpoints.discard()
-            raise
-        if is_first and self.replays and self.peer_replay is not None:
-            self.peer_replay.original.begin()
-        return found
+def _thresholds(setup: Setup) -> Detector:
+    settings, before_rerun = setup.options.settings, setup.matmul.before_rerun
+    return Thresholds(setup.checkpoints, settings, setup.rank, setup.ranks, setup.scale, setup.reruns, before_rerun)
 
-    def end(self) -> None:
-        """It is through."""
-        self.thresholds.checkpoints.end()
-        if self.peer_replay is not None:
-            self.peer_replay.original.end()
-        if self.record is not None:
-            self.record.end()
 
-    def discard(self) -> None:
-        """It has raised, and is no part of the step."""
-        self.thresholds.checkpoints.discard()
-        if self.record is not None:
-            if len(self.record.micro_batches) == 1 and self.peer_replay is not None:
-                self.peer_replay.original.end()
-                self.peer_replay.original.discard()
-            self.record.end()
-            self.record.micro_batches.pop()
+def _replica_digests(setup: Setup) -> Detector | None:
+    every_steps = setup.options.digest_every_steps
+    return ReplicaDigests(setup.model, setup.options.ignore, every_steps) if every_steps else None
 
-    def open_window(self, steps: int) -> None:
-        """Matmuls are checked from now on, until so many calls of `next_step`, or longer if it is open for longer."""
-        self.window.open()
-        self._window_steps = max(self._window_steps, steps)
 
-    def next_step(self) -> None:
-        """The step is judged: let go of it."""
-        self._steps += 1
-        if self._window_steps:
-            self._window_steps -= 1
-            if not self._window_steps:
-                self.window.close()
-        else:
-            self.window.tidy()
-        self.drop_step()
+def _peer_replay(setup: Setup) -> Detector | None:
+    every_steps = setup.options.replay_every_steps
+    if not every_steps or setup.reruns is None:
+        return None
+    replay = PeerReplay(setup.model, setup.reruns, setup.ranks, setup.rank)
+    return PeerReplayDetector(replay, every_steps, raises=setup.options.settings.mode >= 2)
 
-    def drop_step(self) -> None:
-        """Let go of a step that nobody has judged: the next one is in its place."""
-        if self.record is not None:
-            self.record.clear()
-        self._expect()
 
-    def closing(self) -> list[Callable[[], None]]:
-        """What takes hooks and window away; none of it holds what the user gave, which may hold the sentinel."""
-        found: list[Callable[[], None]] = [self.window.close, self.thresholds.checkpoints.close]
-        found += [one.close for one in (self.replicas, self.record) if one is not None]
-        return found if self.peer_replay is None else [*found, self.peer_replay.original.close]
-
-    def _expect(self) -> None:
-        if self.compares_digests and self.replicas is not None:
-            self.replicas.expect()
+DETECTORS: list[Callable[[Setup], Detector | None]] = [
+    _thresholds,
+    _replica_digests,
+    _peer_replay,
+    lambda setup: setup.matmul,  # the last one: it opens after an alarm of any other
+]
+"""What makes the detectors of a sentinel that is on; None for one that is not asked for."""
 
 
 def _check_groups(model: nn.Module, ranks: Sequence[int]) -> None:
@@ -275,8 +214,6 @@ class Sentinel(StepWatch):
             optimizer.zero_grad()
     """
 
-    _layers: Layers | None = None
-
     def __init__(
         self,
         model: nn.Module,
@@ -310,13 +247,37 @@ class Sentinel(StepWatch):
         self._options.check(model)
         self.verdict = SentinelVerdict(-1)
         super().__init__("Sentinel.step", group)
-        if settings.mode:  # not off
-            self._layers = Layers(model, self._options, self._ranks, self._rank)
-        self._judge: Judge | None = None
-        self._place = f"on {place_text(model)}"
-        self._closes(*(self._layers.closing() if self._layers else ()))
-        for text in (*notes, *(self._layers.warnings if self._layers else ())):
+        self._where_text = f"on {place_text(model)}"
+        self._where: dict[int, str] = {}
+        self._first_alarm: SentinelVerdict | None = None
+        self._evidence: list[Any] = []
+        self._detectors: list[Detector] = []
+        self._setup: Setup | None = None
+        if settings.mode:
+            try:
+                self._attach(model)
+            except BaseException:  # hooks stay on a model
+                for close in self._closing():
+                    close()
+                raise
+        self._closes(*self._closing())
+        for text in (*notes, *(text for detector in self._detectors for text in detector.warnings)):
             warnings.warn(f"Sentinel: {text}", stacklevel=2)
+
+    def _attach(self, model: nn.Module) -> None:
+        _check_groups(model, self._ranks)
+        self._setup = Setup(model, self._options, self)
+        for make in DETECTORS:
+            detector = make(self._setup)
+            if detector is not None:
+                self._detectors.append(detector)
+
+    def _closing(self) -> list[Callable[[], None]]:
+        closing = [detector.close for detector in self._detectors]
+        if self._setup is not None:
+            closing.append(self._setup.checkpoints.close)
+            closing += [self._setup.record.close] if self._setup.record is not None else []
+        return closing
 
     def micro_batch(self, batch: Any) -> Running[MicroBatch | None]:
         """A context manager around the forward and backward pass of one micro-batch; needed for replay only. Local.
@@ -350,7 +311,7 @@ class Sentinel(StepWatch):
             ProtocolMismatch, RankMissing: as `ddpstats.StatsReducer`.
         """
         self._refuse_to_judge()
-        if self._layers is None and self._agreed:
+        if not self._detectors and self._agreed:
             self._ask(step)
             return self._answer((0.0, 0.0), self._group)
         verdict: SentinelVerdict = ask_all(f"{self._method}()", [self], step, self._group)[0]
@@ -362,65 +323,115 @@ class Sentinel(StepWatch):
     def check_matmuls(self, steps: int) -> None:
         """Open the window of layer 4 now, for so many steps: without an alarm. Every rank must call, or none. Local."""
         check_count("check_matmuls: steps", steps, 1)
-        if self._layers is not None:
-            self._layers.open_window(steps)
+        if self._setup is not None:
+            self._setup.matmul.open_for(steps)
 
     # -- one micro-batch ----------------------------------------------------------------------------------------------
 
     def _begin(self, running: Running[MicroBatch | None], batch: Any) -> MicroBatch | None:
         self._refuse_micro_batch()
-        found = None if self._layers is None else self._layers.begin(batch)
+        record = self._setup.record if self._setup is not None else None
+        micro_batch = None if record is None else record.begin(batch)
+        for detector in self._detectors:
+            detector.begin()
         self._running = running
-        return found
+        return micro_batch
 
     def _end(self, error: BaseException | None) -> None:
         self._running = None
-        if self._layers is not None:
-            try:
-                self._layers.end() if error is None else self._layers.discard()
-            except Exception as problem:  # the program's own error comes first; every rank hears of this one in `step`
-                self._problem = problem
+        record = self._setup.record if self._setup is not None else None
+        try:
+            for detector in self._detectors:
+                detector.end(failed=error is not None)
+            if record is not None:
+                record.end()
+                if error is not None:
+                    record.micro_batches.pop()
+        except Exception as problem:  # the program's own error comes first; every rank hears of this one in `step`
+            self._problem = problem
 
     # -- one step, as a question, by itself or among others ------------------------------------------------------------
 
     def _ask(self, step: int | None) -> tuple[float, float]:
-        """(whether settings are still to be agreed on, whether this rank has something to say)"""
+        """(whether settings are still to be agreed on, whether this rank suspects anything)"""
         self._refuse_to_judge()
         try:
             self._step = self._step if step is None else checked_step(step, self._method)
         except ConfigError as problem:  # of this rank alone, and the others are about to wait
             self._problem = problem
-        seen = False
-        if self._layers is not None:
-            self._judge = self._judge or Judge(self._layers, self._gathered, self._rank)
-            seen = self._judge.look(self._step, self._problem)
-        return float(not self._agreed), float(seen)
+        try:
+            self._evidence = [detector.suspicious(self._step) for detector in self._detectors]
+        except Exception as problem:
+            self._problem = self._problem or problem
+        has_evidence = any(tree is not None for tree in self._evidence)
+        return float(not self._agreed), float(bool(self._detectors) and (has_evidence or self._problem is not None))
 
     def _answer(self, sums: Sequence[float], group: Any) -> SentinelVerdict:
-        strangers, seen = sums
-        self.verdict = SentinelVerdict(self._step)
+        disagreeing, suspecting = sums
+        self.verdict, is_judged = SentinelVerdict(self._step), False
         try:
-            if strangers:
+            if disagreeing:
                 self._agree()
-            if self._judge is not None:
-                self.verdict = self._judge.judge(self._step, bool(seen))
+            if self._detectors:
+                self.verdict = self._judged(bool(suspecting))
             elif self._problem is not None:  # in mode 0 nothing follows in which the others could hear of it
                 raise self._problem
+            is_judged = True
         finally:
-            self._problem = None
-            if self._layers is not None:
-                self._layers.next_step()
+            self._conclude(self.verdict if is_judged else None)
         self._step += 1
         if not self.verdict.ok:
-            found = self.verdict
-            marks.publish("sentinel", found.message, step=found.step, ranks=tuple(map(int, found.culprit_ranks)))
+            verdict = self.verdict
+            marks.publish("sentinel", verdict.message, step=verdict.step, ranks=tuple(map(int, verdict.culprit_ranks)))
         return self.verdict
 
     def _drop(self) -> None:
         """The step was not judged, on any rank, also where it was not looked at: it does not count."""
-        self._problem = None
-        if self._layers is not None:
-            self._layers.drop_step()
+        self._conclude(None)
+
+    def _conclude(self, verdict: SentinelVerdict | None) -> None:
+        self._problem, self._evidence = None, []
+        for detector in self._detectors:
+            detector.conclude(verdict)
+        if self._setup is not None and self._setup.record is not None:
+            self._setup.record.clear()
+
+    def _judged(self, is_suspected: bool) -> SentinelVerdict:
+        """Collective."""
+
+        def suspicions() -> list[Any]:
+            if self._problem is not None:
+                raise self._problem
+            return self._evidence
+
+        trees = self._gathered(suspicions, "what each rank saw") if is_suspected else {}
+        exam = Exam(self._step, self._gathered, is_suspected)
+        for index, detector in enumerate(self._detectors):
+            exam.evidence = {rank: tree[index] for rank, tree in trees.items()}
+            exam.findings += detector.findings(exam)
+        if not exam.findings:
+            return SentinelVerdict(self._step, (), tuple(exam.notes))
+        # Alarms of layer 1 have lines of their own, on their rank.
+        says_more = bool(exam.notes) or any(finding.layer != "thresholds" for finding in exam.findings)
+        verdict = SentinelVerdict(self._step, tuple(exam.findings), tuple(exam.notes))
+        verdict = replace(verdict, notes=(*verdict.notes, *self._advice(verdict)))
+        if says_more and self._rank == min(self._where):
+            _logger.error("%s", verdict.message)
+        self._first_alarm = self._first_alarm or verdict
+        return verdict
+
+    def _advice(self, verdict: SentinelVerdict) -> list[str]:
+        mode, culprits, first = self._options.settings.mode, verdict.culprit_ranks, self._first_alarm
+        lines = [f"Rank {rank} is {self._where[rank]}." for rank in culprits[:_SHOWN_RANKS]]
+        if first is not None and mode == 1:
+            where = f" on {ranks_text(first.culprit_ranks)}" if first.culprit_ranks else ""
+            lines.append(f"The first alarm was at step {first.step}{where}; this may follow from it.")
+        if mode >= 2 and culprits and len(culprits) < len(self._where):
+            lines.append(
+                f"No rank has applied this step. Test the device of {ranks_text(culprits)}, or go on without it, from "
+                "this step or a checkpoint before it."
+            )
+        return lines
 
     def _alarm(self, verdict: SentinelVerdict) -> SentinelAlarm | None:
         """What every rank raises over that verdict, if anything."""
@@ -432,8 +443,7 @@ class Sentinel(StepWatch):
 
     def _agree(self) -> None:
         """Once, in every mode: a rank that is off would leave the others waiting."""
-        names = self._layers.thresholds.checkpoints.names if self._layers else []
+        names = self._setup.checkpoints.names if self._setup is not None else []
         advice = "Every rank must make it alike, and have the same environment variables."
-        told = self._agree_on(self._options.to_tree(names), advice, where=self._place)
-        if self._judge is not None:
-            self._judge.where = {rank: tree["where"] for rank, tree in told.items()}
+        trees = self._agree_on(self._options.to_tree(names), advice, where=self._where_text)
+        self._where = {rank: tree["where"] for rank, tree in trees.items()}

@@ -38,7 +38,7 @@ Layer 1 on one rank: the values of a step's checkpoints, judged, and logged.
 1. Gradients leave a value each at the checkpoints (`activations`), on the device, and nobody waits for it.
 2. `Thresholds.look` judges all values of the step: one vector of values per micro-batch, and per further
    call of a module in it. One tensor is read, once, and a GradScaler's scale besides.
-3. The memory of the detector is as before until `Thresholds.learn`: a step that is not applied is not learnt from.
+3. The memory of the detector is as before until `Thresholds.conclude`: a step that is not applied is not learnt from.
 
 A GradScaler multiplies the loss, and with it every gradient, so values are divided by its scale. Where a gradient is
 not finite then, the scaler leaves the step out and takes a smaller scale, as it has to: that is no alarm, unless it
@@ -58,14 +58,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpstats._base.config import SENTINEL_MODE, SENTINEL_SIGMA_THRESH, SENTINEL_UPPER_THRESH, check_choice
 from ddpstats.errors import ConfigError
-from ddpstats.sentinel.activations import Checkpoints, Selector, Values
-from ddpstats.sentinel.verdict import SentinelFinding, finding_of
+from ddpstats.sentinel.activations import Checkpoints, Values
+from ddpstats.sentinel.rerun import Reruns, explain_alarm
+from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict, finding_of
 
-Detector = Literal["v2", "v3"]
+Algorithm = Literal["v2", "v3"]
 Pair = tuple[float, float]
 
 _MODE_NAMES = (SENTINEL_MODE, "NPU_ASD_ENABLE")
@@ -73,9 +74,9 @@ _UPPER_NAMES = (SENTINEL_UPPER_THRESH, "NPU_ASD_UPPER_THRESH")
 _SIGMA_NAMES = (SENTINEL_SIGMA_THRESH, "NPU_ASD_SIGMA_THRESH")
 
 _MODES = (0, 1, 2, 3)
-_UPPER: Mapping[Detector, Pair] = {"v2": (1e6, 1e4), "v3": (1e6, 100.0)}
+_UPPER: Mapping[Algorithm, Pair] = {"v2": (1e6, 1e4), "v3": (1e6, 100.0)}
 _SIGMA: Pair = (1e5, 5e3)
-_MIN_STEPS: Mapping[Detector, int] = {"v2": 100, "v3": 10}
+_MIN_STEPS: Mapping[Algorithm, int] = {"v2": 100, "v3": 10}
 _SMALLEST = 3.0
 
 _INTEGER = re.compile(r"\s*[+-]?\d+\s*", re.ASCII)
@@ -94,7 +95,7 @@ class SentinelSettings:
     """
 
     mode: int
-    detector: Detector
+    detector: Algorithm
     upper: Pair
     sigma: Pair
     min_steps: int = 100
@@ -119,8 +120,8 @@ def read_settings(
     Raises:
         ConfigError: an argument is none of these.
     """
-    check_choice("detector", detector, get_args(Detector))
-    kind = cast(Detector, detector)
+    check_choice("detector", detector, get_args(Algorithm))
+    kind = cast(Algorithm, detector)
     warnings: list[str] = []
     sigma_names = _SIGMA_NAMES if kind == "v2" else ()
     settings = SentinelSettings(
@@ -347,7 +348,7 @@ class V3:
         return _columns([values, pre, average], [normal, checks, levels.double()])
 
 
-RULES: Mapping[Detector, Rule] = {"v2": V2(), "v3": V3()}
+RULES: Mapping[Algorithm, Rule] = {"v2": V2(), "v3": V3()}
 
 
 class _Constants(NamedTuple):
@@ -539,37 +540,84 @@ _MOST_SKIPS = 16  # from the scale that a GradScaler begins with down to 1
 _SILENT_STEPS = 3
 
 
-class Thresholds:
-    """Judges this rank's values. Local.
+class Thresholds(Detector):
+    """Layer 1: judges this rank's values.
 
     Args:
-        module: inside any DistributedDataParallel.
-        selection: of checkpoints, as `Checkpoints`.
-        rank: this one, global; for the lines.
-        scale: of the GradScaler, now; None where there is none, or it is off.
-
-    Attributes:
         checkpoints: where values come from.
+        rank: this one, global.
+        ranks: of the group.
+        scale: of the GradScaler, now; None where there is none, or it is off.
+        reruns: to find out why a value is not normal; None without.
+        before_rerun: called before that.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        selection: Sequence[Selector] | None,
+        checkpoints: Checkpoints,
         settings: SentinelSettings,
         rank: int,
+        ranks: Sequence[int],
         scale: Callable[[], float | None],
+        reruns: Reruns | None,
+        before_rerun: Callable[[], None],
     ) -> None:
-        self._settings, self._rank, self._scale = settings, rank, scale
+        self.checkpoints, self.warnings = checkpoints, checkpoints.warnings
+        self._settings, self._rank, self._ranks, self._scale = settings, rank, ranks, scale
+        self._reruns, self._before_rerun = reruns, before_rerun
         self._rule = RULES[settings.detector]
-        self.checkpoints = Checkpoints(module, selection, self._value_of)
+        self._alarmed: frozenset[int] = frozenset()  # the ranks with an alarm in the step before
         self._state: State | None = None
         self._next: State | None = None
         self._places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        self._has_float16 = False
         self._is_off = False
         self._skips = 0  # steps in a row that the GradScaler left out
         self._silent = 0  # steps without any value, from the first one on
+
+    def begin(self) -> None:
+        self.checkpoints.begin()
+
+    def end(self, failed: bool) -> None:
+        if failed:
+            self.checkpoints.discard()
+        else:
+            self.checkpoints.end()
+
+    def suspicious(self, step: int) -> Any:
+        checks = self.look(step)
+        self.log(checks)
+        return alarm_tree([check for check in checks if check.level == ERROR])
+
+    def findings(self, exam: Exam) -> list[SentinelFinding]:
+        finding = threshold_finding(exam.evidence)
+        before, self._alarmed = self._alarmed, frozenset(finding.culprit_ranks if finding else ())
+        if finding is None:
+            return []
+        fresh = sorted(self._alarmed - before)
+        if fresh and self._reruns is not None:
+            self._before_rerun()
+            exam.notes.append(
+                explain_alarm(
+                    exam.gathered,
+                    self._reruns,
+                    self._ranks,
+                    self._rank,
+                    fresh[0],
+                    exam.evidence[fresh[0]]["micro_batch"],
+                    self.is_abnormal,
+                    self.checkpoints.names,
+                )
+            )
+        return [finding]
+
+    def conclude(self, verdict: SentinelVerdict | None) -> None:
+        """A step that is not applied is not part of the past."""
+        if verdict is not None and self._next is not None and (verdict.ok or self._settings.mode == 1):
+            self._state = self._next
+        self._next = None
+
+    def close(self) -> None:
+        self.checkpoints.close()
 
     def look(self, step: int) -> list[Check]:
         """What is not normal in this step, in the order of the backward pass; in mode 3 every check.
@@ -605,15 +653,6 @@ class Thresholds:
                 return True
         return False
 
-    def learn(self) -> None:
-        """The step that `look` saw is applied: its values are part of the past."""
-        if self._next is not None:
-            self._state, self._next = self._next, None
-
-    def forget(self) -> None:
-        """The step that `look` saw is not applied."""
-        self._next = None
-
     def log(self, checks: Sequence[Check]) -> None:
         """Lines of `look`'s checks; where an error stops the training, none comes after the first one."""
         for check in checks:
@@ -626,11 +665,6 @@ class Thresholds:
                     _logger.info("%s", line)
             else:
                 _logger.warning("%s", warning_line(check, self._settings))
-
-    def _value_of(self, gradient: Tensor) -> Tensor:
-        if gradient.dtype == torch.float16:
-            self._has_float16 = True
-        return self._rule.value_of(gradient)
 
     def _notice_silence(self, has_values: bool) -> None:
         """Once: a sentinel that sees nothing must not look like one that finds nothing."""
@@ -647,7 +681,7 @@ class Thresholds:
             )
 
     def _lacks_scale(self, scale: float | None) -> bool:
-        if (self._has_float16 or self.checkpoints.in_float16) and scale is None and not self._is_off:
+        if self.checkpoints.in_float16 and scale is None and not self._is_off:
             self._is_off = True
             warnings.warn(
                 "Sentinel: gradients are float16, or of an autocast to it, and there is no enabled scaler=, so their "

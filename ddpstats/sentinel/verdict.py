@@ -1,14 +1,12 @@
-"""What the ranks come to, step after step: plain values, the same on every rank. And how layers hear of the others."""
+"""The verdict of a step, the same on every rank, and the protocol of the detectors that come to it. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 from ddpstats._base.text import ranks_text
-
-Layer = Literal["thresholds", "replica digests", "peer replay", "matmul checksum"]
 
 Gathered = Callable[[Callable[[], Any], str], dict[int, Any]]
 """Every rank's tree by global rank. Collective: called with what makes this rank's tree, and what it is."""
@@ -26,7 +24,7 @@ class SentinelFinding:
         value: what was measured, where it is one number.
     """
 
-    layer: Layer
+    layer: str
     culprit_ranks: tuple[int, ...]
     name: str
     text: str
@@ -58,7 +56,7 @@ class SentinelVerdict:
         return tuple(sorted({rank for finding in self.findings for rank in finding.culprit_ranks}))
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[str, ...]:
         """That found something, each once."""
         return tuple(dict.fromkeys(finding.layer for finding in self.findings))
 
@@ -72,11 +70,63 @@ class SentinelVerdict:
         return "\n".join([*lines, *self.notes])
 
 
+@dataclass
+class Exam:
+    """One step, on which all ranks decide together.
+
+    Attributes:
+        step: its number.
+        gathered: every rank's tree by global rank; collective.
+        is_suspected: whether some detector of some rank suspects anything.
+        evidence: global rank -> what `Detector.suspicious` returned there; empty where nothing is suspected.
+        findings: of the detectors before this one.
+        notes: what the reader should know besides; detectors add to it.
+    """
+
+    step: int
+    gathered: Gathered
+    is_suspected: bool = False
+    evidence: Mapping[int, Any] = field(default_factory=dict)
+    findings: list[SentinelFinding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class Detector:
+    """One way to find silent corruption. All ranks have the same detectors, in the same order.
+
+    A detector derives from this protocol, and overrides what it needs. No detector may hold what holds the sentinel.
+
+    Attributes:
+        warnings: what it cannot see, a sentence each.
+    """
+
+    warnings: Sequence[str] = ()
+
+    def begin(self) -> None:
+        """A micro-batch is about to run. Local."""
+
+    def end(self, failed: bool) -> None:
+        """The micro-batch is through, or it has failed and does not count. Local."""
+
+    def suspicious(self, step: int) -> Any:
+        """Return what this rank suspects, as a tree for `gather_trees`; None for nothing. Local."""
+
+    def findings(self, exam: Exam) -> Sequence[SentinelFinding]:
+        """Return what all ranks conclude. Collective: called on every rank in every step that is judged."""
+        return ()
+
+    def conclude(self, verdict: SentinelVerdict | None) -> None:
+        """The step is over: ``verdict``, or None where it was not judged. Local."""
+
+    def close(self) -> None:
+        """Take hooks away. Idempotent."""
+
+
 _SHOWN_RANKS = 8
 
 
 def finding_of(
-    layer: Layer, what: str, told: Mapping[int, Mapping[str, Any]], more: Sequence[str] = ()
+    layer: str, what: str, told: Mapping[int, Mapping[str, Any]], more: Sequence[str] = ()
 ) -> SentinelFinding | None:
     """``told``: name, text and value, by rank; None without any. ``more``: lines at the end."""
     if not told:

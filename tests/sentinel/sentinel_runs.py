@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import ConfigError, InvalidStats, Sentinel, SentinelAlarm
-from ddpstats.sentinel import SentinelVerdict, peer_replay
+from ddpstats._observe.gradients import unwrapped
+from ddpstats.sentinel import SentinelFinding, SentinelVerdict, peer_replay, sentinel as sentinel_module
+from ddpstats.sentinel.verdict import Detector, Exam
 from ddpstats.testing import BitFlip, RankPool, count_collectives, inject_bit_flips
 from tests import training
 
@@ -230,6 +232,36 @@ def train_without_group(plan: Plan) -> Outcome:
 
 def _zero_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return 0 * step_fn(model, batch)
+
+
+class LargeParameter(Detector):
+    """A detector of the test's own, in one class: a parameter of some rank is beyond 100."""
+
+    def __init__(self, setup: Any) -> None:
+        self.parameters = dict(unwrapped(setup.model).named_parameters())
+
+    def suspicious(self, step: int) -> str | None:
+        return next((name for name, one in self.parameters.items() if bool((one.abs() > 100).any())), None)
+
+    def findings(self, exam: Exam) -> list[SentinelFinding]:
+        names = {rank: name for rank, name in exam.evidence.items() if name}
+        if not names:
+            return []
+        return [SentinelFinding("large parameter", tuple(names), min(names.values()), f"on {sorted(names)}")]
+
+
+def train_with_another_detector(plan: Plan) -> Outcome:
+    sentinel_module.DETECTORS.append(LargeParameter)
+    try:
+        return train(plan)
+    finally:
+        sentinel_module.DETECTORS.pop()
+
+
+def large_on_rank_1(module: nn.Module, step: int) -> None:
+    if step == 2 and dist.get_rank() == 1:
+        with torch.no_grad():
+            module.get_parameter("head.bias")[3] = 1000.0
 
 
 # -- in the test's own process ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ddpstats._ranks.gather import decode, encode
-from ddpstats.sentinel.matmul import MatmulFault, fault_tree, matmul_finding
+from ddpstats.sentinel.matmul import MatmulChecksum, MatmulFault, fault_tree
 from ddpstats.sentinel.thresholds import (
     Check,
     alarm_tree,
@@ -17,6 +17,7 @@ from ddpstats.sentinel.thresholds import (
     threshold_finding,
     warning_line,
 )
+from ddpstats.sentinel.verdict import Exam
 
 PREFIX = "[rank 2] [blocks.0.norm] "
 
@@ -66,8 +67,9 @@ def test_a_wrong_product_arrives_with_its_value_whatever_that_is(value: float) -
         transient=True,
         backward=False,
     )
-    found = matmul_finding({0: decode(encode(fault_tree([fault], 1))), 1: None})
-    assert found is not None
+    report = {"fault": decode(encode(fault_tree([fault], 1))), "unchecked": ""}
+    exam = Exam(3, lambda tree, what: {}, is_suspected=True, evidence={0: report, 1: None})
+    (found,) = MatmulChecksum(0).findings(exam)
     assert repr(found.value) == repr(value)
     assert (found.culprit_ranks, found.name) == ((0,), "mm")
     assert f"element [1, 2] is {value:g} instead of 0.5" in found.text

@@ -206,6 +206,14 @@ def test_the_window_shuts_again(two_ranks: RankPool) -> None:
         assert [verdict.layers for verdict in outcome.verdicts] == [(), (), ("matmul checksum",), (), ()]
 
 
+def test_a_detector_from_outside_is_one_class_and_one_entry_of_the_list(two_ranks: RankPool) -> None:
+    plan = Plan(options={"mode": 2, "replay_fn": runs.step_fn}, after_backward=runs.large_on_rank_1)
+    step, layers, culprits, text = alarm_of(two_ranks.run(runs.train_with_another_detector, plan).values())
+    assert (step, layers, culprits) == (2, ("large parameter",), (1,))
+    assert "[large parameter] on [1]" in text
+    assert "No rank has applied this step. Test the device of rank 1" in text
+
+
 # -- why: on an alarm -------------------------------------------------------------------------------------------------
 
 
