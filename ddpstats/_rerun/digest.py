@@ -29,7 +29,7 @@ Of a rank's own gradients in the step, before the reduce, they are taken while i
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
         return _stacked([_digest(flattened(tensor)) for tensor in tensors])
 
 
-def bucket_digests(buckets: Sequence[Sequence[Tensor]]) -> Tensor:
+def bucket_digests(buckets: Iterable[Sequence[Tensor]]) -> Tensor:
     """One digest per bucket of tensors, over all of its tensors in their order. Local.
 
     Small neighbours of one dtype are copied together: a digest each would cost more than the copy.
@@ -292,7 +292,8 @@ def gradient_digests(gradients: Sequence[Tensor]) -> Tensor:
 
     ``.grad`` that was zeros before holds 0.0 where the gradient is -0.0.
     """
-    return bucket_digests([[part + 0 for part in parts_of("", one.detach()).values()] for one in gradients])
+    parts = (parts_of("", gradient.detach()).values() for gradient in gradients)
+    return bucket_digests([part + 0 for part in own] for own in parts)  # one at a time: the sum is a copy
 
 
 class LocalGradients:

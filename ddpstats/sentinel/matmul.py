@@ -88,6 +88,7 @@ from ddpstats._observe.torch_compat import (
     unseen,
     version_of,
 )
+from ddpstats._reduction.read import is_capturing
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict, finding_of
 
@@ -242,7 +243,7 @@ def _product(
         return None
     if alpha == 0 or left.shape[-1] == 0:
         return None
-    if result.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not result.is_cpu and is_capturing():
         return None  # a check reads the device, which a capture does not survive
     if out is not None and any(_share_memory(out, one) for one in args):
         return None  # an operand may be overwritten
@@ -358,7 +359,8 @@ def operand_unit(result: Tensor) -> float:
     """The same for what operands may be rounded to: users may allow float32 to be multiplied with fewer bits."""
     if result.dtype != torch.float32:
         return 0.0
-    return _PRECISIONS.get(_precision_of(torch.backends.cuda if result.is_cuda else torch.backends.mkldnn), 2.0**-8)
+    backend = torch.backends.mkldnn if result.is_cpu else getattr(torch.backends, result.device.type, None)
+    return _PRECISIONS.get(_precision_of(backend), 2.0**-8)
 
 
 def _precision_of(backend: Any) -> str:

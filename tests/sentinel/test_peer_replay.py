@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ddpstats import Sentinel
 from ddpstats._rerun.digest import GradientDigests
@@ -266,6 +269,45 @@ def test_a_norm_that_is_not_finite_differs_and_makes_no_room() -> None:
     one = witness([1, 2], [float("inf"), 2.0])
     assert one.differs(witness([1, 3], [float("inf"), 9.0]), 1e-2).tolist() == [False, True]
     assert one.differs(witness([4, 2], [1.0, 2.0]), 1e-2).tolist() == [True, False]
+
+
+class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the storages that operators made and that are still alive."""
+
+    def __init__(self) -> None:
+        self.bytes = self.peak_bytes = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and not any(
+                tensor.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+                for given in tree_leaves((args, kwargs))
+                if isinstance(given, Tensor)
+            ):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._alive:
+            self._alive.add(key)
+            self.bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self.bytes -= size
+
+
+def test_digests_of_gradients_take_the_memory_of_one_of_them_and_not_of_all() -> None:
+    gradients = [torch.randn(256, 1024) for _ in range(16)]
+    GradientDigests.of(gradients[:1])  # tables that stay
+    with _Memory() as memory:
+        GradientDigests.of(gradients)
+    assert memory.peak_bytes < 3 * gradients[0].nbytes
 
 
 # -- why: the micro-batch of an alarm ---------------------------------------------------------------------------------

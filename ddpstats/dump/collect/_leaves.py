@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddpstats._observe.torch_compat import storage_id
+from ddpstats._reduction.read import is_capturing
 from ddpstats.dump.collect._argument_json import (
     DEEPEST,
     MOST_ITEMS,
@@ -137,7 +138,7 @@ class TensorSummaries:
         self.held_bytes = 0
 
     def _fill(self, leaf: Leaf, values: Tensor, name: str, path: str, is_saved: bool) -> None:
-        if values.is_cuda and torch.cuda.is_current_stream_capturing():
+        if not values.is_cpu and is_capturing():
             return
         if values.numel():
             self._measure(leaf, values)
