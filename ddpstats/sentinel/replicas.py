@@ -62,26 +62,10 @@ KINDS: tuple[Kind, ...] = ("parameter", "buffer", "gradient")
 
 _SOFTWARE = (
     "Look for noise added after the reduce, a learning rate or optimizer state of one rank's own, a step skipped on "
-    "one rank, parameters changed outside of the optimizer."
+    "one rank, parameters changed outside of the optimizer, replicas of another data-parallel group."
 )
-_MANY_PARAMETERS = (
-    "Many parameters differ: replicas may also be meant to differ for now (post-local SGD), or be those of a "
-    "data-parallel group other than the sentinel's."
-)
-_MANY = 3
-
 _SHOWN_NAMES = 3
 _SHOWN_BITS = 4
-_FRACTION_BITS = {
-    "float64": 52,
-    "float32": 23,
-    "float16": 10,
-    "bfloat16": 7,
-    "float8_e4m3fn": 3,
-    "float8_e4m3fnuz": 3,
-    "float8_e5m2": 2,
-    "float8_e5m2fnuz": 2,
-}
 
 
 @dataclass(frozen=True)
@@ -103,11 +87,6 @@ class Split:
         return cls(tuple(sorted(map(tuple, ranks_of.values()), key=lambda ranks: (-len(ranks), ranks[0]))))
 
     @property
-    def equal(self) -> bool:
-        """Whether all ranks hold the same."""
-        return len(self.groups) <= 1
-
-    @property
     def majority(self) -> tuple[int, ...]:
         """The one largest group of at least two ranks; empty where there is none."""
         sizes = [len(group) for group in self.groups]
@@ -126,14 +105,12 @@ class Element:
 
     Attributes:
         index: into the tensor; () of a 0-d one.
-        dtype: as in ``str(torch.float32)``, without "torch.".
         values: rank -> the number in words.
         bits: rank -> the same as an unsigned integer of ``width`` bits.
         width: bits of one element.
     """
 
     index: tuple[int, ...]
-    dtype: str
     values: Mapping[int, str]
     bits: Mapping[int, int]
     width: int
@@ -151,26 +128,10 @@ class Element:
     def lines(self) -> list[str]:
         digits = (self.width + 3) // 4
         shown = {rank: f"{self.values[rank]}  0x{self.bits[rank]:0{digits}x}" for rank in sorted(self.bits)}
-        place = f" [{', '.join(map(str, self.index))}]" if self.index else ""
-        return [f"First element{place}:", *holders_lines(shown), f"  {self._flipped_text()}"]
-
-    def _flipped_text(self) -> str:
-        flipped = self.flipped
-        named = shorten((f"{bit}{self._field(bit)}" for bit in reversed(flipped)), _SHOWN_BITS)
-        verb = "bit" if len(flipped) == 1 else "bits"
-        text = f"They differ in {verb} {named}."
-        zeros = {"0.0", "-0.0"}
-        if set(self.values.values()) == zeros:
-            text += " As numbers 0.0 and -0.0 are equal, as bits they are not."
-        return text
-
-    def _field(self, bit: int) -> str:
-        fraction = _FRACTION_BITS.get(self.dtype)
-        if fraction is None:
-            return ""
-        if bit == self.width - 1:
-            return " (sign)"
-        return " (exponent)" if bit >= fraction else " (fraction)"
+        index = f" [{', '.join(map(str, self.index))}]" if self.index else ""
+        bits = shorten(map(str, reversed(self.flipped)), _SHOWN_BITS)
+        noun = "bit" if len(self.flipped) == 1 else "bits"
+        return [f"First element{index}:", *holders_lines(shown), f"  They differ in {noun} {bits}."]
 
 
 @dataclass(frozen=True)
@@ -207,100 +168,74 @@ class Divergence:
         return tuple(sorted({rank for split in splits for rank in split.minority}))
 
     @property
+    def is_single(self) -> bool:
+        """Whether one element of the tensor differs, and no other."""
+        return self.alone and self.differing_elements == 1
+
+    @property
     def message(self) -> str:
         """All of that for people: what differs, who is to blame for it, and what to suspect."""
         split = Split.of(self.held)
         return "\n".join([_headline(self, split), *_what_lines(self), *_other_lines(self), *_hint(self, split)])
 
 
-def _headline(found: Divergence, split: Split) -> str:
-    described = f" ({found.described})" if found.described else ""
-    text = f"replicas differ, first in {found.kind} {found.name}{described}: "
-    if split.majority:
-        return f"{text}{ranks_text(split.minority)} against {ranks_text(split.majority)}."
-    return text + " against ".join(ranks_text(group) for group in split.groups[:_SHOWN_NAMES]) + "."
+def _headline(divergence: Divergence, split: Split) -> str:
+    described = f" ({divergence.described})" if divergence.described else ""
+    text = f"replicas differ, first in {divergence.kind} {divergence.name}{described}: "
+    groups = (split.minority, split.majority) if split.majority else split.groups[:_SHOWN_NAMES]
+    return text + " against ".join(map(ranks_text, groups)) + "."
 
 
-def _what_lines(found: Divergence) -> list[str]:
-    if found.structural:
-        return holders_lines({rank: str(found.held[rank]) for rank in sorted(found.held)})
-    if found.element is None:
+def _what_lines(divergence: Divergence) -> list[str]:
+    if divergence.structural:
+        return holders_lines({rank: str(divergence.held[rank]) for rank in sorted(divergence.held)})
+    if divergence.element is None:
         return ["A second look at it found no difference."]
-    if found.alone and found.differing_elements == 1:
-        return [*found.element.lines, "No other element of this tensor differs."]
-    beyond = "" if found.alone else ", and other blocks differ, too"
-    count = f"{found.differing_elements} of the {found.block_elements} elements"
-    return [*found.element.lines, f"{count} that were compared around it differ{beyond}."]
+    if divergence.is_single:
+        return [*divergence.element.lines, "No other element of this tensor differs."]
+    beyond = "" if divergence.alone else ", and other blocks differ, too"
+    count = f"{divergence.differing_elements} of the {divergence.block_elements} elements"
+    return [*divergence.element.lines, f"{count} that were compared around it differ{beyond}."]
 
 
-def _other_lines(found: Divergence) -> list[str]:
-    if not found.others:
-        return ["No other tensor differs."] if not found.structural else []
+def _other_lines(divergence: Divergence) -> list[str]:
+    if not divergence.others:
+        return ["No other tensor differs."] if not divergence.structural else []
     lines = ["Other tensors that differ:"]
     for kind in KINDS:
-        names = [name for other, name, _ in found.others if other == kind]
+        names = [name for other, name, _ in divergence.others if other == kind]
         if names:
             lines.append(f"  {count_of(len(names), f'{kind}s')}: {shorten(names, _SHOWN_NAMES)}")
     return lines
 
 
-def _hint(found: Divergence, split: Split) -> list[str]:
-    lines = [_cause_text(found)]
-    if not found.structural and [found.kind, *(kind for kind, _, _ in found.others)].count("parameter") >= _MANY:
-        lines.append(_MANY_PARAMETERS)
-    if found.kind == "gradient" and not found.structural:
+def _hint(divergence: Divergence, split: Split) -> list[str]:
+    lines = [_cause_text(divergence)]
+    if divergence.kind == "gradient" and not divergence.structural:
         lines.append("All parameters are equal: it happened in this step, in the reduce or after it.")
-    is_said = found.structural and _only_buffers(found)
-    if not is_said and (found.kind == "buffer" or any(kind == "buffer" for kind, _, _ in found.others)):
-        lines.append("A buffer that each rank may have for itself belongs into `ignore`.")
+    if "buffer" in (divergence.kind, *(kind for kind, _, _ in divergence.others)):
+        lines.append("A buffer that each rank may have for itself, such as a cache, belongs into `ignore`.")
     if not split.majority:
-        lines.append(_no_majority_text(split))
+        lines.append(
+            f"There is no majority among {len(split.groups)} sides, so which one is right is not known: a third "
+            "replica or replay_every_steps would decide."
+        )
     return lines
 
 
-def _cause_text(found: Divergence) -> str:
-    if found.structural:
-        return _structural_text(found)
-    if found.element is None:
+def _cause_text(divergence: Divergence) -> str:
+    if divergence.structural:
+        return (
+            "The ranks' models or programs differ: every rank must build the same model; look for a backward pass, "
+            "zero_grad() or a frozen parameter on some ranks only. The elements were not compared."
+        )
+    if divergence.element is None:
         return "So a digest was computed wrongly, which is hardware, or something writes into this tensor at any time."
-    if not (found.alone and found.differing_elements == 1):
-        return f"Many elements: software first. {_SOFTWARE}"
-    if found.others:
-        return (
-            "One element of this tensor, and other tensors differ, too: if as little of them, suspect hardware; if "
-            f"much, software. {_SOFTWARE}"
-        )
-    what = "One flipped bit" if len(found.element.flipped) == 1 else "One damaged element"
-    whose = ranks_text(found.culprit_ranks) if found.culprit_ranks else "one of these ranks"
+    if not divergence.is_single or divergence.others:
+        return f"More than one element: software first. {_SOFTWARE}"
+    what = "One flipped bit" if len(divergence.element.flipped) == 1 else "One damaged element"
+    whose = ranks_text(divergence.culprit_ranks) if divergence.culprit_ranks else "one of these ranks"
     return f"{what}: the hardware of {whose} is the first suspect."
-
-
-def _structural_text(found: Divergence) -> str:
-    kinds = {found.kind, *(kind for kind, _, _ in found.others)}
-    if kinds == {"gradient"}:
-        return (
-            "The ranks' programs differ: look for a backward pass, zero_grad() or a frozen parameter on some ranks "
-            "only. The elements were not compared."
-        )
-    models = "The ranks' models differ: every rank must build the same one. The elements were not compared."
-    if _only_buffers(found):
-        return (
-            "A buffer of another shape may be a cache that each rank has for itself, such as one as long as its "
-            f"batches: then it belongs into `ignore`. Else: {models[0].lower()}{models[1:]}"
-        )
-    return models
-
-
-def _only_buffers(found: Divergence) -> bool:
-    return {found.kind, *(kind for kind, _, _ in found.others)} == {"buffer"}
-
-
-def _no_majority_text(split: Split) -> str:
-    sides = "two sides" if len(split.groups) == 2 else f"{len(split.groups)} sides"
-    return (
-        f"There is no majority among {sides}, so which one is right is not known: a third replica or "
-        "replay_every_steps would decide."
-    )
 
 
 _PLAIN_TENSOR = Tensor.__torch_dispatch__
@@ -436,7 +371,6 @@ def _block_of(tensor: Tensor, start: int, alone: bool, held: Mapping[int, Tensor
         return _Block()
     element = Element(
         index=tuple(map(int, torch.unravel_index(torch.tensor(start + places[0], device="cpu"), tensor.shape))),
-        dtype=dtype_name(tensor.dtype),
         values={rank: _value_text(row[places[0]], tensor.dtype) for rank, row in rows.items()},
         bits={rank: int.from_bytes(bytes(row[places[0]].tolist()), sys.byteorder) for rank, row in rows.items()},
         width=8 * tensor.element_size(),

@@ -19,7 +19,6 @@ gives each value a level: 0 normal, 1 an error, 2 a warning. For n checkpoints a
 3. `Rule.table` packs values, the memory they were compared with, and levels into one tensor, to be read at once.
 
 Everything stays on the device of the values, and nothing here waits for it. Values are float32, and so is arithmetic.
-Constants are 0-d tensors there, made once: on the CPU an operator takes twice as long with a number of Python.
 
 ``V2`` is the algorithm of CANN's SilentCheckV2 operator, which MindSpore's feature value detection and torch_npu use.
 Where its documentation is silent: comparisons are strict, a jump counts upwards and downwards, and a value that is an
@@ -48,7 +47,6 @@ and says so.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import re
@@ -274,23 +272,22 @@ class V2:
         return V2State(pre=torch.zeros_like(low), low=low, high=-low, checks=_counts(n, device))
 
     def check(self, values: Tensor, seen: Tensor, state: State, settings: SentinelSettings) -> tuple[Tensor, V2State]:
-        known = _constants(settings, values.device)
         pre, low, high, checks = state
         spread = high - low
         # Nothing is a jump from nowhere, nor where the past has no width.
-        jumps = (checks >= known.min_steps) & (spread > known.zero) & (pre < known.infinity)
-        jump = torch.where(jumps, (values - pre).abs() / spread, known.zero)
+        jumps = (checks >= settings.min_steps) & (spread > 0) & (pre < math.inf)
+        jump = torch.where(jumps, (values - pre).abs() / spread, 0)
         # The negation makes an error of NaN, too.
-        error = ~(values <= known.upper[0]) | (jump > known.sigma[0])
-        warning = (values > known.upper[1]) | (jump > known.sigma[1])
-        learnt = torch.where(seen & ~error, values, known.nan)  # which fmin and fmax pass over
+        error = ~(values <= _limit(settings.upper[0])) | (jump > _limit(settings.sigma[0]))
+        warning = (values > _limit(settings.upper[1])) | (jump > _limit(settings.sigma[1]))
+        learnt = torch.where(seen & ~error, values, math.nan)  # which fmin and fmax pass over
         state = V2State(
             pre=torch.where(seen, values, pre),
             low=torch.fmin(low, learnt),
             high=torch.fmax(high, learnt),
             checks=checks + seen,
         )
-        return _levels(error, warning, seen, known.levels), state
+        return _levels(error, warning, seen), state
 
     def table(self, values: Tensor, levels: Tensor, state: State) -> Tensor:
         pre, low, high, checks = state
@@ -324,24 +321,23 @@ class V3:
         return V3State(pre=pre, average=pre, normal=_counts(n, device), checks=_counts(n, device))
 
     def check(self, values: Tensor, seen: Tensor, state: State, settings: SentinelSettings) -> tuple[Tensor, V3State]:
-        known = _constants(settings, values.device)
         pre, average, normal, checks = state
         # The average began at 0: so much of it is there by now.
-        filled = (known.whole - torch.pow(known.decay, normal)).float()
-        judged = (normal >= known.min_steps) & (average != known.zero)
-        mean = torch.where(judged, average / filled, known.infinity)  # which nothing is a multiple of
+        filled = (1 - torch.pow(_DECAY, normal)).float()
+        judged = (normal >= settings.min_steps) & (average != 0)
+        mean = torch.where(judged, average / filled, math.inf)  # which nothing is a multiple of
         excess = torch.minimum(values, (values - pre).abs())  # a high value that stays is an error only once
-        error = ~(values < known.infinity) | (excess > mean * known.upper[0])
-        warning = values > mean * known.upper[1]
+        error = ~(values < math.inf) | (excess > mean * _limit(settings.upper[0]))
+        warning = values > mean * _limit(settings.upper[1])
         # A zero says nothing of the size of other values: the layer had no part in the loss.
-        learnt = seen & (values != known.zero) & ~(error | warning)
+        learnt = seen & (values != 0) & ~(error | warning)
         state = V3State(
             pre=torch.where(seen, values, pre),
-            average=torch.where(learnt, average * known.old + values * known.new, average),
+            average=torch.where(learnt, average * _DECAY + values * (1 - _DECAY), average),
             normal=normal + learnt,
             checks=checks + seen,
         )
-        return _levels(error, warning, seen, known.levels), state
+        return _levels(error, warning, seen), state
 
     def table(self, values: Tensor, levels: Tensor, state: State) -> Tensor:
         pre, average, normal, checks = state
@@ -351,46 +347,9 @@ class V3:
 RULES: Mapping[Algorithm, Rule] = {"v2": V2(), "v3": V3()}
 
 
-class _Constants(NamedTuple):
-    """Numbers, as 0-d tensors."""
-
-    upper: list[Tensor]
-    sigma: list[Tensor]
-    zero: Tensor
-    infinity: Tensor
-    nan: Tensor
-    old: Tensor
-    new: Tensor
-    min_steps: Tensor
-    decay: Tensor
-    whole: Tensor
-    levels: list[Tensor]
-
-
-@functools.lru_cache(maxsize=16)
-def _constants(settings: SentinelSettings, device: torch.device) -> _Constants:
-    def single(value: float) -> Tensor:
-        return torch.tensor(value, dtype=torch.float32, device=device)
-
-    def double(value: float) -> Tensor:
-        return torch.tensor(value, dtype=torch.float64, device=device)
-
-    def limit(value: float) -> Tensor:  # nothing is above infinity, which a large number would become
-        return single(min(value, torch.finfo(torch.float32).max))
-
-    return _Constants(
-        upper=[limit(one) for one in settings.upper],
-        sigma=[limit(one) for one in settings.sigma],
-        zero=single(0.0),
-        infinity=single(math.inf),
-        nan=single(math.nan),
-        old=single(_DECAY),
-        new=single(1 - _DECAY),
-        min_steps=double(settings.min_steps),
-        decay=double(_DECAY),
-        whole=double(1.0),
-        levels=[torch.tensor(level, dtype=torch.int8, device=device) for level in (NORMAL, ERROR, WARNING)],
-    )
+def _limit(threshold: float) -> float:
+    """Nothing is above infinity, which a large number would become in float32."""
+    return min(threshold, torch.finfo(torch.float32).max)
 
 
 def _counts(n: int, device: torch.device | str) -> Tensor:
@@ -398,9 +357,8 @@ def _counts(n: int, device: torch.device | str) -> Tensor:
     return torch.zeros(n, dtype=torch.float64, device=device)
 
 
-def _levels(error: Tensor, warning: Tensor, seen: Tensor, levels: list[Tensor]) -> Tensor:
-    level = torch.where(error, levels[ERROR], torch.where(warning, levels[WARNING], levels[NORMAL]))
-    return torch.where(seen, level, levels[NORMAL])
+def _levels(error: Tensor, warning: Tensor, seen: Tensor) -> Tensor:
+    return torch.where(error, ERROR, warning.to(torch.int8) * WARNING) * seen
 
 
 def _columns(singles: list[Tensor], doubles: list[Tensor]) -> Tensor:

@@ -212,10 +212,6 @@ def _nan(model: Net, rank: int) -> None:
     model.middle.bias.data[3] = float("nan")
 
 
-def _zero(model: Net, rank: int) -> None:
-    model.middle.bias.data[3] = -0.0 if rank == 1 else 0.0
-
-
 def _own_scale(model: Net, rank: int) -> None:
     model.scale.fill_(1 + rank)
 
@@ -235,7 +231,6 @@ _MEDDLES: dict[tuple[str, str], tuple[Callable[[Net, int], None], Sequence[int],
     ("after", "noise"): (_noise, (1,), (1,)),
     ("after", "no_gradient"): (_no_gradient, (1,), (1,)),
     ("after", "nan"): (_nan, (0, 1, 2), (0, 1)),
-    ("after", "zero"): (_zero, (1,), (0, 1)),
     ("before", "own_scale"): (_own_scale, (1,), (0, 1)),
     ("before", "ddp_ignores"): (_own_weight, (0,), (0, 1)),
     ("before", "evaluates"): (_evaluate, (0, 1, 2), (1,)),
