@@ -18,11 +18,10 @@ Inside ``torch.compile`` there are no outputs to hook: such a module gives no va
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -255,37 +254,24 @@ def _selected(module: nn.Module, selection: Any) -> dict[str, nn.Module]:
             f"checkpoints={selection!r} is not understood; legal values: None for the norm layers, or a list of module "
             "names, module classes and functions of a name and a module"
         )
-    everything = dict(module.named_modules())
-    found = {id(one) for selector in selection for one in _matches(module, everything, selector)}
-    return {name: one for name, one in everything.items() if id(one) in found}
+    modules: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
+    chosen = {id(match) for selector in selection for match in _matches(modules, selector)}
+    return {name: child for name, child in module.named_modules() if id(child) in chosen}
 
 
-def _matches(root: nn.Module, everything: dict[str, nn.Module], selector: Any) -> list[nn.Module]:
+def _matches(modules: Mapping[str, nn.Module], selector: Any) -> list[nn.Module]:
     if isinstance(selector, str):
-        return [_named(root, selector)]
-    if isinstance(selector, type) and issubclass(selector, nn.Module):
-        matches = [one for one in everything.values() if isinstance(one, selector)]
+        matches = [modules[selector]] if selector in modules else []
+        if matches and type(matches[0]).forward is nn.Module.forward:
+            kind = type(matches[0]).__name__
+            raise ConfigError(f"checkpoints: {selector!r} is a {kind}, which is never called itself")
+    elif isinstance(selector, type) and issubclass(selector, nn.Module):
+        matches = [child for child in modules.values() if isinstance(child, selector)]
     elif callable(selector) and not isinstance(selector, (type, nn.Module)):
-        matches = [one for name, one in everything.items() if selector(name, one)]
+        matches = [child for name, child in modules.items() if selector(name, child)]
     else:
         raise ConfigError(f"checkpoints: {selector!r} is neither a name nor a module class nor a function")
     if not matches:
         shown = getattr(selector, "__qualname__", repr(selector))
-        raise ConfigError(f"checkpoints: {shown} fits none of the model's {len(everything)} modules")
+        raise ConfigError(f"checkpoints: {shown} fits none of the model's {len(modules)} modules")
     return matches
-
-
-def _named(root: nn.Module, name: str) -> nn.Module:
-    by_name: dict[str, nn.Module] = dict(root.named_modules(remove_duplicate=False))
-    if name not in by_name:
-        close = difflib.get_close_matches(name, by_name, n=_SHOWN_NAMES)
-        known = close or [one for one in by_name if one][:_SHOWN_NAMES]
-        raise ConfigError(
-            f"checkpoints: the model has no module {name!r}; "
-            + ("did you mean " if close else "some that it has: ")
-            + ", ".join(map(repr, known))
-            + ("?" if close else "")
-        )
-    if type(by_name[name]).forward is nn.Module.forward:
-        raise ConfigError(f"checkpoints: {name!r} is a {type(by_name[name]).__name__}, which is never called itself")
-    return by_name[name]

@@ -343,10 +343,13 @@ def _differing_block(gathered: Gathered, tensor: Tensor) -> _Block:
     def part(start: int, size: int) -> Tensor:
         return flattened(tensor)[start : start + size]
 
+    def blocks(start: int, size: int, piece: int) -> Sequence[Tensor]:
+        return torch.split(part(start, size), piece)
+
     start, size, alone = 0, tensor.numel(), True
     while size > _BLOCK_ELEMENTS:
         piece = max(_BLOCK_ELEMENTS, -(-size // _BLOCKS))
-        pieces = functools.partial(_pieces, part, start, size, piece)
+        pieces = functools.partial(blocks, start, size, piece)
         held = _digests_of_all(gathered, "replica blocks", pieces)
         differing = [place for place, by_rank in enumerate(held) if differ(by_rank.values())]
         if not differing:
@@ -355,10 +358,6 @@ def _differing_block(gathered: Gathered, tensor: Tensor) -> _Block:
         start, size = start + differing[0] * piece, min(piece, size - differing[0] * piece)
     trees = gathered(lambda: {"bytes": part(start, size).view(torch.uint8)}, "replica elements")
     return _block_of(tensor, start, alone, {rank: tree["bytes"].cpu() for rank, tree in trees.items()})
-
-
-def _pieces(part: Callable[[int, int], Tensor], start: int, size: int, piece: int) -> Sequence[Tensor]:
-    return torch.split(part(start, size), piece)
 
 
 def _block_of(tensor: Tensor, start: int, alone: bool, held: Mapping[int, Tensor]) -> _Block:
