@@ -18,7 +18,6 @@ A `Packet` is a kept micro-batch as plain data: what a bundle holds of it, and w
 
 from __future__ import annotations
 
-import collections
 import copy
 import operator
 import weakref
@@ -56,6 +55,7 @@ class MicroBatch:
         factor: what a trainer multiplied the step's own loss by before ``backward()``, with a GradScaler's scale: of
             the shape of that loss, or a number; None where the step's own loss was differentiated.
         changed: paths of tensors that were changed in place since.
+        compiled: whether ``torch.compile`` made the forward pass; True, too, where none was seen.
     """
 
     batch: Any
@@ -64,6 +64,7 @@ class MicroBatch:
     loss: torch.Tensor | None = None
     factor: torch.Tensor | None = None
     changed: tuple[str, ...] = ()
+    compiled: bool = True
     _tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def look_for_changes(self) -> bool:
@@ -131,7 +132,7 @@ class StepRecord:
         self._copies.close()
         self.clear()
 
-    def _about_to_run(self) -> None:
+    def _about_to_run(self, compiled: bool) -> None:
         current = self._current
         if current is None:
             return
@@ -140,6 +141,7 @@ class StepRecord:
         if current.autocast is None:
             kind = self.device.type
             current.autocast = Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            current.compiled = compiled
 
 
 class BufferCopies:
@@ -214,7 +216,7 @@ class _Keeping:
             return value
         around = (*around, id(value))
         if isinstance(value, Mapping):
-            return _refilled(value, {key: self.keep(item, around) for key, item in value.items()})
+            return {key: self.keep(item, around) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return self._sequence(value, around)
         if is_dataclass(value) and not isinstance(value, type):
@@ -240,32 +242,6 @@ class _Keeping:
         for name in set_fields(value):
             object.__setattr__(twin, name, self.keep(getattr(value, name), around))
         return twin
-
-
-def _refilled(mapping: Mapping[Any, Any], kept: dict[Any, Any]) -> Any:
-    """A mapping of the same kind with other values, where its class says where these are; else a plain dict.
-
-    Nothing of the caller's class is asked to change a copy: what that shares with the original is not known.
-    """
-    kind = type(mapping)
-    if kind is dict:
-        return kept
-    if isinstance(mapping, collections.UserDict):
-        inner = vars(mapping).get("data")
-        if type(inner) is not dict or inner.keys() != kept.keys():
-            return kept
-        twin = kind.__new__(kind)
-        twin.__dict__.update({**vars(mapping), "data": kept})
-        return twin
-    if isinstance(mapping, dict) and kind.__getitem__ is dict.__getitem__:
-        try:
-            copied = copy.copy(mapping)
-        except Exception:  # a class with a mind of its own
-            return kept
-        if type(copied) is kind and copied is not mapping and dict.keys(copied) == kept.keys():
-            dict.update(copied, kept)
-            return copied
-    return kept
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,17 @@
-"""Where a module in use is; and its buffers and plain attributes: set for a step that is run again, then put back."""
+"""What a step's result depends on beside parameters and batch: buffers, plain attributes, generators, torch's switches.
+
+Each is taken with the step, set while the step is run again, and put back afterwards.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import os
 import random
 import socket
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,37 +20,56 @@ from torch import Tensor, nn
 
 from ddpstats._observe.torch_compat import buffers_of
 
+# -- the module -------------------------------------------------------------------------------------------------------
+
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where its first parameter is; the CPU where it has none."""
+    """Return the device of the module's first parameter; the CPU for a module without any."""
     first = next(module.parameters(), None)
     return torch.device("cpu") if first is None else first.device
 
 
 def place_text(module: nn.Module) -> str:
-    """Host, process and device, for whoever has to go there."""
+    """Return host, process and device in words."""
     device = device_of(module)
-    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    name_of = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    name = "" if name_of is None else f" ({name_of(device)})"
     return f"host {socket.gethostname()}, process {os.getpid()}, device {device}{name}"
 
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
-    """Buffers and plain attributes are afterwards as they are now."""
-    owners = [(buffers_of(one), dict(buffers_of(one))) for one in module.modules()]
+    """Put the module's buffers (the very tensors, and their values) and plain attributes back at the end."""
+    modules = list(module.modules())
+    owners = [(buffers_of(owner), dict(buffers_of(owner))) for owner in modules]
     buffers = {id(buffer): buffer for _, kept in owners for buffer in kept.values() if buffer is not None}
     values = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
-    attributes = [(one, _plain_attributes(one), set(vars(one))) for one in module.modules()]
+    attributes = [(vars(owner), _plain_attributes(owner), set(vars(owner))) for owner in modules]
     try:
         yield
     finally:
-        _put_buffers_back(owners, values)
-        for one, kept, names in attributes:
-            _put_attributes_back(vars(one), kept, names)
+        for owner, kept in owners:
+            if list(owner) != list(kept) or any(owner[key] is not buffer for key, buffer in kept.items()):
+                owner.clear()
+                owner.update(kept)
+        for buffer, value in values:
+            _fill(buffer, value)
+        for current, plain, names in attributes:
+            for name in [name for name in current if name not in names]:
+                del current[name]
+            current.update(plain)
+
+
+def _fill(buffer: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        if buffer.shape == value.shape:
+            buffer.copy_(value)
+        else:  # it was resized in place
+            buffer.data = value
 
 
 def buffer_places(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor, str]]:
-    """(owner's buffers, key, buffer, name); one that several modules share has one name, as in ``named_buffers``."""
+    """Yield (owner's buffers, key, buffer, name); a shared buffer has one name, as in ``named_buffers``."""
     names: dict[int, str] = {}
     for prefix, owner in module.named_modules():
         for key, buffer in list(buffers_of(owner).items()):
@@ -58,25 +78,9 @@ def buffer_places(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None],
                 yield buffers_of(owner), key, buffer, name
 
 
-def _put_buffers_back(
-    owners: Sequence[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]], values: Sequence[tuple[Tensor, Tensor]]
-) -> None:
-    """``owners``: a module's buffers, and which they were; ``values``: buffers, and what they held."""
-    for owner, kept in owners:
-        if list(owner) != list(kept) or any(owner[key] is not buffer for key, buffer in kept.items()):
-            owner.clear()
-            owner.update(kept)
-    with torch.no_grad():
-        for buffer, value in values:
-            if buffer.shape == value.shape:
-                buffer.copy_(value)
-            else:  # resized in place
-                buffer.data = value
-
-
 def set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """In place, but where the step has put a tensor of another shape or dtype there: by a new one."""
-    made: dict[str, Tensor] = {}
+    """Fill the buffers in place; replace one whose shape or dtype is not that of its value."""
+    replaced: dict[str, Tensor] = {}
     with torch.no_grad():
         for owner, key, buffer, name in list(buffer_places(module)):
             value = values.get(name)
@@ -85,7 +89,7 @@ def set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
             if (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
                 buffer.copy_(value)
             else:
-                owner[key] = made.setdefault(name, value.to(buffer.device, copy=True))
+                owner[key] = replaced.setdefault(name, value.to(buffer.device, copy=True))
 
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})
@@ -99,17 +103,9 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))
 
 
-def _put_attributes_back(attributes: MutableMapping[str, Any], kept: Mapping[str, Any], names: set[str]) -> None:
-    """``names``: of all attributes that there were; what is new came from the rerun."""
-    for name in [one for one in attributes if one not in names]:
-        del attributes[name]
-    for name, value in kept.items():
-        if attributes.get(name, _put_attributes_back) is not value:
-            attributes[name] = value
-
+# -- generators -------------------------------------------------------------------------------------------------------
 
 _MT19937_WORDS = 624  # numpy's, of 32 bits
-_MT19937_BYTES = 4 * _MT19937_WORDS + 4  # and a position
 
 
 @dataclass(frozen=True)
@@ -124,9 +120,11 @@ class RandomState:
 
     @classmethod
     def take(cls, device: torch.device) -> RandomState:
-        """Of now. Local; draws nothing. ``device``: where the module is; its generator, and no other device's."""
-        there = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-        return cls(random.getstate(), _numpy.take(), torch.get_rng_state(), device, there)
+        """Return the current state. Local; draws nothing. ``device``: the module's; no other device's is taken."""
+        on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        numpy = sys.modules.get("numpy.random")  # a program that has not loaded it has not drawn from it
+        numpy_state = None if numpy is None else numpy.get_state(legacy=False)
+        return cls(random.getstate(), numpy_state, torch.get_rng_state(), device, on_device)
 
     def restore(self) -> None:
         """Set the generators. A device's generator is left where that kind of device is not the module's."""
@@ -139,7 +137,7 @@ class RandomState:
             torch.get_device_module(self.device).set_rng_state(self.torch_device, self.device)
 
     def to_plain(self) -> dict[str, Any]:
-        """As tensors, lists and numbers."""
+        """Return the state as tensors, lists and numbers."""
         version, words, gauss = self.python
         plain: dict[str, Any] = {
             "python": {"version": version, "words": list(words), "gauss": gauss},
@@ -158,160 +156,122 @@ class RandomState:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any], device: torch.device | None = None) -> RandomState:
-        """What `to_plain` wrote; for ``device`` instead of the one it was taken on.
+        """Read what `to_plain` wrote; for ``device`` instead of the one it was taken on.
 
         A generator's state fits one kind of device only: on another kind it is left out. So is numpy's where numpy is
         not installed: nothing can draw from it there.
 
         Raises ValueError, TypeError, KeyError or IndexError for anything else.
         """
-        there = torch.device(plain["device"])
-        here = there if device is None else device
+        taken_on = torch.device(plain["device"])
+        device = taken_on if device is None else device
         python = plain["python"]
-        state = None if plain["numpy"] is None else _numpy_state(plain["numpy"])
-        words = tuple(int(word) for word in python["words"])
         return cls(
-            (int(python["version"]), words, python["gauss"]),
-            state,
+            (int(python["version"]), tuple(int(word) for word in python["words"]), python["gauss"]),
+            None if plain["numpy"] is None else _numpy_state(plain["numpy"]),
             plain["torch_cpu"],
-            here,
-            plain["torch_device"] if here.type == there.type else None,
+            device,
+            plain["torch_device"] if device.type == taken_on.type else None,
         )
 
 
 def numpy_or_none() -> Any:
-    """None where it is not installed."""
+    """Return numpy; None where it is not installed."""
     try:
         return importlib.import_module("numpy")
     except ImportError:
         return None
 
 
-def _numpy_state(found: dict[str, Any]) -> dict[str, Any] | None:
-    """As numpy takes it. Raises ValueError and the like for what is none."""
-    key, numpy = found["key"], numpy_or_none()
+def _numpy_state(plain: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the state as numpy takes it. Raises ValueError and the like for anything else."""
+    key, numpy = plain["key"], numpy_or_none()
     if key.shape != (_MT19937_WORDS,):
-        raise ValueError(f"{_MT19937_WORDS} words should stand here, not {tuple(key.shape)}")
+        raise ValueError(f"{_MT19937_WORDS} words are expected, not {tuple(key.shape)}")
     if numpy is None:
         return None
     return {
         "bit_generator": "MT19937",
-        "state": {"key": numpy.array(key.tolist(), dtype="uint32"), "pos": int(found["pos"])},
-        "has_gauss": int(found["has_gauss"]),
-        "gauss": float(found["gauss"]),
+        "state": {"key": numpy.array(key.tolist(), dtype="uint32"), "pos": int(plain["pos"])},
+        "has_gauss": int(plain["has_gauss"]),
+        "gauss": float(plain["gauss"]),
     }
 
 
-class _NumpyState:
-    """The state of numpy's global generator; asking for it costs 130 us, so it is asked only if it may be another.
-
-    While the generator's words and position stay the same, all that can change is whether a second Gaussian number is
-    in store, and only from yes to no.
-    """
-
-    def __init__(self) -> None:
-        self._generator: Any = None
-        self._address: int | None = None
-        self._seen = b""
-        self._state: dict[str, Any] = {}
-
-    def take(self) -> dict[str, Any] | None:
-        numpy = sys.modules.get("numpy.random")  # a program that has not loaded it has not drawn from it
-        if numpy is None:
-            return None
-        generator = getattr(numpy.mtrand._rand, "_bit_generator", None)
-        if (
-            generator is self._generator
-            and self._address is not None
-            and self._state["has_gauss"] == 0
-            and ctypes.string_at(self._address, _MT19937_BYTES) == self._seen
-        ):
-            return self._state
-        self._state = numpy.get_state(legacy=False)
-        self._generator = generator
-        self._address = _address_of(generator, self._state)
-        if self._address is not None:
-            self._seen = ctypes.string_at(self._address, _MT19937_BYTES)
-        return self._state
-
-
-def _address_of(generator: Any, state: dict[str, Any]) -> int | None:
-    """Where the generator keeps its words and position, one after the other; None where it does not."""
-    if state["bit_generator"] != "MT19937" or type(generator).__name__ != "MT19937":
-        return None
-    address: int = generator.ctypes.state_address
-    words, pos = state["state"]["key"].tobytes(), state["state"]["pos"]
-    expected = words + int(pos).to_bytes(4, sys.byteorder, signed=True)
-    return address if ctypes.string_at(address, _MT19937_BYTES) == expected else None
-
-
-_numpy = _NumpyState()
-
+# -- switches ---------------------------------------------------------------------------------------------------------
 
 FLOAT_DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
 
 class Autocast(NamedTuple):
-    """As it was when a module's forward pass began."""
+    """The autocast settings of a forward pass."""
 
     device_type: str
     enabled: bool
     dtype: torch.dtype
 
     def to_plain(self) -> dict[str, Any]:
+        """Return the settings as plain values."""
         return {"device_type": self.device_type, "enabled": self.enabled, "dtype": str(self.dtype)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Autocast:
-        """What `to_plain` made."""
+        """Read what `to_plain` wrote."""
         return cls(plain["device_type"], plain["enabled"], FLOAT_DTYPES[plain["dtype"]])
 
 
-@contextlib.contextmanager
-def as_in(environment: Mapping[str, Any]) -> Iterator[None]:
-    """Switches that change the last bits; those that the capture does not know stay as they are."""
-    before = switches()
-    wanted = {name: environment[name] for name in before if type(environment.get(name)) is type(before[name])}
-    try:
-        _switch(wanted)
-        yield
-    finally:
-        _switch(before)
+def _set_deterministic(value: bool) -> None:
+    torch.use_deterministic_algorithms(value, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
+
+
+def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return lambda: bool(getattr(owner, name)), lambda value: setattr(owner, name, value)
+
+
+_cuda, _cudnn = torch.backends.cuda, torch.backends.cudnn
+_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "threads": (torch.get_num_threads, lambda value: torch.set_num_threads(min(max(value, 1), 1024))),
+    "deterministic_algorithms": (torch.are_deterministic_algorithms_enabled, _set_deterministic),
+    "default_dtype": (
+        lambda: str(torch.get_default_dtype()),
+        lambda value: torch.set_default_dtype(FLOAT_DTYPES.get(value, torch.get_default_dtype())),
+    ),
+    "matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "cudnn_deterministic": _attribute(_cudnn, "deterministic"),
+    "cudnn_benchmark": _attribute(_cudnn, "benchmark"),
+    "cudnn_allow_tf32": _attribute(_cudnn, "allow_tf32"),
+    "fp16_reduced_precision_reduction": _attribute(_cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    "bf16_reduced_precision_reduction": _attribute(_cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    "sdpa_flash": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    "sdpa_mem_efficient": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    "sdpa_math": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    "sdpa_cudnn": (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+}
 
 
 def switches() -> dict[str, Any]:
-    """As they are now, as plain values by name; without those that torch does not tell."""
-    found = {
-        "threads": torch.get_num_threads(),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "cudnn_deterministic": bool(torch.backends.cudnn.deterministic),
-        "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
-        "default_dtype": str(torch.get_default_dtype()),
-    }
-    with contextlib.suppress(RuntimeError):  # where precision was set by backend, in torch's newer way
-        found["matmul_precision"] = torch.get_float32_matmul_precision()
-    return found
+    """Return torch's switches that change a result or its last bits; without those that torch cannot read."""
+    values = {}
+    for name, (read, _) in _SWITCHES.items():
+        with suppress(RuntimeError):  # where precision was set by backend, in torch's newer way
+            values[name] = read()
+    return values
 
 
-def _switch(values: Mapping[str, Any]) -> None:
-    """Only what is not so already: ``torch.use_deterministic_algorithms`` imports torch's compiler, in seconds."""
+@contextmanager
+def as_in(environment: Mapping[str, Any]) -> Iterator[None]:
+    """Set the switches as they were in the step; those that ``environment`` lacks stay as they are."""
+    before = switches()
+    try:
+        _set_switches({name: environment[name] for name in before if type(environment.get(name)) is type(before[name])})
+        yield
+    finally:
+        _set_switches(before)
+
+
+def _set_switches(values: Mapping[str, Any]) -> None:
+    """Set what differs from now: ``torch.use_deterministic_algorithms`` imports torch's compiler, in seconds."""
     now = switches()
     for name, value in values.items():
         if name in now and value != now[name]:
-            _set(name, value)
-
-
-def _set(name: str, value: Any) -> None:
-    if name == "threads" and 1 <= value <= 1024:
-        torch.set_num_threads(value)
-    elif name == "deterministic_algorithms":
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(value, warn_only=warn_only)
-    elif name == "cudnn_deterministic":
-        torch.backends.cudnn.deterministic = value
-    elif name == "cudnn_benchmark":
-        torch.backends.cudnn.benchmark = value
-    elif name == "matmul_precision" and value in ("highest", "high", "medium"):
-        torch.set_float32_matmul_precision(value)
-    elif name == "default_dtype" and value in FLOAT_DTYPES:
-        torch.set_default_dtype(FLOAT_DTYPES[value])
+            _SWITCHES[name][1](value)

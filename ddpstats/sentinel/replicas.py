@@ -641,7 +641,7 @@ class Unit:
             self._buffers.close()
             self._buffers = None
 
-    def _about_to_run(self) -> None:
+    def _about_to_run(self, compiled: bool) -> None:
         self.forget()
         if any(nn.parameter.is_lazy(buffer) for buffer in self.module.buffers()) or self._misses_its_broadcast():
             return

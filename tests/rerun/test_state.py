@@ -59,3 +59,10 @@ def test_what_a_rerun_did_is_undone(change: Any, fails: bool) -> None:
     assert module.kept is buffer
     assert list(module.state_dict()) == ["kept"]
     assert torch.equal(module.kept, ONES)
+
+
+def test_the_name_of_a_device_of_any_kind_is_asked_of_its_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = types.SimpleNamespace(get_device_name=lambda device: f"Chip of {device}")
+    monkeypatch.setattr(torch, "meta", named, raising=False)
+    assert place_text(nn.Linear(1, 1, device="meta")).endswith("device meta (Chip of meta)")
+    assert place_text(nn.Linear(1, 1)).endswith("device cpu")

@@ -19,6 +19,20 @@ def test_switches_are_set_and_put_back() -> None:
     assert switches() == before
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cudnn_allow_tf32", "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction"),
+        *("sdpa_flash", "sdpa_mem_efficient", "sdpa_math", "sdpa_cudnn"),
+    ],
+)
+def test_precision_of_cudnn_and_reductions_and_the_choice_of_attention_are_part_of_a_step(name: str) -> None:
+    before = switches()
+    with as_in({name: not before[name]}):
+        assert switches() == {**before, name: not before[name]}
+    assert switches() == before
+
+
 @pytest.mark.slow
 def test_settings_that_are_so_already_are_not_set_again() -> None:
     """torch.use_deterministic_algorithms would import torch's compiler."""
