@@ -1,30 +1,27 @@
-"""A kept micro-batch, run again: by capture from a bundle or in the same process, by sentinel on its rank or a peer.
+"""A kept micro-batch, run again: by capture's replay on a module from a bundle, or live, on the module in use.
 
 `alone` is around what one rank runs while the others wait. A `Runner` gives a fresh copy of the batch, sets the random
-state and the autocast settings that the micro-batch had, and calls the user's step.
+state and the autocast settings that the micro-batch had, and calls the user's step. `Reruns` does so on the module in
+use: it packs micro-batches into plain data that can go to another rank, and runs such a packet.
 
-Who differentiates, and from which state of the module, is the caller's, because these are two ideas. Capture goes
-through all micro-batches of a step on a module that it may change, from the captured parameters, and lets gradients
-accumulate as the step did. Sentinel asks for one micro-batch's gradients on the module in use, beside ``.grad``. Both
-set the switches that change last bits (`numerics_settings.as_in`) around all of it.
+Gradients of a live rerun are taken by ``torch.autograd.grad``: nothing is accumulated into ``.grad``, and no hook on an
+accumulated gradient runs: not DistributedDataParallel's, nor that of an optimizer inside the backward pass. The
+program's own forward hooks do run. Afterwards the random state, the buffers (the very tensors, and their values) and
+plain attributes of modules (numbers, strings, tuples of these) are as they were before the rerun.
 
-What made a step go wrong is told by where it goes wrong again, from the same state:
+Limits of live reruns:
 
-1. The rank itself runs it again. Not wrong each time: a transient fault of its hardware, or a race.
-2. Wrong each time: the next rank that can (`from_rank_on`) runs it from what the first one hands over. Right there: the
-   hardware of the first rank, or what only that rank holds outside of what was handed over.
-3. Wrong there, too: software or data. In other precisions the rank itself finds out whether digits were lacking.
-
-Ranks that wait for an answer are told what failed (`attempt`). What is wrong only the caller knows: capture a gradient
-that is not finite, sentinel a value that is not normal on that rank. A vote among replicas is another idea and stands
-in the sentinel: there nobody knows what is right, and the majority is taken for it.
+- What modules keep in lists, dicts and other objects is not put back, and no attribute is set to what it was before the
+  step: a step that acts on a count of its own forward passes is another step when it is run again.
+- Reentrant checkpointing cannot be differentiated this way. It says so, unless the segment's inputs want no gradient:
+  then its parameters silently get none. ``use_reentrant=False`` is needed there.
+- An optimizer inside the backward pass has changed the parameters by now.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,13 +32,14 @@ from torch import Tensor, nn
 from ddpstats._observe import collectives
 from ddpstats._observe.operators import Collective
 from ddpstats._observe.torch_compat import in_backward
-from ddpstats._rerun.codec import from_plain
-from ddpstats._rerun.record import Packet
-from ddpstats._rerun.state import Autocast, RandomState
+from ddpstats._rerun.codec import from_plain, to_plain
+from ddpstats._rerun.record import MicroBatch, Packet, StepRecord, plain_packet
+from ddpstats._rerun.state import Autocast, RandomState, as_in, place_text, put_back, set_buffers, switches
 from ddpstats.errors import BundleError, ConfigError
 
 Step = Callable[[nn.Module, Any], Any]
 
+_running = 0
 WIDER = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -61,13 +59,21 @@ def alone(what: str, device: torch.device) -> Iterator[None]:
     No collective may run in this thread, or in a backward pass: `ConfigError`. Those of other threads, such as a
     checkpoint that is written meanwhile on a group of its own, go on as they do.
     """
+    global _running
     watcher, before = _Refusing(what), RandomState.take(device)
     collectives.subscribe(watcher)
+    _running += 1
     try:
         yield
     finally:
+        _running -= 1
         collectives.unsubscribe(watcher)
         before.restore()
+
+
+def is_rerun() -> bool:
+    """Return whether what runs now is a rerun, and no part of the training."""
+    return _running > 0
 
 
 class Runner:
@@ -201,33 +207,115 @@ def _without_autocast() -> Iterator[None]:
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
-class Cause(enum.Enum):
-    """By what is wrong again."""
-
-    TRANSIENT = "not each time on the same rank"
-    UNTOLD = "on the same rank, and no other one could run it"
-    HARDWARE = "on the same rank, and not on another one"
-    SOFTWARE_OR_DATA = "on another rank, too"
+class BatchChanged(ConfigError):
+    """Raised for a micro-batch whose batch was changed in place. From the next one on, copies are kept."""
 
 
-def cause_of(wrong_here: Iterable[object], wrong_there: object) -> Cause:
-    """``wrong_here``: of each run on the rank itself; ``wrong_there``: on a peer, None where none could run it."""
-    if not all(wrong_here):
-        return Cause.TRANSIENT
-    if wrong_there is None:
-        return Cause.UNTOLD
-    return Cause.SOFTWARE_OR_DATA if wrong_there else Cause.HARDWARE
+@dataclass(frozen=True)
+class Rerun:
+    """What one rerun of a packet gave.
+
+    Attributes:
+        losses: of each micro-batch, without a GradScaler's scale.
+        gradients: of all micro-batches together, one per parameter that wants a gradient; None where none came.
+        compiled: whether a part of the step was compiled, so that other programs may round otherwise.
+    """
+
+    losses: list[Tensor]
+    gradients: list[Tensor | None]
+    compiled: bool
 
 
-def from_rank_on(ranks: Sequence[int], rank: int) -> tuple[int, ...]:
-    """``rank``, the next one, and so on around: the order in which ranks are asked to run a step of ``rank``'s."""
-    place = ranks.index(rank)
-    return (*ranks[place:], *ranks[:place])
+class Reruns:
+    """Packs and runs micro-batches of the step under way on the module in use. Local.
+
+    Args:
+        record: of the step; its module is what runs.
+        step: ``fn(module, batch)``, returns what ``backward()`` was called on, before a GradScaler's scale.
+        name: of ``step``, for messages.
+        scale: of the GradScaler, now; 1.0 without.
+    """
+
+    def __init__(self, record: StepRecord, step: Step, name: str, scale: Callable[[], float]) -> None:
+        self._record, self._step, self._name, self._scale = record, step, name, scale
+
+    @property
+    def device(self) -> torch.device:
+        """The module's device."""
+        return self._record.device
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """The micro-batches of the step so far."""
+        return self._record.micro_batches
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters that `Rerun.gradients` are of."""
+        return [name for name, parameter in self._record.module.named_parameters() if parameter.requires_grad]
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers as before the step."""
+        return dict(self._record.buffers or {})
+
+    @property
+    def place(self) -> str:
+        """Host, process and device, in words."""
+        return place_text(self._record.module)
+
+    def pack(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
+        """Return micro-batches as plain data, for `run` on any rank that has the same parameters.
+
+        Raises `BatchChanged`, or `CannotStore` for what cannot be sent.
+        """
+        packed = []
+        for micro in micro_batches:
+            if micro.look_for_changes():
+                path = next(iter(micro.changed), "the batch")  # it is gone where the program took it out
+                raise BatchChanged(f"{path} was changed in place during the step")
+            factor = None if micro.factor is None else micro.factor.detach().cpu()  # with the scale in it
+            packed.append(plain_packet(micro, to_plain(micro.batch), factor))
+        return {"micro_batches": packed, "buffers": self.buffers, "scale": self._scale(), "switches": switches()}
+
+    def run(self, packet: Mapping[str, Any]) -> Rerun:
+        """Run what `pack` made. Raises what the user's step raises; ConfigError if it returns no loss, or communicates.
+
+        Buffers that ``packet`` does not bring are those of this rank's own step.
+        """
+        module, losses, compiled = self._record.module, list[Tensor](), False
+        runner = Runner(module, self._step, self._name, RunSettings(self.device), "the micro-batch that is run again")
+        wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        total: list[Tensor | None] = [None] * len(wanted)
+        with alone(self._name, self.device), put_back(module), as_in(packet["switches"]):
+            set_buffers(module, {**self.buffers, **packet["buffers"]})
+            for micro in map(Packet.from_plain, packet["micro_batches"]):
+                batch = runner.batch(micro)
+                with runner.as_kept(micro):
+                    loss = runner.loss(micro, batch)
+                    loss = runner.scaled(loss, 1.0 if micro.factor is not None else packet["scale"])
+                    compiled |= _has_compiled_part(loss)
+                    gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, wanted, allow_unused=True)
+                losses.append(loss.detach() / packet["scale"])
+                total = [a if b is None else b if a is None else a + b for a, b in zip(total, gradients, strict=True)]
+        return Rerun(losses, total, compiled or self.is_compiled)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the module's forward pass was compiled in this step, or a part of it is TorchScript."""
+        is_script = any(isinstance(part, torch.jit.ScriptModule) for part in self._record.module.modules())
+        return is_script or any(micro.compiled for micro in self.micro_batches)
 
 
-def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``run`` returns, or {"error": words}: other ranks wait for an answer."""
-    try:
-        return run()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+def _has_compiled_part(loss: Tensor) -> bool:
+    """Return whether ``torch.compile`` made some part of the loss's graph."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if node.name().startswith("CompiledFunction"):
+                return True
+            nodes += [following for following, _ in node.next_functions]
+    return False

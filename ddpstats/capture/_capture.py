@@ -31,7 +31,8 @@ from ddpstats._observe.gradients import GradientWatch
 from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.codec import CannotStore, to_plain
-from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step
+from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step, scale_of
+from ddpstats._rerun.run import Reruns
 from ddpstats.capture._peers import Peers
 from ddpstats.capture._publish import AloneBundle, Bundling
 from ddpstats.capture._verdict import CaptureFinding, CaptureVerdict, Policy, Report, find, report_of
@@ -295,10 +296,19 @@ class NaNCapture(StepWatch):
         verdict = bundling.finish(finding.verdict(self._policy, bundling.directory, bundling.notes()))
         if self._step_fn is None:
             return verdict
-        cause = attribute_cause(self._record.module, self._step_fn, self._source, finding, bundling)
+        reruns = Reruns(self._record, self._step_fn, "step_fn", lambda: scale_of(self._scaler) or 1.0)
+        cause = attribute_cause(
+            reruns, self._norms(), self._gathered, self._rank, finding, bundling.model_writers, bundling.directory
+        )
         if cause is None:
             return verdict
         return bundling.amended(replace(verdict, attribution=cause, message=f"{verdict.message}\n{cause}"))
+
+    def _norms(self) -> dict[str, torch.Tensor]:
+        """Norms of the gradients by name; none of several micro-batches, where gradients may be reduced already."""
+        arrivals = self._watch.arrivals
+        norms = arrivals[0].norms() if len(arrivals) == 1 else None
+        return {} if norms is None else dict(zip(self._watch.names, norms, strict=True))
 
     def _told(self) -> dict[str, Any]:
         """What this rank saw. Raises what went wrong here; then every rank raises it."""

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.gradients import ModuleHook
 from ddpstats._rerun.record import walk
+from ddpstats._rerun.run import is_rerun
 from ddpstats.errors import ConfigError
 
 Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
@@ -42,9 +43,6 @@ _NORMS = (
 )
 _NORM_NAME = re.compile(r"norm([123]d)?$", re.IGNORECASE)  # models bring norms of their own
 _SHOWN_NAMES = 8
-
-_reruns = 0
-"""How many of this process's `Checkpoints` are seeing a step once more: that is no step for the others."""
 
 
 class Checkpoints:
@@ -105,14 +103,11 @@ class Checkpoints:
     @contextlib.contextmanager
     def redirected(self) -> Iterator[Values]:
         """Inside, values go into the list that is given, and not to `take`: for a step that is run once more."""
-        global _reruns
         outer, self._elsewhere = self._elsewhere, []
-        _reruns += 1
         try:
             yield self._elsewhere
         finally:
             self._elsewhere = outer
-            _reruns -= 1
 
     def close(self) -> None:
         """Take the hooks away; those that wait in a graph do nothing from now on. Idempotent."""
@@ -136,7 +131,7 @@ class Checkpoints:
             return
         if self._elsewhere is not None:
             self._elsewhere.append((index, value))
-        elif self._collecting and not _reruns:
+        elif self._collecting and not is_rerun():
             if not self._micro_batches:
                 self._micro_batches.append([])
             self._micro_batches[-1].append((index, value))

@@ -30,13 +30,13 @@ from ddpstats._observe.gradients import replicas_in, unwrapped
 from ddpstats._ranks.comm import group_ranks
 from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step, scale_of
+from ddpstats._rerun.run import Reruns, Step
 from ddpstats._rerun.state import place_text
 from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel.activations import Checkpoints, Selector
 from ddpstats.sentinel.matmul import MatmulChecksum
-from ddpstats.sentinel.peer_replay import PeerReplay, PeerReplayDetector
+from ddpstats.sentinel.peer_replay import MOST_NOISE, PeerReplay, PeerReplayDetector
 from ddpstats.sentinel.replicas import ReplicaDigests
-from ddpstats.sentinel.rerun import ReplayFn, Reruns
 from ddpstats.sentinel.thresholds import RULES, SentinelSettings, Thresholds, read_settings
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelVerdict
 
@@ -52,7 +52,8 @@ class Options:
     checkpoints: Sequence[Selector] | None
     digest_every_steps: int
     replay_every_steps: int
-    replay_fn: ReplayFn | None
+    replay_fn: Step | None
+    replay_tolerance: float
     matmul_checksum: bool
     checksum_steps: int
     scaler: Any
@@ -69,6 +70,8 @@ class Options:
             raise ConfigError(f"replay_fn={self.replay_fn!r} must be a function (module, batch) that returns the loss")
         if self.replay_every_steps and self.replay_fn is None:
             raise ConfigError("replay_every_steps= needs replay_fn=: a function (module, batch) that returns the loss")
+        if type(self.replay_tolerance) not in (int, float) or not 0 <= self.replay_tolerance < 1:
+            raise ConfigError(f"replay_tolerance={self.replay_tolerance!r} must be a number from 0 to below 1")
         check_flag("matmul_checksum", self.matmul_checksum)
         if self.scaler is not None and not (hasattr(self.scaler, "get_scale") and hasattr(self.scaler, "is_enabled")):
             raise ConfigError(f"scaler={self.scaler!r} must be a torch.amp.GradScaler")
@@ -85,6 +88,7 @@ class Options:
             "digest_every_steps": self.digest_every_steps,
             "replay_every_steps": self.replay_every_steps,
             "replay_fn": None if self.replay_fn is None else "given",
+            "replay_tolerance": float(self.replay_tolerance),
             "matmul_checksum": self.matmul_checksum,
             "checksum_steps": self.checksum_steps,
             "scaler": None if self.scaler is None else "given",
@@ -122,7 +126,7 @@ class Setup:
         if options.replay_fn is not None:
             self.record = StepRecord(model)
             replay = functools.partial(_replay, weakref.ref(sentinel))
-            self.reruns = Reruns(self.record, replay, self.checkpoints, lambda: scale() or 1.0)
+            self.reruns = Reruns(self.record, replay, "replay_fn", lambda: scale() or 1.0)
 
 
 def _replay(sentinel: Callable[[], Sentinel | None], module: nn.Module, batch: Any) -> Any:
@@ -146,7 +150,7 @@ def _peer_replay(setup: Setup) -> Detector | None:
     every_steps = setup.options.replay_every_steps
     if not every_steps or setup.reruns is None:
         return None
-    replay = PeerReplay(setup.model, setup.reruns, setup.ranks, setup.rank)
+    replay = PeerReplay(setup.model, setup.reruns, setup.ranks, setup.rank, setup.options.replay_tolerance)
     return PeerReplayDetector(replay, every_steps, raises=setup.options.settings.mode >= 2)
 
 
@@ -192,6 +196,8 @@ class Sentinel(StepWatch):
         replay_every_steps: layer 3, how often micro-batches are run once more on a peer; 0: on an alarm only.
         replay_fn: ``fn(module, batch)``, of the module inside DistributedDataParallel; returns what ``backward()`` was
             called on, before a GradScaler's scale. It may not communicate.
+        replay_tolerance: the most that norms of a repeated step's gradients may differ by, as a part of the largest
+            one, and be taken for noise or rounding.
         matmul_checksum: layer 4: check every matmul for ``checksum_steps`` steps after an alarm.
         scaler: the ``torch.amp.GradScaler``: values are divided by its scale. float16 needs it.
         ignore: patterns (as in `fnmatch`) of parameters and buffers that replicas may hold differently.
@@ -225,7 +231,8 @@ class Sentinel(StepWatch):
         checkpoints: Sequence[Selector] | None = None,
         digest_every_steps: int = 0,
         replay_every_steps: int = 0,
-        replay_fn: ReplayFn | None = None,
+        replay_fn: Step | None = None,
+        replay_tolerance: float = MOST_NOISE,
         matmul_checksum: bool = False,
         checksum_steps: int = 100,
         scaler: Any = None,
@@ -239,6 +246,7 @@ class Sentinel(StepWatch):
             digest_every_steps=digest_every_steps,
             replay_every_steps=replay_every_steps,
             replay_fn=replay_fn,
+            replay_tolerance=replay_tolerance,
             matmul_checksum=matmul_checksum,
             checksum_steps=checksum_steps,
             scaler=scaler,

@@ -59,9 +59,10 @@ import torch
 from torch import Tensor
 
 from ddpstats._base.config import SENTINEL_MODE, SENTINEL_SIGMA_THRESH, SENTINEL_UPPER_THRESH, check_choice
+from ddpstats._rerun.run import Reruns
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel.activations import Checkpoints, Values
-from ddpstats.sentinel.rerun import Reruns, explain_alarm
+from ddpstats.sentinel.peer_replay import explain_alarm
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict, finding_of
 
 Algorithm = Literal["v2", "v3"]
@@ -563,7 +564,7 @@ class Thresholds(Detector):
                     fresh[0],
                     exam.evidence[fresh[0]]["micro_batch"],
                     self.is_abnormal,
-                    self.checkpoints.names,
+                    self.checkpoints,
                 )
             )
         return [finding]

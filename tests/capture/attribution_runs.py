@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -81,17 +79,10 @@ def tripled_with_bad_part(module: nn.Module, batch: Any) -> Tensor:
 
 
 def dying(model: nn.Module, batch: Any) -> Tensor:
-    """Run as trained; end the process when rerun."""
-    if isinstance(model, DistributedDataParallel):
+    """Run as trained; end rank 1's process when rerun."""
+    if isinstance(model, DistributedDataParallel) or rank() == 0:
         return broken_device(model, batch)
     os._exit(9)
-
-
-def slow(model: nn.Module, batch: Any) -> Tensor:
-    """Take longer when rerun than what the ranks would wait for two more runs."""
-    if not isinstance(model, DistributedDataParallel):
-        time.sleep(1.2)
-    return plain(model, batch) * NAN
 
 
 def _same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
@@ -131,9 +122,3 @@ def attributed(
         and all(old is new.grad for old, new in zip(gradients, model.parameters(), strict=True))
     )
     return verdict, is_untouched
-
-
-def attributed_with_little_time(dirpath: str) -> tuple[CaptureVerdict, bool]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddpstats.capture.attribution.patience_sec", lambda *_: 3.0)
-        return attributed(dirpath, "slow", "slow")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ slow = pytest.mark.slow
         ),
         (
             *("dividing", "dividing", -1.0, True),
-            ["software or data", "so does rank 0", "Not finite in float32 and float64 either"],
+            ["software or data", "so does rank 0", "--rank 1 --precision fp32"],
         ),
         pytest.param(
             *("dividing", "dividing", NAN, True),
@@ -36,7 +35,7 @@ slow = pytest.mark.slow
         ),
         (
             *("in_float16", "in_float16", 1e6, True),
-            ["software or data", "In float32 without autocast the gradients are finite"],
+            ["software or data", "ddpstats replay "],
         ),
         ("communicating", "communicating", NAN, True, ["Cause not found", "step_fn communicates (all_reduce)"]),
         (
@@ -87,13 +86,3 @@ def test_a_culprit_that_dies_in_its_rerun_leaves_a_whole_bundle(tmp_path: Path) 
     bundle = Bundle.open(tmp_path)
     assert bundle.manifest.complete
     assert bundle.manifest.culprit_ranks == (1,)
-
-
-@slow
-def test_reruns_that_would_take_too_long_are_left_out(two_ranks: RankPool, tmp_path: Path) -> None:
-    (first, _), (second, _) = two_ranks.run(runs.attributed_with_little_time, str(tmp_path)).values()
-    assert first == second
-    assert first.attribution is not None
-    assert "and so does rank 1" in first.attribution
-    assert re.search(r"In float32 without autocast it was not run: one run took \d+\.\d", first.attribution)
-    assert "DDPSTATS_TIMEOUT_SEC leaves no time for more" in first.attribution

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from ddpstats._rerun.blame import Cause, cause_of
 from ddpstats._rerun.codec import to_plain
 from ddpstats._rerun.record import Packet, StepRecord, plain_packet, tensor_bytes
-from ddpstats._rerun.run import Cause, Runner, RunSettings, cause_of
+from ddpstats._rerun.run import Runner, RunSettings
 from ddpstats.errors import BundleError, ConfigError
 from ddpstats.testing import RankPool
 from tests.sentinel import replay_runs as runs
@@ -91,7 +92,7 @@ def test_a_wider_precision_is_that_of_floating_tensors_alone() -> None:
     [
         ([True, False], None, Cause.TRANSIENT),
         ([[], ["layer.weight"]], True, Cause.TRANSIENT),
-        ([True, True], None, Cause.UNTOLD),
+        ([True, True], None, Cause.UNDECIDED),
         ([["layer.weight"]], [], Cause.HARDWARE),
         ([True], True, Cause.SOFTWARE_OR_DATA),
     ],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ddpstats._rerun.state import put_back
+from ddpstats._rerun.state import place_text, put_back
 
 ONES = torch.ones(3)
 

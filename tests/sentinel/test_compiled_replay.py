@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddpstats._rerun.record import StepRecord
-from ddpstats.sentinel.rerun import Reruns
+from ddpstats._rerun.run import Reruns
 from ddpstats.testing import run_ranks
 from tests.sentinel import compiled_runs as runs, replay_runs
 from tests.sentinel.compiled_runs import Program
@@ -81,6 +81,6 @@ def test_torchscript_is_a_program_that_may_become_another() -> None:
     model.first = torch.jit.script(model.first)  # type: ignore[assignment]
     record = StepRecord(model)
     try:
-        assert Reruns(record, replay_runs.loss_of, None, lambda: 1.0).is_compiled
+        assert Reruns(record, replay_runs.loss_of, "replay_fn", lambda: 1.0).is_compiled
     finally:
         record.close()

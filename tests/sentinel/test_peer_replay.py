@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddpstats import Sentinel
 from ddpstats._rerun.digest import GradientDigests
-from ddpstats.sentinel.rerun import _explanation
+from ddpstats.sentinel.peer_replay import _explanation
 from ddpstats.testing import BitFlip, RankPool
 from tests.sentinel import replay_runs, sentinel_runs as runs
 from tests.sentinel.sentinel_runs import Plan, alarm_of, assert_quiet, trained
@@ -68,7 +68,7 @@ def test_the_rank_that_computes_wrong_is_named(three_ranks: RankPool, step: int,
 def test_two_ranks_and_a_transient_fault_need_no_third_one(two_ranks: RankPool) -> None:
     _, _, culprits, text = alarm_of(trained(two_ranks, Plan(options=OPTIONS, flips=[gradient_flip(3, 1)])))
     assert culprits == (1,)
-    assert "the micro-batch of rank 1, run 4 times" in text
+    assert "the micro-batch of rank 1, run 5 times" in text
 
 
 def test_sticky_fault_on_one_of_two_ranks_has_no_culprit_and_the_text_says_so(two_ranks: RankPool) -> None:
@@ -323,7 +323,8 @@ def test_an_outlier_of_the_data_is_not_taken_for_hardware_where_the_peers_values
 
 
 def answer(digest: int, *values: float, bad: bool | None = True) -> dict[str, Any]:
-    return {"digests": torch.tensor([digest]), "values": list(enumerate(values)), "bad": bad}
+    run = {"digests": torch.tensor([digest]), "values": list(enumerate(values)), "bad": bad}
+    return {"runs": [run, run]}
 
 
 @pytest.mark.parametrize(
@@ -343,4 +344,4 @@ def answer(digest: int, *values: float, bad: bool | None = True) -> dict[str, An
     ],
 )
 def test_the_cause_follows_from_the_values_of_two_ranks(here: Any, there: Any, words: str) -> None:
-    assert words in _explanation(0, 1, here, there, ["norm1", "norm2"])
+    assert words in _explanation(0, 1, {0: here, 1: there}, ["norm1", "norm2"])
