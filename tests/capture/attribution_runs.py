@@ -19,8 +19,17 @@ NAN = float("nan")
 _calls: list[str] = []
 
 
+class Unique(nn.Linear):
+    """A layer of which there is no room for a copy."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise MemoryError("no room for a copy")
+
+
 def make_model(kind: str = "") -> nn.Module:
     torch.manual_seed(1)
+    if kind == "large":
+        return nn.Sequential(Unique(6, 3))
     if kind == "one layer":
         return nn.Sequential(nn.Linear(6, 3))
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, affine=False), nn.Dropout(0.2), nn.Linear(8, 3))
@@ -40,6 +49,10 @@ def transient(model: nn.Module, batch: Any) -> Tensor:
 def broken_device(model: nn.Module, batch: Any) -> Tensor:
     """Go wrong wherever rank 1 runs it."""
     return plain(model, batch) * (NAN if rank() == 1 else 1.0)
+
+
+def without_room(model: nn.Module, batch: Any) -> Tensor:
+    return broken_device(model, batch)
 
 
 def dividing(model: nn.Module, batch: Any) -> Tensor:
@@ -99,7 +112,7 @@ def attributed(
     ``batch_value`` is what rank 1's batch is filled with; ``keeps_loss``: the capture learns the loss.
     """
     _calls.clear()
-    model = make_model("one layer" if trained == "in_float16" else "")
+    model = make_model({"in_float16": "one layer", "without_room": "large"}.get(trained, ""))
     module = DistributedDataParallel(model)
     with NaNCapture(dirpath, model=module, attribute=True, step_fn=globals()[step_fn]) as capture:
         batch = batch_of(0)

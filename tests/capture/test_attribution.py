@@ -37,6 +37,7 @@ slow = pytest.mark.slow
             *("in_float16", "in_float16", 1e6, True),
             ["software or data", "ddpstats replay "],
         ),
+        ("without_room", "without_room", 1.0, True, ["hardware of rank 1 (host ", "rank 0 gets finite ones"]),
         ("communicating", "communicating", NAN, True, ["Cause not found", "step_fn communicates (all_reduce)"]),
         (
             *("with_bad_gradient", "another_loss", None, True),
@@ -54,7 +55,7 @@ slow = pytest.mark.slow
             marks=slow,
         ),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_the_cause_is_named_and_reruns_leave_the_training_as_it_was(
     two_ranks: RankPool,

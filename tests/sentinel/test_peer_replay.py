@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddpstats import Sentinel
+from ddpstats._rerun.blame import MOST_BYTES, hand_out
 from ddpstats._rerun.digest import GradientDigests
 from ddpstats.sentinel.peer_replay import _explanation
 from ddpstats.testing import BitFlip, RankPool
@@ -162,6 +163,21 @@ def test_batches_that_do_not_all_fit_take_turns(three_ranks: RankPool) -> None:
     """With room for one batch, a rank's fault is found when it is its turn."""
     found = three_ranks.run(runs.with_room_for_one_batch, [gradient_flip(step, 1) for step in (3, 5, 7)]).values()
     assert found == [[7]] * 3  # turns: rank 0 at step 0, 1 at step 1, 2 at step 3, 0 at step 5, 1 at step 7
+
+
+@pytest.mark.slow
+def test_what_is_compiled_elsewhere_hides_no_fault(two_ranks: RankPool) -> None:
+    two_ranks.restart()
+    for told in two_ranks.run(replay_runs.compiled_elsewhere).values():
+        assert told.ok == [True]
+        assert "Rank 1 was wrong once and right once" in told.error
+    two_ranks.restart()
+
+
+def test_a_micro_batch_that_is_too_large_to_be_sent_is_not_run_again() -> None:
+    packet = {"x": torch.empty(MOST_BYTES + 1, dtype=torch.uint8)}
+    answer = hand_out(lambda tree, what: {0: tree()}, True, 0, lambda: packet)
+    assert answer["error"].startswith("ConfigError: it has 256 MiB, and at most 256 MiB")
 
 
 # -- what is seen of the step itself ----------------------------------------------------------------------------------
