@@ -136,7 +136,7 @@ def train(dump_path: Path, mask: str) -> float:
     dump.start()
     loss = nn.functional.cross_entropy(model(tokens[:-1], make_mask(mask)), tokens[1:])
     loss.backward()  # type: ignore[no-untyped-call]
-    dump.stop()
+    dump.step()
     norm = float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
     print(f"loss {loss.item():.4f}, norm of the gradients {norm:.4g}")
     return norm

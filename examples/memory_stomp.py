@@ -79,7 +79,7 @@ def train(dump_path: Path, is_safe: bool) -> float:
     dump = StatsDump(config, model=model)
     dump.start()
     model(hidden).square().mean().backward()
-    dump.stop()
+    dump.step()
     assert hidden.grad is not None
     norm = float(hidden.grad.norm())
     print(f"norm of the gradient {norm:.4g}")

@@ -3,13 +3,17 @@
 Copies of one model take turns in one process, with one thread; each has its own optimizer. A dumped step is timed from
 `start` to the end of `step`, so the files are part of it; every one has a directory of its own. "Idle": enabled, and
 this step not chosen. "Until stop": forward and backward alone, which is what an asynchronous dump is to leave in peace.
+
+msprobe has one debugger in a process, and replaces torch's functions: each of its levels has a process of its own.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,7 @@ _CONFIGS: dict[str, dict[str, Any] | None] = {
     "mix, tensors": {"level": "mix", "task": "tensor"},
     "mix, tensors, async": {"level": "mix", "task": "tensor", "async_dump": True, "tensor": {"list": ["."]}},
 }
+MSPROBE_LEVELS = ("L0", "L1", "mix")
 UNTIL_STOP = ("mix", "mix, async", "mix, tensors", "mix, tensors, async")
 
 
@@ -41,25 +46,55 @@ def dump_costs(layers: int, sequences: int, budget: Budget) -> Timings:
     torch.set_num_threads(1)
     tokens = torch.randn(sequences, LENGTH, WIDTH)
     with tempfile.TemporaryDirectory() as scratch:
-        bodies = {name: _step(layers, Path(scratch) / name, config, tokens) for name, config in _CONFIGS.items()}
-        for name in UNTIL_STOP:
-            path = Path(scratch) / f"{name}, until stop"
-            bodies[path.name] = _step(layers, path, _CONFIGS[name], tokens, until_stop=True)
-        for body in bodies.values():
-            body(0)
-        timings = interleaved(bodies, budget)
-        _raise_failed()
-        return timings
+
+        def step(name: str, directory: str, until_stop: bool = False) -> Callable[[int], object]:
+            path, config = Path(scratch) / directory, _CONFIGS[name]
+            dump = None if config is None else StatsDump({"dump_path": str(path), **config})
+            return _step(layers, path, dump, tokens, until_stop)
+
+        bodies = {name: step(name, name) for name in _CONFIGS}
+        bodies |= {f"{name}, until stop": step(name, f"{name}, until stop", True) for name in UNTIL_STOP}
+        return _timed(bodies, budget)
+
+
+def msprobe_costs(level: str, layers: int, sequences: int, budget: Budget) -> Timings | None:
+    """Seconds per plain step, and per step that msprobe dumps; None where it is not installed."""
+    try:
+        from msprobe.pytorch import PrecisionDebugger
+    except ImportError:
+        return None
+    torch.set_num_threads(1)
+    tokens = torch.randn(sequences, LENGTH, WIDTH)
+    with tempfile.TemporaryDirectory() as scratch:
+        path, config = Path(scratch) / "dump", Path(scratch) / "config.json"
+        chosen = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
+        config.write_text(
+            json.dumps(
+                {"task": "statistics", "dump_path": str(path), "rank": [], "step": [], "level": level,
+                 "statistics": chosen}
+            )
+        )  # fmt: skip
+        dump = PrecisionDebugger(config_path=str(config))
+        bodies = {"plain": _step(layers, path, None, tokens), "msprobe": _step(layers, path, dump, tokens)}
+        return _timed(bodies, replace(budget, seconds=budget.seconds / 4))
+
+
+def _timed(bodies: dict[str, Callable[[int], object]], budget: Budget) -> Timings:
+    for body in bodies.values():
+        body(0)
+    timings = interleaved(bodies, budget)
+    _raise_failed()
+    return timings
 
 
 def _step(
-    layers: int, path: Path, config: dict[str, Any] | None, tokens: torch.Tensor, until_stop: bool = False
+    layers: int, path: Path, dump: Any, tokens: torch.Tensor, until_stop: bool = False
 ) -> Callable[[int], object]:
+    """Return a step of a new model, which ``dump`` dumps below ``path`` if it is not None."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
     model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    dump = None if config is None else StatsDump({"dump_path": str(path), **config}, model=model)
 
     def train() -> None:
         model(tokens).square().mean().backward()
@@ -75,7 +110,7 @@ def _step(
     def body(_: int) -> object:
         _raise_failed()
         if dump is not None:
-            dump.start()
+            dump.start(model=model)
         train()
         if until_stop:
             return _Afterwards(rest, path)

@@ -57,16 +57,17 @@ class Findings:
     sentinel: dict[int, Costs] = field(default_factory=dict)  # milliseconds of a step -> costs
     checks: ChecksCosts | None = None
     dump: Timings | None = None  # a step of each kind
+    msprobe: dict[str, Timings | None] = field(default_factory=dict)  # level -> plain steps, and those it dumps
     ddp_step: Samples = field(default_factory=dict)
     detail: dict[str, Samples] = field(default_factory=dict)  # "plain", "DETAIL" -> size -> seconds
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line: ``reach`` None is reported without a verdict."""
+    """One line: ``reach`` None is reported without a verdict; ``measured`` None was skipped."""
 
     what: str
-    measured: float
+    measured: float | None
     reach: float | None = None
     at_least: bool = False
     unit: str = "x"
@@ -74,7 +75,7 @@ class Row:
 
     @property
     def is_short(self) -> bool:
-        if self.reach is None:
+        if self.reach is None or self.measured is None:
             return False
         return self.measured < self.reach if self.at_least else self.measured > self.reach
 
@@ -93,7 +94,8 @@ class Row:
         reach = "-" if self.reach is None else f"{'>=' if self.at_least else '<='} {_number(self.reach)} {self.unit}"
         spread = self.quartiles
         between = f"{_number(spread.lower)} .. {_number(spread.upper)}" if spread else ""
-        return self.what, reach, f"{_number(self.measured)} {self.unit}", between, self.verdict
+        measured = "skipped" if self.measured is None else f"{_number(self.measured)} {self.unit}"
+        return self.what, reach, measured, between, self.verdict
 
 
 def rows_of(found: Findings) -> list[Row]:
@@ -224,6 +226,12 @@ def _dump_rows(found: Findings) -> list[Row]:
     for kind, until in (("L0", ""), ("L1", ""), ("mix", ""), ("mix", ", until stop"), ("mix, tensors", ", until stop")):
         spread = found.dump.ratios(f"{kind}, async{until}", f"{kind}{until}")
         rows.append(Row(f"{what}: {kind}{until}, async / sync", spread.median, DUMP_ASYNC_REACH, quartiles=spread))
+    for level, timings in found.msprobe.items():
+        if timings is None:
+            rows.append(Row(f"{what}: {level} by msprobe, which is not installed / plain", None))
+        else:
+            spread = timings.ratios("msprobe", "plain")
+            rows.append(Row(f"{what}: {level} by msprobe / plain", spread.median, quartiles=spread))
     return rows
 
 

@@ -32,7 +32,7 @@ from _bench_calls import Measured, measure, new_keys
 from _bench_capture import STEPS_MS as CAPTURE_STEPS_MS, capture_costs
 from _bench_checks import STEP_MS as CHECKS_STEP_MS, checks_costs
 from _bench_costs import import_cost, memory, payload_on_thread, payloads
-from _bench_dump import SEQUENCES as DUMP_SEQUENCES, dump_costs
+from _bench_dump import MSPROBE_LEVELS, SEQUENCES as DUMP_SEQUENCES, dump_costs, msprobe_costs
 from _bench_guard import BURST as GUARD_BURST, ddp_step_costs, guard_costs, label_costs, plain_costs
 from _bench_integrations import LIBRARIES, integration_costs
 from _bench_loop import Budget, Spread, Timings
@@ -185,7 +185,9 @@ def run(plan: Plan, say: Progress) -> Findings:
     say("all checks together")
     found.checks = _on_ranks(checks_costs, 2, plan.checks_step_ms, plan.checks_rounds)
     say("dump")
-    found.dump = _on_ranks(dump_costs, 1, plan.dump_layers, plan.dump_sequences, plan.dump)
+    sizes = plan.dump_layers, plan.dump_sequences
+    found.dump = _on_ranks(dump_costs, 1, *sizes, plan.dump)
+    found.msprobe = {level: _on_ranks(msprobe_costs, 1, level, *sizes, plan.dump) for level in MSPROBE_LEVELS}
     for library in plan.integrations:
         say(library)
         costs = _on_ranks(integration_costs, 2, library, plan.integration_rounds)

@@ -7,7 +7,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${DDPSTATS_VENV:-$root/.venv}
 if [[ $venv != /* ]]; then venv=$PWD/$venv; fi # `test` leaves this folder
 if [[ ${PYTHON:-} == [!/]*/* ]]; then PYTHON=$PWD/$PYTHON; fi
-libraries=(accelerate bench espnet lightning live mlflow ray tensorboard torcheval torchmetrics transformers wandb)
+libraries=(accelerate bench espnet lightning live mlflow msprobe ray tensorboard torcheval torchmetrics transformers wandb)
 export PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 usage() {
@@ -120,7 +120,11 @@ install_extras() { # EXTRAS...
   local wanted
   wanted=$(requirements "$@")
   install "${pin[@]}" --requirement /dev/stdin <<<"$wanted"
-  if [[ " $* " == *" espnet "* ]]; then install "${pin[@]}" --no-deps espnet funasr; fi # setup.cfg says why
+  # setup.cfg says why these are without what they ask for
+  if [[ " $* " == *" espnet "* ]]; then install "${pin[@]}" --no-deps espnet funasr; fi
+  if [[ " $* " == *" msprobe "* ]]; then
+    install "${pin[@]}" --no-deps 'mindstudio-probe; sys_platform == "linux" and platform_machine == "x86_64"'
+  fi
 }
 
 set_up_active() { # EXTRAS...

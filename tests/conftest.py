@@ -33,7 +33,12 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 preload(
     [
         *("numpy", "pytest", "torch._dynamo", "torch.distributed.launcher.api"),
-        *("ddpstats.guard.guard", "ddpstats.capture._capture", "ddpstats.sentinel.sentinel", "ddpstats.dump._dump"),
+        *(
+            "ddpstats.guard.guard",
+            "ddpstats.capture._capture",
+            "ddpstats.sentinel.sentinel",
+            "ddpstats.dump.stats_dump",
+        ),
     ]
 )
 

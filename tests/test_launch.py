@@ -91,7 +91,7 @@ def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 LIBRARIES = {
-    *("accelerate", "bench", "espnet", "lightning", "live", "mlflow", "ray"),
+    *("accelerate", "bench", "espnet", "lightning", "live", "mlflow", "msprobe", "ray"),
     *("tensorboard", "torcheval", "torchmetrics", "transformers", "wandb"),
 }
 NIGHTLY = " -m pytest --numprocesses 4 --dist worksteal -o faulthandler_timeout=0"

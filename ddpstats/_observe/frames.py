@@ -119,6 +119,12 @@ def main_stack(limit: int) -> str:
     return "\n".join(line for entry in entries[-limit:] for line in _lines_of(entry))
 
 
+def main_position() -> tuple[int, int] | None:
+    """Return where the main thread is: the same value while it stays in one call, or comes back to it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return None if frame is None else (id(frame), frame.f_lasti)
+
+
 def _lines_of(entry: traceback.FrameSummary) -> list[str]:
     where = f"{entry.filename}:{entry.lineno} in {entry.name}"
     return [where, "   " + entry.line] if entry.line else [where]

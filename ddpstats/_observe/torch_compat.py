@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -308,23 +308,22 @@ def in_backward() -> bool:
 _ENGINE = "_engine_run_backward"
 
 
-def with_engine(function: Any, engine_of: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return a copy of ``torch.autograd.backward`` or ``grad``, called as ``copy(context, args, kwargs)``.
+def engine_under(mode: Any, function: Any) -> Callable[..., Any]:
+    """Return a copy of ``torch.autograd.backward`` or ``grad`` that starts autograd's engine with ``mode`` on.
 
-    The copy starts autograd's engine through ``engine_of(context, engine)``. None where torch has no engine by that
-    name: what hooks call in the backward pass, and what is run again there, is then not seen by a dump.
+    Where torch has no engine by that name, what hooks call in the backward pass, and what is run again there, is not
+    seen by a dump.
     """
     names, code = function.__globals__, function.__code__
     if _ENGINE not in names or _ENGINE not in code.co_names:
         note_lack(f"torch.autograd.{_ENGINE}")
-        return None
+        return cast(Callable[..., Any], function)
 
-    def call(context: Any, args: Any, kwargs: Any) -> Any:
-        engine = engine_of(context, names[_ENGINE])
-        copy = FunctionType(code, {**names, _ENGINE: engine}, None, function.__defaults__)
-        return copy(*args, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return names[_ENGINE](*args, **kwargs)
 
-    return call
+    return FunctionType(code, {**names, _ENGINE: run}, None, function.__defaults__)
 
 
 # -- tensors, storages and modules ------------------------------------------------------------------------------------
@@ -347,11 +346,6 @@ def leave_no_hooks(tensor: Tensor) -> None:
     """Take away the empty dict that torch keeps where all hooks have been removed."""
     if gradient_hooks(tensor) is not None and not gradient_hooks(tensor):
         tensor._backward_hooks = None
-
-
-def shard_version(tensor: Tensor) -> int:
-    """Return its version; of a DTensor that of its shard (``_local_tensor``), which FSDP2 writes to."""
-    return version_of(getattr(tensor, "_local_tensor", tensor))
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:

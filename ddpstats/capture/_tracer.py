@@ -34,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ddpstats._observe.frames import step_frames
+from ddpstats._observe.tensor_rules import is_uninitialized, may_be_mask, overwrites_target, puts_infinity
 from ddpstats._observe.torch_compat import (
     DispatchMode,
     current_node,
@@ -46,16 +47,6 @@ from ddpstats._observe.torch_compat import (
 from ddpstats.capture._tensor_stats import TensorStats, nan_and_inf, tensor_stats
 
 _MOST_FRAMES = 12
-
-# What an operation of these names finds in its first argument does not matter: it is overwritten.
-_OVERWRITING = frozenset(
-    ("copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_")
-)
-_UNINITIALIZED = frozenset(
-    ["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"]
-)
-# A number that is not finite, given to one of these, was meant: a mask. Given to others it is arithmetic.
-_PUTTING = ("fill", "full", "where", "pad", "scalar_tensor", "add", "sub", "clamp", "maximum", "minimum")
 
 OPERATION, PUT, SOURCE, UNKNOWN = "operation", "put", "source", "unknown"
 _STRENGTH = {OPERATION: 3, SOURCE: 3, UNKNOWN: 2, PUT: 1}
@@ -174,7 +165,8 @@ class OperationTracer:
         """A tensor that was there before the step. Infinities may be meant: a mask has them. A NaN is not."""
         has_nan, has_inf = nan_and_inf(tensor)
         if has_nan or has_inf:
-            kind = SOURCE if has_nan or bool((tensor.detach() == math.inf).any()) else PUT
+            has_positive = bool((tensor.detach() == math.inf).any())
+            kind = PUT if may_be_mask(has_nan=has_nan, has_positive_infinity=has_positive) else SOURCE
             self._set(tensor, Mark(self._origin(kind, what, CallPlace(None, ()), None, (), (tensor_stats(tensor),))))
 
     def mark_of(self, tensor: Tensor) -> Mark | None:
@@ -296,7 +288,7 @@ def _inputs_of(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], dict[in
     for place, argument in enumerate(schema(func).arguments):
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        if writes and (argument.kwarg_only or name in _OVERWRITING or name in _UNINITIALIZED):
+        if writes and (argument.kwarg_only or overwrites_target(name)):
             continue
         tensors = list(_tensors(value))
         read += tensors
@@ -312,8 +304,8 @@ def _kind(call: _TracedCall, born_here: bool) -> str:
         # tensors that no operation made: ``torch.tensor(-inf)``, or numpy's
         return UNKNOWN if any(one.has_nan for one in call.inputs) else PUT
     name = call.func.overloadpacket.__name__
-    puts = any(word in name for word in _PUTTING) and _has_nonfinite_number(call)
-    return PUT if name in _UNINITIALIZED or puts else OPERATION
+    numbers = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, float)]
+    return PUT if is_uninitialized(name) or puts_infinity(name, numbers) else OPERATION
 
 
 def _is_view_of_one(inputs: list[_Input], output: Tensor) -> bool:
@@ -333,11 +325,6 @@ def _whole(tensor: Tensor) -> Tensor:
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     whole.set_(storage, 0, (count,), (1,))
     return whole
-
-
-def _has_nonfinite_number(call: _TracedCall) -> bool:
-    leaves = tree_leaves((call.args, call.kwargs))
-    return any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves)
 
 
 def _shown_inputs(call: _TracedCall) -> Iterator[TensorStats | str]:

@@ -90,8 +90,8 @@ class RankStatus(Packed):
     ``events``: of the group in question, oldest first, without gaps. ``messages``: its newest, by their numbers.
     ``count``: how many collectives of the group the rank began. ``waits_in``: what it waits in now: (group, seq) or
     None. ``left``: how it left the guard, if it did. ``dead``: its process is gone. ``stack``: of its main thread.
-    ``slept_sec``: how long its process ran no Python lately, where that was for most of the timeout. ``is_elsewhere``:
-    its program has begun no collective for a while and waits in none, but for a device, perhaps.
+    ``slept_sec``: how long its process ran no Python lately, where that was for most of the timeout. ``is_idle``: its
+    program has begun no collective for a while and waits in none, but for a device, perhaps.
     """
 
     rank: int
@@ -104,7 +104,7 @@ class RankStatus(Packed):
     stack: str | None = None
     slept_sec: float = 0.0
     messages: tuple[Event, ...] = ()
-    is_elsewhere: bool = False
+    is_idle: bool = False
 
     def pack(self) -> str:
         return json.dumps({**vars(self), "events": [*as_dicts(self.events)]}, default=Event.as_dict)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -62,9 +61,6 @@ class Ending:
             self.guard.abandon(error)
         self._report()
         if verdict is not None:
-            for child in multiprocessing.active_children():  # as exit handlers would that were registered earlier
-                if child.daemon:
-                    child.terminate()
             logging.shutdown()
             end_process(status if isinstance(status, int) else 1)
 

@@ -83,7 +83,7 @@ class FailureAgreement:
         self.is_lost = False  # the store does not answer any more
         self._left: dict[int, Departure] = {}
         self._leaving = StoreLog(self.store, "left")
-        self.attend: Callable[[], None] = lambda: None  # called by the watchdog, after each of its looks
+        self.on_look: Callable[[], None] = lambda: None  # called by the watchdog, after each of its looks
         self.look_sec = shared_poll(WATCHDOG_SEC, len(roster.ranks))  # how often a watchdog looks
         self._position, self._kept_position, self._is_reachable = position, "", is_reachable
         self._reported = self._counted = -1  # the last verdict for which this rank has done so
@@ -233,8 +233,8 @@ class FailureAgreement:
         finding = diagnosis.find(alarm.group, alarm.words, all_statuses, overdue, alarm.tentative)
         finding = finding or diagnosis.unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
         gone = {*finding.missing, *self.dead(alarm.ranks)}
-        elsewhere = {rank for rank, status in statuses.items() if status.is_elsewhere}
-        printers = statuses.keys() - gone - elsewhere or statuses.keys() - gone
+        idle = {rank for rank, status in statuses.items() if status.is_idle}  # they may never come to print it
+        printers = statuses.keys() - gone - idle or statuses.keys() - gone
         return replace(finding, printer=min(printers, default=self.rank))
 
     # -- ranks that are gone ------------------------------------------------------------------------------------------
@@ -294,8 +294,9 @@ class FailureAgreement:
                 with suppress(StoreSilent), self.store.within(_LOOK_ANSWERS_SEC):
                     self._look()
                 self._note_awake()
-                self.attend()
-                self._awake = time.monotonic()  # coming to a verdict may take a while
+                self._awake = math.inf  # coming to a verdict may take a while
+                self.on_look()
+                self._awake = time.monotonic()
         except STORE_ERRORS:
             pass
         finally:

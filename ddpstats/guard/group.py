@@ -139,6 +139,15 @@ def identity() -> Identity | None:
     return Identity(run_name(GLANCE_SEC), dist.get_rank(), dist.get_world_size())
 
 
+class IssuedCall(NamedTuple):
+    """A collective that was issued, when by the monotonic clock, and the timeout that the call itself has."""
+
+    entry: Entry
+    is_on_host: bool
+    timeout_sec: float | None
+    issued: float
+
+
 class Group:
     """One process group, and how far its collectives are compared."""
 
@@ -148,7 +157,9 @@ class Group:
         self.words = f"{known_as} of {len(view.ranks)} ranks"
         self.lock = threading.RLock()  # one thread at a time compares
         self.seq = 0  # of the last collective begun
-        self.newest: Entry | None = None  # that one
+        self.newest: IssuedCall | None = None  # that one
+        self.waits_at = ""  # the key in the store that says in which collective this rank waited last
+        self.waits_compared = 0  # the number of the last collective that ranks of other hosts were asked about
         self.posted = 0  # the last note: of a collective in mode "strict", otherwise of all that was done so far
         self.settled = 0  # the last note that was compared
         self.rolling = 0  # digest of all that this rank did
@@ -317,11 +328,11 @@ class Session:
 
     def close(self) -> None:
         """Close what this process holds. Local and idempotent."""
+        if self.agreement is not None:
+            self.agreement.close()  # first: its watchdog looks into what the exchanges hold
         for group in self.named.values():
             if group.exchange is not None:
                 group.exchange.close()
-        if self.agreement is not None:
-            self.agreement.close()
 
 
 # -- the end of the default process group -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ddpstats._observe.operators import Collective
 from ddpstats.guard.compare import Comparing
 from ddpstats.guard.diagnosis import DOUBT, LEFT, GuardFinding, RankStatus
 from ddpstats.guard.event import BY_TORCH, MESSAGES, Entry, Event, Ring, event_of, label_word
-from ddpstats.guard.group import Group, GuardState, Limit, Session, Settings, identity
+from ddpstats.guard.group import Group, GuardState, IssuedCall, Limit, Session, Settings, identity
 from ddpstats.guard.labels import current_label
 from ddpstats.guard.labels.read import Chain, Inferred, infer
 from ddpstats.guard.printing import Tally
@@ -117,7 +117,7 @@ class Watching:
             entry = event, group.messages.next(event) if is_message else seq, time.time()
             self.ring.append(entry)
             if not is_message:
-                group.newest = entry
+                group.newest = IssuedCall(entry, call.is_on_host, call.own_timeout_sec, time.monotonic())
             state.collectives += 1
             if self.recording.has_begun:
                 self.recording.write_event(event_of(entry))
@@ -303,7 +303,7 @@ class Watching:
             main_stack(_STACK_FRAMES),
             slept_sec if slept_sec > self._settings.timeout_sec / 2 else 0.0,  # which is why others have waited so long
             tuple(self.ring.of(name + MESSAGES)[-_REPORTED_MESSAGES:]),
-            self.comparing is not None and self.comparing.verdicts.is_elsewhere(),
+            self.comparing is not None and self.comparing.verdicts.is_idle(),
         )
 
     def _take_verdict(self, finding: GuardFinding) -> None:

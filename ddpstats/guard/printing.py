@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -49,6 +50,8 @@ class _Verdict:
     printer: int
     has_printer_ended: Callable[[], bool]
     is_printed: bool = False
+    is_early: bool = False  # printed before the program has raised it, so without its traceback
+    lock: Any = field(default_factory=threading.RLock)  # of the thread that prints; the others wait until it has
 
 
 _newest: _Verdict | None = None
@@ -67,6 +70,8 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     hook = _original_hook or sys.__excepthook__
     if not print_verdict(error, lambda: hook(kind, error, strip(error))):
         hook(kind, error, trace)
+    elif _newest is not None and _newest.is_early:
+        hook(kind, kind("the message is above"), strip(error))
 
 
 def print_verdict(error: BaseException, show: Callable[[], object]) -> bool:
@@ -74,12 +79,18 @@ def print_verdict(error: BaseException, show: Callable[[], object]) -> bool:
     verdict = _newest
     if verdict is None or verdict.error is not error:
         return False
-    if verdict.is_printed:
-        return True
-    verdict.is_printed, is_printer = True, verdict.rank == verdict.printer
+    with verdict.lock:
+        if not verdict.is_printed:
+            verdict.is_printed = True
+            _print(verdict, show)
+    return True
+
+
+def _print(verdict: _Verdict, show: Callable[[], object]) -> None:
+    is_printer = verdict.rank == verdict.printer
     line = f"{in_short(verdict.error)} The output of rank {verdict.printer} has it in full."
     with sigterm_deferred():
-        _leave_for_torchrun(line, error)
+        _leave_for_torchrun(line, verdict.error)
         deadline = time.monotonic() + _PRINTER_SEC
         while not is_printer and not verdict.has_printer_ended() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -88,12 +99,21 @@ def print_verdict(error: BaseException, show: Callable[[], object]) -> bool:
         else:
             print(f"rank {verdict.rank}: {line}", file=sys.stderr)  # behind the other rank's text, not within it
         sys.stderr.flush()
-    return True
 
 
 def print_message(error: DdpstatsError) -> None:
     """Print a verdict that Python does not print, as it ends a traceback."""
     print_verdict(error, lambda: traceback.print_exception(type(error), error, None, chain=False))
+
+
+def print_early() -> None:
+    """Print the verdict, unless it is printed, where the program may never raise it."""
+    verdict = _newest
+    if verdict is not None:
+        with verdict.lock:
+            if not verdict.is_printed:
+                print_message(verdict.error)
+                verdict.is_early = verdict.rank == verdict.printer
 
 
 def in_short(error: DdpstatsError) -> str:
@@ -185,7 +205,11 @@ def _end_with_verdict(number: int, frame: FrameType | None) -> None:
 
 
 def end_process(status: int) -> None:
-    """End at once, without exit handlers."""
+    """End at once, without exit handlers, but for the children that these would end."""
+    with contextlib.suppress(Exception):
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.terminate()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

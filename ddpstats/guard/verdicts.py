@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +23,7 @@ from typing import Any, NoReturn
 
 from ddpstats._base.text import ranks_text
 from ddpstats._observe import collectives
+from ddpstats._observe.frames import main_position
 from ddpstats._observe.operators import Collective
 from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
@@ -29,7 +31,7 @@ from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, GuardFinding, mes
 from ddpstats.guard.event import MESSAGES, Entry, Event, event_of, stable_hash
 from ddpstats.guard.failure_agreement import wait_until
 from ddpstats.guard.group import FindLimit, Group, GuardState, Limit, Session, Settings
-from ddpstats.guard.printing import end_process, leave_running, print_message, print_once, sigterm_deferred
+from ddpstats.guard.printing import end_process, leave_running, print_early, print_once, sigterm_deferred
 
 _SLICE_SEC = 0.2
 _SLICE = timedelta(seconds=_SLICE_SEC)
@@ -46,8 +48,7 @@ _NOTICE_SEC = 0.5  # for a rank whose own timeout has passed to report that, onc
 _PASSED_SEC = 5.0  # for a collective that this rank has ended without: its caller may have given it a timeout
 _QUIET_SEC = 1.0  # without a collective: the program may wait for a device
 _UNRAISED_SEC = 1.0  # for the program to raise the verdict before the watchdog prints it
-_TORCHS_SEC = 2.0  # for torch to raise its own timeout, which the program may catch; NCCL ends the process instead
-_STUCK_SEC = 10.0  # for the program to raise it before the watchdog ends the process
+_STUCK_SEC = 10.0  # the main thread does not move, before the watchdog ends the process
 _SHORT_SEC = 60.0  # a timeout of a group that may be meant to pass
 
 log = logging.getLogger("ddpstats")
@@ -74,12 +75,14 @@ class Verdicts:
         self._warn, self._strict, self.timeout_sec = settings.warn, settings.mode == "strict", settings.timeout_sec
         self.ends_by: float | None = None  # the program has ended: until when others are waited for
         self.has_ended = False  # this rank has posted its ends: it issues nothing more that is compared
-        self._waits_at = ""  # the key in the store that says in which collective this rank waited last
         self.passed_on: BaseException | None = None  # torch's own error of a message, which the program gets
+        self._lock = threading.Lock()  # of the verdict
         self._concluded = 0.0  # when this rank has come to its verdict
-        self._is_stuck = False  # it has begun what is in question, which cannot be completed
+        self._device_never_ends = False  # a device works on what is in question, which never ends
+        self._position: Any = None  # of the main thread, and since when it is there
+        self._there_since = 0.0
         self._seen, self._quiet_since = 0, time.monotonic()  # the program's collectives so far, and since when
-        self.agreement.attend = self.attend
+        self.agreement.on_look = self.watch_idle_program
 
     # -- coming to a verdict ------------------------------------------------------------------------------------------
 
@@ -141,67 +144,84 @@ class Verdicts:
             self._state.silent = True
             log.warning("%s", error)
             return
-        if self._state.verdict is None:  # otherwise another thread has come to it meanwhile
-            self._state.verdict, self._concluded = error, time.monotonic()
-            group = self._session.named.get(finding.group)
-            self._is_stuck = group is not None and group.seq >= finding.seq
-            rank, roster = self.agreement.rank, self.agreement.roster
-            printer = rank if finding.printer is None else finding.printer
-            print_once(error, rank, printer, lambda: bool(roster.dead([printer])))
+        with self._lock:
+            if self._state.verdict is None:  # otherwise another thread has come to it meanwhile
+                rank, roster = self.agreement.rank, self.agreement.roster
+                printer = rank if finding.printer is None else finding.printer
+                print_once(error, rank, printer, lambda: bool(roster.dead([printer])))
+                group = self._session.named.get(finding.group)
+                call = None if group is None else group.newest
+                self._device_never_ends = call is not None and not call.is_on_host and call.entry[1] >= finding.seq
+                self._concluded = time.monotonic()
+                self._state.verdict = error
         if self.agreement.is_watchdog():
             raise error
         self._state.raise_verdict()
 
     # -- for a program that waits where no guard waits with it --------------------------------------------------------
 
-    def attend(self) -> None:
+    def watch_idle_program(self) -> None:
         """Come to a verdict, and print it, where the program waits elsewhere. Called by the watchdog now and then.
 
-        It may wait for a device (``loss.item()``) or in C++, for a collective that never ends. What the program raises
-        by itself is left to it.
+        It may wait for a device (``loss.item()``), for a collective that never ends, or in C++. What the program raises
+        by itself within a second is left to it.
         """
         state, now = self._state, time.monotonic()
         if state.silent or state.is_raised:
             return
         if state.verdict is not None:
+            position = main_position()
+            if position != self._position:
+                self._position, self._there_since = position, now
             if now > self._concluded + _UNRAISED_SEC:
-                print_message(state.verdict)
-            if self._is_stuck and now > self._concluded + _STUCK_SEC and state.ends_process:
+                print_early()
+            if self._device_never_ends and now > self._there_since + _STUCK_SEC and state.ends_process:
                 end_process(1)
             return
         if state.waits or state.collectives != self._seen:
             self._seen, self._quiet_since = state.collectives, now
-        if not self.is_elsewhere():
+        if not self.is_idle():
             return
+        # Also what it raises where the guard was left meanwhile, and what the ranks of this host share is closed.
         with suppress(DdpstatsError, Silenced, Unfinished, *STORE_ERRORS):
             if self.agreement.has_unread:
                 self.catch_up()
             for group in self._session.groups():
-                self._look_behind(group)
+                if not state.silent:
+                    self._check_device_wait(group)
 
-    def is_elsewhere(self) -> bool:
+    def is_idle(self) -> bool:
         """Return, to the watchdog, whether the program has begun no collective for a while and waits in none."""
         return self.agreement.is_watchdog() and time.monotonic() > self._quiet_since + _QUIET_SEC
 
-    def _look_behind(self, group: Group) -> None:
-        """Raise the alarm where another rank cannot come to this one's newest collective, or is too late, or differs.
+    def _check_device_wait(self, group: Group) -> None:
+        """Raise the alarm where a rank cannot come any more to this one's newest collective, if that is on a device.
 
-        A rank that began it may have left since, or have died: the collective may be done.
+        In host memory torch itself ends the wait, and the program may catch that. A rank that began the collective may
+        have left since, or have died: it may be done. So may a rooted one, on this rank, before others come to it.
         """
-        if group.newest is None:
+        call = group.newest
+        if call is None or call.is_on_host or group.exchange is None:
             return
-        event, seq, issued = group.newest
-        behind = set(self._behind(group, seq))
-        left = self.agreement.left()
-        lost = {rank for rank in left.keys() & set(group.view.ranks) if left[rank].counts.get(group.name, 0) < seq}
-        limit = group.limit()
-        torchs_sec = _TORCHS_SEC if limit.is_own and group.view.has_host else 0.0
-        is_late = bool(behind) and time.time() > issued + limit.seconds + torchs_sec
-        is_compared = self._strict or group.exchange is None or group.exchange.is_quick
-        cannot_end = lost or is_late or self.agreement.dead(behind)
+        event, seq, _ = call.entry
+        is_quick, left = group.exchange.is_quick, set[int]()
+        with self.agreement.store.within(GLANCE_SEC):
+            if self._strict:
+                behind = {group.view.ranks[index] for index in group.exchange.absent(seq)}
+            else:  # a rank of which nothing is known may share no memory
+                behind = {rank for rank, begun in self._begun(group).items() if begun < seq and (begun or is_quick)}
+            dead = self.agreement.dead(behind)
+            with suppress(*STORE_ERRORS):
+                counts = {rank: departure.counts for rank, departure in self.agreement.left().items()}
+                left = {rank for rank in counts.keys() & set(group.view.ranks) if counts[rank].get(group.name, 0) < seq}
+        limit_sec = group.limit(call.timeout_sec).seconds
+        is_late = behind and event.signature.root is None and time.monotonic() > call.issued + limit_sec
+        cannot_end = bool(dead or left or is_late)
+        is_compared = self._strict or is_quick or group.waits_compared == seq
+        group.waits_compared = seq
         if cannot_end or (not is_compared and self._waits_elsewhere(group, seq, event.digest)):
             with self._state.waiting(group, seq):
-                self.await_verdict(alarm_of(group, seq, overdue=bool(cannot_end)))
+                self.await_verdict(alarm_of(group, seq, overdue=cannot_end))
 
     # -- a timeout of the program's own -------------------------------------------------------------------------------
 
@@ -264,9 +284,9 @@ class Verdicts:
         with store.within(GLANCE_SEC):
             if store.post(key, own) != own.encode():
                 return True
-            if self._waits_at not in ("", key):
-                store.delete_key(self._waits_at)
-            self._waits_at = key
+            if group.waits_at not in ("", key):
+                store.delete_key(group.waits_at)
+            group.waits_at = key
         return False
 
     def _verdict_on(self, error: RuntimeError, group: Group, event: Event, limit: Limit) -> DdpstatsError | None:

@@ -13,10 +13,8 @@ from pathlib import Path
 from ddpstats._base.marks import Mark
 from ddpstats._base.text import printable
 from ddpstats.capture._manifest import BUNDLE_NAME, read_manifest
-from ddpstats.dump.format._files import find_ranks, rank_of, steps_in
-from ddpstats.dump.origin._explain import verdict
-from ddpstats.dump.origin._first_nan import find_origins
-from ddpstats.dump.origin._rank_scan import scan_rank
+from ddpstats.dump.analyze.nan_origin import examine
+from ddpstats.dump.reader import find_ranks, rank_of, steps_in
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard.record import NoRecord, RankRecord, diagnose, read_records
 from ddpstats.report._flight_recorder import FlightDump, joined, read_dumps
@@ -114,13 +112,12 @@ def _dumps(directory: Path, notes: list[str]) -> Iterator[Mark]:
     """Where the first NaN of each dumped step came from, as ``ddpstats nan-origin`` says it."""
     for step, path in steps_in(directory).items():
         try:
-            scans = [scan_rank(dump) for dump in find_ranks(path)]
-            origins = find_origins(scans).origins
+            dumps = {dump.rank: dump for dump in find_ranks(path)}
+            origins = examine([*dumps.values()]).origins
         except (DdpstatsError, OSError, ValueError) as error:
             notes.append(f"{path.name} is left out: {error}")
             continue
-        dump_of = {scan.rank: scan.dump for scan in scans}
         for origin in origins:
-            dump = dump_of[origin.rank]
+            dump = dumps[origin.rank]
             when = dump.path.stat().st_mtime  # entries have no time: when the step's file was written
-            yield Mark("dump", verdict(origin, dump), when, step, (rank_of(dump),))
+            yield Mark("dump", origin.verdict, when, step, (rank_of(dump),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -63,12 +64,31 @@ def train_sharded(path: str) -> list[float]:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     fully_shard(model, mesh=mesh)
     norms = []
-    with StatsDump({"dump_path": path, "level": "L0"}, model=model):
+    dump = StatsDump({"dump_path": path, "level": "L0"}, model=model)
+    with dump:
         for number in range(2):
             model(batch(number)).square().sum().backward()
             gradient: Any = model.get_parameter("3.weight").grad
             norms.append(gradient.to_local().norm().item())
+    dump.step()
     return norms
+
+
+def train_in_tensor_parallel(path: str) -> list[float]:
+    """Run two backward passes over a layer split between the ranks; return the norm of each one's own gradient."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())
+    sums: list[Any] = [torch.zeros(())]
+    with StatsDump({"dump_path": path, "level": "L0"}, model=model) as dump:
+        for number in range(2):
+            model(batch(number)).square().sum().backward()
+            gradient: Any = model.weight.grad
+            sums.append(gradient.to_local().clone())
+    dump.step()
+    return [(after - before).norm().item() for before, after in itertools.pairwise(sums)]
 
 
 def sparse_gradients(dump_path: str) -> None:

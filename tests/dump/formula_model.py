@@ -46,6 +46,5 @@ def dump_formula_model(path: Path, *, task: str = "statistics", change: float = 
     try:
         model(batch).square().sum().backward()
     finally:
-        dump.stop()
         dump.step()
     return path / "step0"

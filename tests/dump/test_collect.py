@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddpstats import ConfigError, DumpError
-from ddpstats.dump import StatsDump
-from ddpstats.dump.format._files import open_rank
-from ddpstats.dump.format._names import parse_name
+from ddpstats.dump import StatsDump, stats_dump
+from ddpstats.dump.msprobe import parse_name
+from ddpstats.dump.reader import open_rank
 from tests import training
 from tests.dump.collecting import LEAF_KEYS, Block, batch, data, dumped, hooks_of, leaves, lines, make_model
 
@@ -118,7 +120,7 @@ def test_leaf_has_the_keys_of_msprobe_in_order_and_then_ours(tmp_path: Path) -> 
     ]  # fmt: skip
     assert leaf["stride"] == [1, 2]
     assert leaf["data_ptr"] == leaf["storage_ptr"] == x.data_ptr()
-    assert (leaf["storage_bytes"], leaf["storage_offset"], leaf["stream"]) == (16, 0, 0)
+    assert (leaf["storage_bytes"], leaf["storage_offset"], leaf["stream"]) == (16, 0, None)  # the CPU has no streams
     assert entries["Functional.relu.0.forward"]["output"][0]["storage_id"] != leaf["storage_id"]
     assert entries["Tensor.t.0.forward"]["output"][0]["storage_id"] == leaf["storage_id"]
 
@@ -340,11 +342,28 @@ def test_step_is_collected_in_pieces(tmp_path: Path) -> None:
         assert not (path / "step0/rank/dump.jsonl").exists()
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_files_of_a_step_that_was_only_stopped_are_written_at_exit(tmp_path: Path, is_async: bool) -> None:
+    model = nn.Linear(2, 2)
+    seen = weakref.ref(model)
+    dump = StatsDump({"dump_path": str(tmp_path), "async_dump": is_async}, model=model)
+    with dump:
+        torch.ones(2).exp()
+    del dump, model
+    gc.collect()
+    assert seen() is None
+    assert [path.name for path in (tmp_path / "step0/rank").iterdir()] == ["dump.jsonl"]  # all that a kill leaves
+    assert [entry["name"] for entry in lines(tmp_path)[1:]] == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]
+    stats_dump._at_exit()
+    assert list(data(tmp_path)) == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]
+
+
 def test_step_that_raises_is_written(tmp_path: Path) -> None:
     model = make_model()
     dump = StatsDump({"dump_path": str(tmp_path), "level": "mix"}, model=model)
     with pytest.raises(RuntimeError), dump:
         model(torch.cat([model(batch()), torch.ones(2, 99)]))
+    dump.step()
     assert hooks_of(model) == torch._C._len_torch_function_stack() == 0
     assert "Module.root.Sequential.forward.0" in data(tmp_path)
 
@@ -352,7 +371,7 @@ def test_step_that_raises_is_written(tmp_path: Path) -> None:
 def test_existing_dump_is_never_overwritten(tmp_path: Path) -> None:
     later = StatsDump({"dump_path": str(tmp_path)})
     dumped(tmp_path, lambda: torch.ones(2))
-    with pytest.raises(DumpError, match=r"step0/rank holds a dump already \(dump.json\).*Give another dump_path"):
+    with pytest.raises(DumpError, match=r"step0/rank holds a dump already.*Give another dump_path"):
         StatsDump({"dump_path": str(tmp_path)})
     with pytest.raises(DumpError, match="holds a dump already"):
         later.start()
@@ -369,7 +388,7 @@ def test_level_with_modules_needs_a_model(tmp_path: Path, level: str) -> None:
     with pytest.raises(ConfigError, match=f"level {level} collects modules: give the model"):
         dump.start()
     dump.start(make_model())
-    dump.stop()
+    dump.step()
     with pytest.raises(ConfigError, match="model is a int"):
         StatsDump({"dump_path": str(tmp_path / "b")}, model=3)
 
@@ -418,6 +437,21 @@ def test_training_with_a_dump_is_bit_identical(tmp_path: Path, level: str, is_as
         assert data(tmp_path, step)
 
 
+@pytest.mark.parametrize("level", ["L0", "mix"])
+def test_lazy_modules_and_batched_gradients_are_dumped(tmp_path: Path, level: str) -> None:
+    """Parameters that have no shape at the start, and gradients that are several at once, which have no numbers."""
+    model = nn.Sequential(nn.LazyLinear(2), nn.ReLU())
+    dump = StatsDump({"dump_path": str(tmp_path), "level": level}, model=model)
+    for step in range(2):
+        x = torch.ones(3, 2, requires_grad=True)
+        dump.start()
+        torch.autograd.grad(model(x), x, torch.eye(6).view(6, 3, 2), is_grads_batched=True)
+        dump.stop()
+        dump.step()
+        entry = data(tmp_path, step)["Module.0.Linear.forward.0" if step else "Module.0.LazyLinear.forward.0"]
+        assert entry["parameters"].keys() == {"weight", "bias"}  # it has its shape when the forward pass begins
+
+
 def test_model_is_saved_and_copied_while_it_is_dumped(tmp_path: Path) -> None:
     model = make_model()
 
@@ -445,7 +479,7 @@ def test_compiled_parts_are_left_alone_and_named_in_a_warning(tmp_path: Path) ->
         warnings.simplefilter("ignore")  # of torch's own
         step_of(compiled)
         assert torch.equal(function(batch()), expected)
-    dump.stop()
+    dump.step()
     entries = data(tmp_path)
     assert "Module.1.Block.forward.0" in entries
     assert not any(".norm." in name for name in entries)
@@ -454,16 +488,16 @@ def test_compiled_parts_are_left_alone_and_named_in_a_warning(tmp_path: Path) ->
 def test_error_of_the_dump_is_logged_and_does_not_reach_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(tensor: Tensor) -> None:
+    def fails(tensor: Tensor, shape: torch.Size) -> None:
         raise RuntimeError("made up")
 
-    monkeypatch.setattr("ddpstats.dump.collect._leaves.host_stats", fails)
+    monkeypatch.setattr("ddpstats.dump.record.leaves.host_numbers", fails)
     model = make_model()
     dump = StatsDump({"dump_path": str(tmp_path), "level": "mix"}, model=model)
     dump.start()
     step_of(model)
     with pytest.warns(UserWarning, match=r"part\(s\) of the dump could not be collected; see .*dump_error_info.log"):
-        dump.stop()
+        dump.step()
     assert "made up" in (tmp_path / "step0/rank/dump_error_info.log").read_text()
     entries = json.loads((tmp_path / "step0/rank/dump.json").read_text())["data"]
     assert entries["Functional.linear.0.forward"]["output"][0]["Max"] is None
@@ -475,7 +509,7 @@ def test_entries_are_on_disk_while_the_step_runs(tmp_path: Path) -> None:
     dump.start()
     torch.ones(2).exp()
     header, *entries = lines(tmp_path)
-    dump.stop()
+    dump.step()
     chosen = {"scope": [], "list": [], "data_mode": ["all"]}
     assert header == {"task": "statistics", "level": "L1", "dump_data_dir": None, **chosen, "ddpstats": 1}
     assert [entry["name"] for entry in entries] == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]

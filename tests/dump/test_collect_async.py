@@ -45,18 +45,18 @@ def test_no_value_is_read_inside_the_step(tmp_path: Path, config: dict[str, Any]
 
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Treat tensors in host memory as if they were on a device; return a list that grows with each read from it."""
-    from ddpstats.dump.collect import _leaves
+    from ddpstats.dump.record import leaves as record_leaves
 
     reads: list[int] = []
 
-    settle = _leaves.TensorSummaries.settle
+    settle = record_leaves.TensorSummaries.settle
 
     def counted(self: Any) -> None:
         reads.append(self.waiting)
         settle(self)
 
-    monkeypatch.setattr(_leaves, "_is_on_host", lambda values: False)
-    monkeypatch.setattr(_leaves.TensorSummaries, "settle", counted)
+    monkeypatch.setattr(record_leaves, "_is_on_host", lambda values: False)
+    monkeypatch.setattr(record_leaves.TensorSummaries, "settle", counted)
     return reads
 
 
@@ -74,7 +74,7 @@ def test_statistics_on_a_device_are_those_of_the_host(
 ) -> None:
     model = make_model()
     on_host = dumped(tmp_path / "host", lambda: step_of(model), model, "mix")
-    monkeypatch.setattr("ddpstats.dump.collect._recorder._BATCH", 20)
+    monkeypatch.setattr("ddpstats.dump.record.recorder._BATCH", 20)
     reads = on_a_device(monkeypatch)
     entries = dumped(tmp_path / "device", lambda: step_of(model), model, "mix", async_dump=is_async)
     assert len(reads) == 1 if is_async else len(reads) > 5
@@ -93,7 +93,7 @@ def test_nothing_is_written_inside_the_step(tmp_path: Path) -> None:
     dump.start()
     step_of(model)
     assert list(tmp_path.iterdir()) == []
-    dump.stop()
+    dump.step()
     assert "Functional.linear.3.backward" in data(tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_entries_above_the_limit_have_no_numbers_and_one_warning_names_the_first
         match=r"needs more than async_max_bytes, 30,000 bytes: from (\S+) on, entries have no numbers. Choose fewer by "
         "list or scope, or set async_max_bytes higher",
     ) as seen:
-        dump.stop()
+        dump.step()
     assert len(seen) == 1
     entries = data(tmp_path)
     first = str(seen[0].message).split("from ")[1].split(" on,")[0]
@@ -127,7 +127,7 @@ def test_held_tensors_count_against_the_limit(tmp_path: Path) -> None:
     for _ in range(3):
         x.exp()
     with pytest.warns(UserWarning, match=r"from Tensor\.exp\.0\.forward on"):
-        dump.stop()
+        dump.step()
     saved = list((tmp_path / "step0/rank/dump_tensor_data").iterdir())
     assert [file.name for file in saved] == ["Tensor.exp.0.forward.input.0.pt"]
 
@@ -147,18 +147,75 @@ def test_tensor_is_saved_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_error_of_the_device_costs_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool) -> None:
-    def broken(tensors: Any) -> Tensor:
+    def broken(*args: Any) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     on_a_device(monkeypatch)
     dump = StatsDump({"dump_path": str(tmp_path), "async_dump": is_async})
     dump.start()
     torch.ones(3).exp().sin()
-    monkeypatch.setattr("ddpstats.dump.collect._leaves._stacked", broken)
+    monkeypatch.setattr("ddpstats.dump.record.leaves.as_statistics", broken)
     with pytest.warns(UserWarning, match="could not be collected"):
-        dump.stop()
+        dump.step()
     directory = tmp_path / "step0/rank"
     assert "device-side assert" in (directory / "dump_error_info.log").read_text()
     entries = json.loads((directory / "dump.json").read_text())["data"]
     assert list(entries) == ["Torch.ones.0.forward", "Tensor.exp.0.forward", "Tensor.sin.0.forward"]
     assert entries["Tensor.sin.0.forward"]["output"][0]["shape"] == [3]
+
+
+class FakeStream:
+    """A stream that notes in ``log`` what is done with it."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name, self.stream_id, self.device = log, name, 7, torch.device("cpu")
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> FakeStream:
+        self.log.append(f"an event on {self.name}")
+        return self
+
+    def query(self) -> bool:
+        return "it is through" in self.log
+
+
+def test_numbers_on_an_accelerator_are_computed_beside_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddpstats.dump.record import leaves as record_leaves
+
+    log: list[str] = []
+    program, side = FakeStream(log, "program"), FakeStream(log, "side")
+    measure = record_leaves.device_numbers
+
+    def measured(values: Tensor, shape: torch.Size) -> Tensor:
+        log.append(f"{values.numel()} numbers")
+        return measure(values, shape)
+
+    on_a_device(monkeypatch)
+    monkeypatch.setattr(record_leaves, "device_numbers", measured)
+    monkeypatch.setattr(record_leaves, "_new_stream", lambda device: side)
+    monkeypatch.setattr(record_leaves, "_COPIED_BYTES", 100)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *device: program)
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: log.append(f"on {stream.name}"))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: log.append(f"kept for {stream.name}"))
+    with StatsDump({"dump_path": str(tmp_path), "async_dump": True, "statistics": {"data_mode": ["input"]}}):
+        torch.ones(20).exp()
+        torch.ones(10).exp()  # its copy is too large beside the first
+        log.append("it is through")
+        torch.ones(10).exp()
+    copied = ["side waits for program", "on side", "numbers", "on program", "on program", "kept for side"]
+    assert [entry.removeprefix("20 ").removeprefix("10 ") for entry in log] == [
+        *copied, "an event on side", "numbers", "it is through", *copied, "an event on side", "program waits for side",
+    ]  # fmt: skip
+
+
+def test_stream_is_none_where_a_device_has_none() -> None:
+    from ddpstats.dump.record.leaves import _new_stream, _stream_number
+
+    for kind in ("cpu", "meta", "mps"):
+        device = torch.device(kind)
+        assert _stream_number(device) is None
+        assert kind == "mps" or _new_stream(device) is None

@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function
 from torch.utils.checkpoint import checkpoint
 
 from ddpstats import DumpError
-from ddpstats.dump import StatsDump, _dump
+from ddpstats.dump import StatsDump, stats_dump
 from tests.dump.collecting import data, dumped, leaves
 
 
@@ -43,7 +43,7 @@ def in_child(body: Callable[[], object]) -> int:
         status = 1
         try:
             body()
-            _dump._at_exit()
+            stats_dump._at_exit()
             status = 0
         finally:
             os._exit(status)
@@ -57,15 +57,15 @@ def test_forked_process_does_not_touch_the_dump(tmp_path: Path, is_async: bool) 
 
     def child() -> None:
         assert mode_count() == 0
-        assert not _dump._running
+        assert not stats_dump._unfinished
         model(torch.randn(2, 4)).sum().backward()
-        dump.stop()
+        dump.step()
         dump.step()
 
     model(torch.ones(2, 4)).sum().backward()
     assert in_child(child) == 0
     model(torch.ones(2, 4)).sum().backward()
-    dump.stop()
+    dump.step()
     entries = data(tmp_path)
     assert "Module.root.Linear.parameters_grad.1" in entries
     assert "Module.root.Linear.forward.2" not in entries
@@ -74,34 +74,30 @@ def test_forked_process_does_not_touch_the_dump(tmp_path: Path, is_async: bool) 
 def test_second_program_in_one_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (StatsDump({"dump_path": str(tmp_path)}) for _ in range(2))
     first.start()
-    monkeypatch.setattr(_dump, "_check_empty", lambda directory: None)  # both looked at the same moment
-    with pytest.raises(DumpError, match=r"written to by another process.* or by RANK in the environment"):
+    monkeypatch.setattr(stats_dump, "_check_empty", lambda directory: None)  # both looked at the same moment
+    with pytest.raises(DumpError, match=r"another process writes one.* or by RANK in the environment"):
         second.start()
-    assert not second._is_running
-    first.stop()
+    assert not second._watches
+    first.step()
     monkeypatch.setenv("RANK", "3")
     second.start()
-    second.stop()
+    second.step()
     assert (tmp_path / "step0/rank3/dump.json").exists()
 
 
-def test_step_has_modules_of_another_thread_and_is_stopped_by_it(tmp_path: Path) -> None:
+def test_step_has_modules_of_another_thread(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     dump = started(tmp_path, model)
 
-    def elsewhere(body: Callable[[], object]) -> None:
-        thread = threading.Thread(target=body)
-        thread.start()
-        thread.join()
-
-    elsewhere(lambda: model(torch.ones(2, 4)).sum().backward())
+    thread = threading.Thread(target=lambda: model(torch.ones(2, 4)).sum().backward())
+    thread.start()
+    thread.join()
     model(torch.ones(2, 4))
-    elsewhere(dump.stop)
+    dump.step()
     torch.ones(2).exp()
     assert list(data(tmp_path)) == [
         "Torch.ones.0.forward", "Functional.linear.0.forward", "Module.root.Linear.forward.0"
     ]  # fmt: skip
-    dump.step()
     assert mode_count() == 0
 
 
@@ -128,7 +124,7 @@ def test_unusual_calls_and_a_call_that_raises_are_recorded(tmp_path: Path) -> No
             torch.mm(x, x)
         handle_torch_function(Unhashable(), (x,), x)
         x.new_tensor(range(5_000))
-        torch.tensor([[0] * 1_000] * 3)
+        torch.tensor([[0] * 1_001] * 3)
         x.pow(2**80_000 > 0)
 
     entries = dumped(tmp_path, body)
@@ -138,20 +134,17 @@ def test_unusual_calls_and_a_call_that_raises_are_recorded(tmp_path: Path) -> No
     assert failed["output"] == []
     assert failed["input_args"][0]["Max"] == 1.0
     listed = entries["Torch.tensor.0.forward"]["input_args"][0]
-    assert listed == [{"type": "list", "length": 1_000}] * 3
+    assert listed == [{"type": "list", "length": 1_001}] * 3
 
 
-def test_huge_integer_and_nested_tensor_are_recorded(tmp_path: Path) -> None:
+def test_nested_tensor_is_recorded(tmp_path: Path) -> None:
     def body() -> None:
-        with pytest.raises(OverflowError):
-            torch.full((2,), 10**5_000)
         torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(2, 8)]).sin()
         torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(2, 8)], layout=torch.jagged).sin()
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*nested")
         entries = dumped(tmp_path, body)
-    assert entries["Torch.full.0.forward"]["input_args"][1]["value"].startswith("0x")
     for number, shape in enumerate(([40], [5, 8])):
         leaf = entries[f"Tensor.sin.{number}.forward"]["input_args"][0]
         assert (leaf["Max"], leaf["layout"], leaf["shape"]) == (1.0, "nested", shape)
@@ -182,7 +175,7 @@ def test_start_inside_a_device_context_is_undone_by_stop(tmp_path: Path) -> None
     with torch.device("meta"):
         dump.start()
     with pytest.warns(UserWarning, match="could not be collected"):
-        dump.stop()
+        dump.step()
     assert mode_count() == 0
     assert torch.ones(2).device.type == "cpu"
     assert "Start and stop on the same side of it" in (tmp_path / "step0/rank/dump_error_info.log").read_text()
@@ -195,19 +188,15 @@ class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bad, self.good = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.interrupts = True
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.interrupts:
-            self.interrupts = False
-            raise KeyboardInterrupt
         with contextlib.suppress(ValueError):
             self.bad(x)
         out: Tensor = self.good(x)
         return out
 
 
-def test_interrupted_forward_pass_does_not_change_later_parents(tmp_path: Path) -> None:
+def test_module_that_a_hook_of_the_program_stops_does_not_change_later_parents(tmp_path: Path) -> None:
     model = Outer()
     others = [parameter._backward_hooks for parameter in model.parameters()]
 
@@ -215,19 +204,13 @@ def test_interrupted_forward_pass_does_not_change_later_parents(tmp_path: Path) 
         raise ValueError
 
     model.bad.register_forward_pre_hook(raises)
-
-    def body() -> None:
-        with pytest.raises(KeyboardInterrupt):
-            model(torch.ones(2, 4))
-        model(torch.ones(2, 4)).sum().backward()
-
-    entries = dumped(tmp_path, body, model, "L0")
+    entries = dumped(tmp_path, lambda: model(torch.ones(2, 4)).sum().backward(), model, "L0")
     assert [name for name in entries if ".forward." in name] == [
-        "Module.good.Linear.forward.0", "Module.root.Outer.forward.1"
+        "Module.good.Linear.forward.0", "Module.root.Outer.forward.0"
     ]  # fmt: skip
     parents = json.loads((tmp_path / "step0/rank/construct.json").read_text())
-    assert parents["Module.good.Linear.forward.0"] == "Module.root.Outer.forward.1"
-    assert parents["Module.root.Outer.forward.1"] is None
+    assert parents["Module.good.Linear.forward.0"] == "Module.root.Outer.forward.0"
+    assert parents["Module.root.Outer.forward.0"] is None
     assert others == [None] * 4 == [parameter._backward_hooks for parameter in model.parameters()]
 
 
@@ -275,7 +258,7 @@ def test_saved_subclass_tensors_are_loaded_as_plain_tensors(tmp_path: Path) -> N
     dump = started(tmp_path, task="tensor", tensor={"list": ["exp", "sin", "tan"]})
     body()
     with pytest.warns(UserWarning, match="could not be collected"):
-        dump.stop()
+        dump.step()
     directory = tmp_path / "step0/rank"
     assert "a TwoTensor is no plain tensor, and is not saved" in (directory / "dump_error_info.log").read_text()
     files = sorted((directory / "dump_tensor_data").iterdir())
@@ -294,7 +277,7 @@ def test_limit_counts_entries_and_each_piece_has_all_of_it(tmp_path: Path) -> No
     for _ in range(300):
         x.exp()
     with pytest.warns(UserWarning, match="needs more than async_max_bytes"):
-        dump.stop()
+        dump.step()
     entries = list(data(tmp_path).values())
     assert len(entries) == 332
     assert all(entry["output"][0]["Max"] is not None for entry in entries[:33])
@@ -306,7 +289,7 @@ def test_limit_counts_entries_and_each_piece_has_all_of_it(tmp_path: Path) -> No
 def test_directory_that_is_gone_is_named(tmp_path: Path) -> None:
     dump = started(tmp_path / "there")
     torch.ones(2).exp()
-    dump.stop()
+    dump.step()
     (tmp_path / "there").rename(tmp_path / "elsewhere")
     (tmp_path / "there").touch()
     with pytest.raises(DumpError, match="cannot be written"):
@@ -344,7 +327,7 @@ def test_long_text_is_cut(tmp_path: Path) -> None:
     model = Reads()
     entries = dumped(tmp_path, lambda: model(torch.ones(2), "ab" * 5_000), model, "L0")
     leaf = entries["Module.root.Reads.forward.0"]["input_args"][1]
-    assert leaf == {"type": "str", "value": "ab" * 500, "length": 10_000}
+    assert leaf == {"type": "str", "value": "ab" * 500}
 
 
 def test_early_stop_of_checkpointing_is_no_failure(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ddpstats.cli import main
-from ddpstats.dump.format._files import open_rank
+from ddpstats.dump.reader import open_rank
 from ddpstats.testing import RankPool
 from tests import programs
 from tests.capabilities import shards_on_cpu
@@ -63,6 +63,17 @@ def test_gradients_of_sharded_parameters_are_those_after_each_backward_pass(
         assert [entry["Norm"] for entry in entries] == pytest.approx(ranks[rank])
         assert entries[0]["placements"] == ["S(0)"]
         assert (entries[0]["device_mesh"], entries[0]["shape"], entries[0]["local_shape"]) == ([0, 1], [2, 6], [1, 6])
+
+
+@pytest.mark.slow
+@shards_on_cpu
+def test_gradients_of_parameters_in_tensor_parallel_are_those_of_each_backward_pass(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    for rank, norms in enumerate(two_ranks.run(runs.train_in_tensor_parallel, str(tmp_path)).values()):
+        dumped = data(tmp_path, 0, f"rank{rank}")
+        entries = [dumped[f"Module.root.Linear.parameters_grad.{number}"]["weight"][0] for number in (0, 1)]
+        assert [entry["Norm"] for entry in entries] == pytest.approx(norms)
 
 
 def ended(how: str, path: Path) -> subprocess.CompletedProcess[str]:

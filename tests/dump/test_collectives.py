@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpstats._observe.groups import operators_name_reduce_op
 from ddpstats.cli import main
 from ddpstats.dump import StatsDump
-from ddpstats.dump.format._files import open_rank
+from ddpstats.dump.reader import open_rank
 from ddpstats.testing import RankPool
 from tests.capabilities import needs_guard
 from tests.dump import collectives_runs as runs
@@ -152,8 +152,8 @@ def test_nan_of_one_rank_is_traced_back_through_the_reducer(path: Path, capsys: 
     assert [(origin["rank"], origin["name"], origin["kind"]) for origin in document["origins"]] == [
         (1, "Torch.log.0.forward", "computation")
     ]
-    assert document["phase"] == "between collectives"
-    assert document["rank_1"][0]["construct_info"] == ["Module.root.LogOfNegative.forward.0"]
+    assert document["origins"][0]["after"].startswith("Distributed.")
+    assert document["origins"][0]["modules"] == ["Module.root.LogOfNegative.forward.0"]
 
 
 def test_entry_of_a_collective_is_where_the_collective_ended(path: Path) -> None:
@@ -194,7 +194,7 @@ def test_stack_of_a_collective_begins_in_the_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("method", ["collective_begins", "collective_ends"])
+@pytest.mark.parametrize("method", ["begin", "end"])
 def test_error_of_the_dump_does_not_reach_a_collective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -205,7 +205,7 @@ def test_error_of_the_dump_does_not_reach_a_collective(
         dist.all_reduce(tensor, async_op=True).wait()
         model(torch.ones(1, 1)).sum().backward()
 
-    monkeypatch.setattr(f"ddpstats.dump.collect._recorder.Recorder.{method}", fails)
+    monkeypatch.setattr(f"ddpstats.dump.record.recorder.Recorder.{method}", fails)
     tensor, model = torch.ones(3), DistributedDataParallel(nn.Linear(1, 1, bias=False))
     with pytest.warns(UserWarning, match="could not be collected"):
         dumped_in(tmp_path, body)

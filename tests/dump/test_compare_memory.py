@@ -10,8 +10,8 @@ import pytest
 from tests import programs
 from tests.dump.hand_made import forward, tensor
 
-SIZE_BYTES = 80_000_000
-LIMIT_BYTES = 50_000_000
+SIZE_BYTES = 30_000_000
+LIMIT_BYTES = 20_000_000
 PROGRAM = """
 import re, sys
 from ddpstats.cli import main
@@ -32,7 +32,7 @@ def dump(path: Path, layout: str, size_bytes: int, *, mean: float) -> str:
     last = forward([{**tensor(1.0, 2.0), "Mean": mean}])
     with (path / layout).open("w") as file:
         if layout == "dump.json":
-            file.write('{"task": "statistics", "level": "L1", "data": {\n')
+            file.write('{"task": "statistics", "level": "L1", "ddpstats": 1, "data": {\n')
             line = f'"Torch.add.@.forward": {json.dumps(entry)},\n'
             end = f'"Torch.last.0.forward": {json.dumps(last)}\n}}}}\n'
         else:

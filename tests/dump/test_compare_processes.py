@@ -29,24 +29,27 @@ def compare(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, di
 
 def test_ranks_that_agree_have_status_0(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, report = compare(dumps / "good", capsys=capsys)
-    assert (status, report["different"], report["ranks"]) == (0, 0, [0, 1, 2])
-    assert report["compared"] > 8, "parameters of all modules, and what all_reduce gave"
+    (ranks,) = report["comparisons"]
+    assert (status, ranks["unequal"], ranks["ranks"]) == (0, 0, [0, 1, 2])
+    assert ranks["compared"]["statistics"] > 8, "parameters of all modules, and what all_reduce gave"
 
 
 def test_rank_with_another_weight_is_named(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, report = compare(dumps / "bad", capsys=capsys)
     assert status == 1
-    assert report["first"]["name"] == "Module.1.linear.Linear.forward.0.parameters.weight"
-    assert all(divergence["culprit_ranks"] == [1] for divergence in report["divergences"])
+    rows = report["comparisons"][0]["rows"]
+    assert (rows[0]["names"]["rank 1"], rows[0]["path"]) == ("Module.1.linear.Linear.forward.0", "parameters.weight")
+    assert all(row["culprits"] == ["rank 1"] for row in rows)
 
 
 def test_runs_are_compared_rank_by_rank(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, report = compare(dumps / "good", dumps / "good", "--exact", capsys=capsys)
-    assert (status, len(report["ranks"])) == (0, 3)
+    assert (status, len(report["comparisons"])) == (0, 3)
     status, report = compare(dumps / "bad", dumps / "good", "--exact", capsys=capsys)
-    first = [rank["first_unequal"] for rank in report["ranks"]]
+    first = [rank["rows"][0] for rank in report["comparisons"]]
     assert status == 1
-    assert first[1]["name"] == "Functional.linear.1.forward.input.1"
+    assert (first[1]["names"]["A"], first[1]["path"]) == ("Functional.linear.1.forward", "input.1")
     assert first[1]["parent"] == "Module.1.linear.Linear.forward.0"
     assert any("collecting.py" in line for line in first[1]["stack"])
-    assert first[0]["name"] == "Distributed.all_reduce.0.forward.output.0", "it has reduced the other's gradient too"
+    assert first[0]["names"]["A"] == "Distributed.all_reduce.0.forward", "it has reduced the other's gradient too"
+    assert first[0]["path"] == "output.0"

@@ -19,14 +19,15 @@ def named(name: str, **more: Any) -> list[Any]:
     return [(name, forward([tensor(1.0, **more)], [tensor(1.0, 2.0)]))]
 
 
-def test_missing_checksum_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensor_without_a_checksum_is_compared_by_statistics(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pair = two(tmp_path, *[named("Torch.a.0.forward", md5="00000000")] * 2)
-    for more in ([], ["--csv", tmp_path / "t.csv"]):
-        status, text = compare(*pair, "--mode", "md5", *more, capsys=capsys)
-        assert (status, "both have no md5 of this tensor" in text) == (1, True)
+    text = compare(*pair, "--mode", "md5", capsys=capsys)[1]
+    assert "2 tensors in 1 rank: 1 equal in their checksums, 1 equal in all their statistics" in text
 
 
-@pytest.mark.parametrize(("mode", "words"), [("md5", "no checksums in"), ("tensor", "no saved tensors in")])
+@pytest.mark.parametrize(("mode", "words"), [("md5", "no tensor has its checksum"), ("tensor", "has its elements")])
 def test_mode_that_the_dumps_do_not_hold_is_refused(
     mode: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -37,26 +38,11 @@ def test_mode_that_the_dumps_do_not_hold_is_refused(
         assert (status, words in text) == (2, True)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["A", "--tolerance", "0.1"],
-        ["A", "--any-step"],
-        ["A", "B", "--any-step", "--tensor", "x"],
-        ["A", "B", "--csv", "t.csv", "--tensor", "x"],
-        ["A", "B", "--mode", "md5", "--tensor", "x"],
-    ],
-)
-def test_option_that_does_not_apply_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = compare(*words, capsys=capsys)
-    assert (status, "is for comparing" in text, "Leave it out" in text) == (2, True, True)
-
-
 def test_nothing_to_compare_has_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = two(tmp_path, [], [])
     status, text = compare(*pair, capsys=capsys)
     assert (status, text.startswith("NOTHING TO COMPARE: ")) == (2, True)
-    assert compare_json(*pair, capsys=capsys)[1]["verdict"] == "nothing to compare"
+    assert compare_json(*pair, capsys=capsys)[1]["status"] == 2
 
 
 def test_parameter_is_named_before_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,8 +52,7 @@ def test_parameter_is_named_before_the_output(tmp_path: Path, capsys: pytest.Cap
 
     status, text = compare(*two(tmp_path, entries(9.0), entries(1.0)), capsys=capsys)
     assert status == 1
-    assert "first that is unequal at all:\n    Module.m.L.forward.0  parameters.weight" in text
-    assert "its inputs and parameters were equal if it is an output" in text
+    assert "first that differs:\n    Module.m.L.forward.0  parameters.weight" in text
 
 
 def test_unprintable_name_is_escaped_in_every_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +98,7 @@ def test_damaged_stack_file_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "without what stack.json says" in text
     assert "Functional.linear.0.forward  output.0" in text
     status, report = compare_json(a, b, capsys=capsys)
-    assert (status, "stack.json" in report["ranks"][0]["notes"][0]) == (1, True)
+    assert (status, "stack.json" in report["notes"][0]) == (1, True)
 
 
 def test_argument_nested_too_deep_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +115,7 @@ def test_rank_without_a_dump_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
         write_rank(tmp_path / side / "step0" / "rank0", ONE)
     (tmp_path / "a" / "step0" / "rank2").mkdir()
     status, text = compare(tmp_path / "a", tmp_path / "b", capsys=capsys)
-    assert (status, "A: rank2 has no dump" in text) == (0, True)
+    assert (status, "step0/rank2 has no dump" in text) == (0, True)
 
 
 def test_tensors_that_neither_side_saved_are_compared_by_statistics(
@@ -146,7 +131,7 @@ def test_tensors_that_neither_side_saved_are_compared_by_statistics(
 
     status, text = compare(saved("a"), saved("b"), "--mode", "tensor", capsys=capsys)
     assert status == 0
-    assert "3 tensors in 1 rank are equal element by element, 2 that neither side saved in all their statist" in text
+    assert "3 tensors in 1 rank: 1 equal element by element, 2 equal in all their statistics" in text
 
 
 def test_unprintable_name_is_escaped_in_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +144,7 @@ def test_unprintable_name_is_escaped_in_an_error(tmp_path: Path, capsys: pytest.
 def test_tolerance_that_is_no_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["compare", "A", "B", "--tolerance", "abc"])
-    assert "abc: a ratio of 0 or more is expected, 0.5 for 50 %" in capsys.readouterr().err
+    assert "argument --tolerance: invalid ratio value: 'abc'" in capsys.readouterr().err
 
 
 def test_process_without_ranks_is_compared_as_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

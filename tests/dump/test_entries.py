@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump.format._entries import DumpEntry, DumpLeaf
+from ddpstats.dump.reader import DumpEntry, DumpLeaf
 from ddpstats.errors import DumpError
 from tests.dump.hand_made import backward, forward, tensor
 
@@ -88,10 +88,10 @@ def test_deeply_nested_entry_is_refused() -> None:
     [
         ("Max", [1], r"Max: \[1\] is not a number"),
         ("shape", [2, -1], "shape is "),
-        ("md5", 5, "md5 is 5, and should be a string"),
-        ("data_name", ["a"], "data_name is "),
-        ("nan_count", "many", "nan_count is 'many', and should be a whole number"),
-        ("first_bad", 3, "first_bad is 3"),
+        ("md5", 5, "md5: 5 is not a string"),
+        ("data_name", ["a"], "data_name: "),
+        ("nan_count", "many", "nan_count: 'many' is not a whole number"),
+        ("first_bad", 3, "first_bad: 3 is not a list of whole numbers"),
     ],
 )
 def test_unusable_field_is_named(field: str, value: Any, words: str) -> None:

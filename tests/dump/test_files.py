@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.dump.format import _files
-from ddpstats.dump.format._files import find_ranks, open_rank, ranks_without_dump, steps_in
+from ddpstats.dump import reader
+from ddpstats.dump.reader import find_ranks, open_rank, ranks_without_dump, steps_in
 from ddpstats.errors import DumpError
-from tests.dump.hand_made import forward, tensor, write_lines, write_rank
+from tests.dump.hand_made import as_lines, backward, document, forward, tensor, write_lines, write_rank
 
 ENTRIES = [("Torch.a.0.forward", forward([tensor(1.0)], [tensor(2.0)])), ("Torch.b.0.forward", forward([tensor(2.0)]))]
 
@@ -22,6 +22,15 @@ def test_root_step_rank_and_file_lead_to_the_rank(given: str, tmp_path: Path) ->
     (dump,) = find_ranks(tmp_path / given)
     assert (dump.rank, dump.step, dump.level, dump.task, dump.complete) == (0, 3, "L1", "statistics", True)
     assert [(entry.name, entry.raw) for entry in dump.entries()] == ENTRIES
+
+
+@pytest.mark.parametrize("given", [".", "step0", "step0/proc4242", "step0/proc4242/dump.json"])
+def test_process_of_msprobe_is_found(given: str) -> None:
+    (dump,) = find_ranks(Path(__file__).parent / "msprobe_26/one" / given)
+    assert (dump.rank, dump.step, dump.level) == (None, 0, "mix")
+    assert len(list(dump.entries())) == 37
+    assert dump.stack_of("Tensor.add.0.forward")
+    assert dump.parent_of("Functional.linear.0.forward") == "Module.fc.Linear.forward.0"
 
 
 def test_ranks_are_sorted_by_number(tmp_path: Path) -> None:
@@ -72,7 +81,7 @@ def test_stack_and_parent_of_an_entry_are_read(old: bool, tmp_path: Path) -> Non
 
 
 def test_missing_dump_is_named_with_what_is_there(tmp_path: Path) -> None:
-    with pytest.raises(DumpError, match=r"nowhere: there is no such file or directory. Give the dump_path"):
+    with pytest.raises(DumpError, match=r"nowhere: no dump here: no such file or directory. Give the dump_path"):
         find_ranks(tmp_path / "nowhere")
     with pytest.raises(DumpError, match=r"no dump here: .*it is empty"):
         find_ranks(tmp_path)
@@ -84,26 +93,88 @@ def test_missing_dump_is_named_with_what_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "expected here|ends in the middle"),
-        ("[]", "a JSON object was expected"),
-        ('{"task": "statistics"}', 'it has no "data"'),
+        ("", r"it is not JSON: Expecting value: line 1 column 1 \(char 0\)"),
+        ("[]", r"it is '\[\]', and should be an object"),
+        ('{"task": "statistics"}', "\"data\" is 'None', and should be an object"),
         ('{"data": {"a": 5}}', "a is '5', and should be an object"),
+        ('{"data": {\n"a": 5\n}}\n', "the line at byte 11 is no entry"),
+        ('{"data": {\n"a": {},\n"b": {]}\n}}\n', "b is not JSON: Expecting property name"),
+        ('{"data": {\n"a": {}\n}}\n{', "the line at byte 19 is no entry"),
+        ('{"task": }, "data": {\n"a": {}\n}}\n', "its first line is no JSON object: Expecting value"),
+        ('{"data": {\n"\xe4": {}\n}}\n', "at byte 11: 'ascii' codec can't decode"),
+        ('{"data": {"a": {"x": ' + "[" * 200_000, "it is nested too deeply"),
+        ('{"data": {\n"a": {"x": ' + "[" * 200_000 + "}\n}}\n", "it is nested too deeply"),
+        ('{"data": {"a": {"x": ' + "1" * 5000, "it is not JSON: Exceeds the limit"),
     ],
+    ids=lambda value: repr(value)[:30],
 )
 def test_damaged_file_is_refused_by_name(text: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "dump.json").write_text(text)
+    (tmp_path / "dump.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(DumpError, match=rf"dump.json: .*({words})"):
         list(open_rank(tmp_path).entries())
 
 
 def test_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_files, "LARGEST_VALUE_BYTES", 100)
+    monkeypatch.setattr(reader, "LARGEST_ENTRY_BYTES", 100)
     (tmp_path / "dump.jsonl").write_bytes(bytes(1000))
     with pytest.raises(DumpError, match=r"dump.jsonl: its first line is no JSON object"):
         open_rank(tmp_path)
     (tmp_path / "dump.jsonl").write_bytes(b'{"task": "statistics"}\n' + bytes(1000))
-    with pytest.raises(DumpError, match=r"dump.jsonl: a line of more than 100 bytes"):
+    with pytest.raises(DumpError, match=r"dump.jsonl: at byte 23: a line of more than 100 bytes"):
         list(open_rank(tmp_path).entries())
+
+
+def test_large_file_of_another_layout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "LARGEST_FILE_BYTES", 500)
+    write_rank(tmp_path / "rank0", ENTRIES)
+    assert len(list(open_rank(tmp_path / "rank0").entries())) == 2
+    write_rank(tmp_path / "rank1", ENTRIES, layout=1)
+    with pytest.raises(DumpError, match=r"dump.json has 903 bytes, and a file that .* only up to 500\. Dump"):
+        open_rank(tmp_path / "rank1")
+
+
+ODD = [
+    ("Functional.linear.0.forward", forward([tensor(1.0, 2.0)], [tensor(3.0), {"type": "str", "value": 'a "}{" b'}])),
+    ('Tensor.é\\."1.backward', backward([tensor(float("nan"), 1.0)], [None, {}])),
+    ("empty", {}),
+    *((f"Torch.add.{n}.forward", forward([tensor(float(n)), {"type": "slice", "value": [None, 1]}])) for n in range(9)),
+]
+WHOLE = document(ODD)
+LAYOUTS = {
+    "our lines": as_lines(WHOLE),
+    "lines of Windows": as_lines(WHOLE).replace("\n", "\r\n"),
+    "no entry": as_lines(document([])),
+    "one line": json.dumps(WHOLE),
+    "indent 4, not ASCII": json.dumps(WHOLE, indent=4, ensure_ascii=False),
+    "with a byte order mark": "\ufeff" + json.dumps(WHOLE),
+    "more after the data": json.dumps({**WHOLE, "later": [1, {"a": "}"}]}, indent=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_has_the_same_entries(layout: str, tmp_path: Path) -> None:
+    (tmp_path / "dump.json").write_bytes(LAYOUTS[layout].encode())
+    dump = open_rank(tmp_path)
+    assert {key: dump.header[key] for key in WHOLE if key != "data"} == {k: v for k, v in WHOLE.items() if k != "data"}
+    assert repr([(entry.name, entry.raw) for entry in dump.entries()]) == repr([] if layout == "no entry" else ODD)
+    for member in dump.members():
+        assert dump.reread(member.key, member.offset, member.size) == member
+
+
+@pytest.mark.parametrize("layout", ["our lines", "one line", "more after the data"])
+def test_file_cut_anywhere_is_refused(layout: str, tmp_path: Path) -> None:
+    text = LAYOUTS[layout].rstrip()
+    for cut in [0, 1, *range(2, len(text) - 1, 97), len(text) - 1]:
+        (tmp_path / "dump.json").write_text(text[:cut])
+        with pytest.raises(DumpError, match=r"dump\.json: .*\. It is damaged, not copied completely") as caught:
+            list(open_rank(tmp_path).entries())
+        assert caught.value.path == str(tmp_path / "dump.json")
+
+
+def test_entry_of_a_killed_run_is_read_again(tmp_path: Path) -> None:
+    dump = open_rank(write_lines(tmp_path / "rank0", ENTRIES))
+    for member in list(dump.members()):
+        assert dump.reread(member.key, member.offset, member.size) == member
 
 
 def test_pipe_is_not_read(tmp_path: Path) -> None:
@@ -127,6 +198,8 @@ def test_tensor_file_outside_the_dump_is_refused(name: str, tmp_path: Path) -> N
         dump.tensor_file(name)
     with pytest.raises(DumpError, match=r"gone.pt is not there"):
         dump.tensor_file("gone.pt")
+    with pytest.raises(DumpError, match=r"long is not there"):
+        dump.tensor_file("long" * 100)
     os.mkfifo(tmp_path / "dump_tensor_data" / "pipe.pt")
-    with pytest.raises(DumpError, match=r"pipe.pt is no regular file"):
+    with pytest.raises(DumpError, match=r"pipe.pt is not there, or no regular file"):
         dump.tensor_file("pipe.pt")

@@ -8,12 +8,18 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from ddpstats.cli import main
+from ddpstats.dump.analyze.stomp import MemoryWalk
+from ddpstats.dump.reader import DumpEntry
+from tests.dump.collecting import dumped
 from tests.dump.dumps import INF, NAN, backward, collective, forward, leaf, write, write_lines
 
 BAD, OTHER_BAD = leaf(NAN, NAN), leaf(NAN, NAN, (9,))
@@ -83,6 +89,14 @@ CASES: dict[str, tuple[Entries, list[tuple[str, str]]]] = {
         {"Torch.exp.0.forward": forward(leaf(100.0), out=OVERFLOW), MUL: forward(OVERFLOW, out=leaf(INF, 1.0))},
         [("computation", "Torch.exp.0.forward")],
     ),
+    "gradient of a parameter, after a backward pass that made it": (
+        {
+            "Torch.exp.0.forward": forward(leaf(1000.0), out=leaf(INF, INF, (), requires_grad=True)),
+            "Torch.sqrt.0.backward": backward(leaf(), out=BAD),
+            "Module.fc.Linear.parameters_grad.0": {"weight": [OTHER_BAD]},
+        },
+        [("computation", "Torch.sqrt.0.backward")],
+    ),
     "gradient of a parameter, and nothing else": (
         {"Module.fc.Linear.parameters_grad.0": {"weight": [BAD]}},
         [("gradient", "Module.fc.Linear.parameters_grad.0")],
@@ -90,6 +104,14 @@ CASES: dict[str, tuple[Entries, list[tuple[str, str]]]] = {
     "recomputed call": (
         {LOG_0: forward(leaf(), out=BAD, is_recompute=True), "Torch.log.1.backward": backward(leaf(), out=BAD)},
         [("computation", "Torch.log.1.backward")],
+    ),
+    "entry that is written when the backward pass has ended": (
+        {
+            "Torch.sum.0.backward": backward(leaf(), out=leaf(2.0)),
+            "Torch.mul.0.backward": backward(OTHER_BAD, out=leaf(NAN, NAN, (8,))),
+            "Torch.gru.0.backward": backward(leaf(2.0), None, out=[OTHER_BAD, None]),
+        },
+        [("computation", "Torch.gru.0.backward")],
     ),
     "second backward pass of a function": (
         {
@@ -200,7 +222,7 @@ def test_mask_of_infinity_is_no_origin_unless_it_was_computed(tmp_path: Path, ma
 def test_finite_dump_has_no_origin_and_status_0(tmp_path: Path) -> None:
     status, text = report(write(tmp_path, {"Torch.add.0.forward": forward(leaf(), out=leaf())}, None))
     assert status == 0
-    assert "Nothing found: every tensor is finite" in text
+    assert "Nothing found: every recorded tensor is finite" in text
     assert "1 rank of step 0, 1 entry, 0 collectives." in text
 
 
@@ -214,7 +236,7 @@ def test_nan_in_a_parameter_is_not_finite_before_the_step(tmp_path: Path) -> Non
     assert blamed(step) == [(0, "parameter", LINEAR)]
     assert f"parameter net.fc.weight, used by {LINEAR}, holds NaN" in report(step)[1]
     step = write(tmp_path / "calls only", inside, level="L1")
-    assert f"input.1 of {LINEAR} (a parameter?) holds NaN" in report(step)[1]
+    assert f"not finite before the step: input.1 of {LINEAR} holds NaN" in report(step)[1]
     module = forward(leaf(), out=OTHER_BAD, parameters={"weight_hh_l0": BAD})
     text = report(write(tmp_path / "root", {"Module.root.GRU.forward.0": module}))[1]
     assert "parameter weight_hh_l0, used by" in text
@@ -227,7 +249,7 @@ def test_nan_that_no_recorded_entry_made_has_arrived(tmp_path: Path) -> None:
     entries = {"Torch.add.0.forward": forward(leaf(), out=FINE), "Torch.mul.0.forward": forward(BAD, out=OTHER_BAD)}
     step = write(tmp_path / "later", entries)
     assert blamed(step) == [(0, "arrived", "Torch.mul.0.forward")]
-    assert "not finite, and made by nothing that was recorded: input.0" in report(step)[1]
+    assert "not finite and made by nothing that was recorded: input.0" in report(step)[1]
 
 
 def test_nan_that_the_program_wrote_is_given(tmp_path: Path) -> None:
@@ -246,22 +268,20 @@ def test_json_is_legal_and_has_the_notes(tmp_path: Path) -> None:
     assert "stack.json" in json.loads(text)["notes"][0]
 
 
-@pytest.mark.parametrize("inner_first", [True, False])
-def test_innermost_entry_is_named_with_its_modules(tmp_path: Path, inner_first: bool) -> None:
-    inside = {
+def test_innermost_entry_is_named_with_its_modules(tmp_path: Path) -> None:
+    entries = {
         "Functional.linear.0.forward": forward(leaf(), out=leaf(2.0)),
         "Torch.log.0.forward": forward(leaf(2.0), out=BAD),
         "Module.net.fc.Linear.forward.0": forward(leaf(), out=BAD),
+        "Module.net.Net.forward.0": forward(leaf(), out=BAD),
     }
-    outside = {"Module.net.Net.forward.0": forward(leaf(), out=BAD)}
-    entries = {**inside, **outside} if inner_first else {**outside, **dict(reversed(inside.items()))}
     parents = {"Torch.log.0.forward": "Module.net.fc.Linear.forward.0"}
     parents["Module.net.fc.Linear.forward.0"] = "Module.net.Net.forward.0"
     stacks = {"Torch.log.0.forward": ["File /home/train.py, line 12, in forward,\n    y = x.log()"]}
     step = write(tmp_path, entries, parents=parents, stacks=stacks)
-    (origin,) = findings(step)["rank_0"]
-    assert origin["op_name"] == "Torch.log.0.forward"
-    assert origin["construct_info"] == ["Module.net.fc.Linear.forward.0", "Module.net.Net.forward.0"]
+    (origin,) = findings(step)["origins"]
+    assert origin["name"] == "Torch.log.0.forward"
+    assert origin["modules"] == ["Module.net.fc.Linear.forward.0", "Module.net.Net.forward.0"]
 
 
 def test_text_and_json_of_a_computation(tmp_path: Path) -> None:
@@ -277,28 +297,25 @@ def test_text_and_json_of_a_computation(tmp_path: Path) -> None:
     assert text == (
         """\
 1 rank of step 0, 2 entries, 0 collectives.
+Not recorded: where tensors are in memory.
 
 Rank 3: Torch.log.0.forward made the first NaN: its inputs are finite.
   at File /home/train.py, line 12, in forward, y = x.log()
   in Module.net.Net.forward.0
-  inputs:
     input.0  float32[2, 3]  Max 3, Min -1, Mean 1, Norm 4
-  outputs:
     output.0  float32[2, 3]  Max nan, Min nan, Mean nan, Norm nan, 2 NaN, first at [0, 0]
-  just before: Torch.add.0.forward
-  What to do next: dump the step again with task "tensor" and list ["Torch.log.0.forward"], to see the elements. """
-        """If nothing is found then, timing matters: set async_dump, and suspect memory that is given out too early.
-
-note: rank 3: this dump does not record where its tensors are in memory.
+  What to do next: run it alone on its tensors (task "tensor", list ["Torch.log.0.forward"]). If nothing is found """
+        """then, timing matters: set async_dump, and suspect memory that is given out too early.
 """
     )
     status, text = report(step, "--json")
     document = json.loads(text)
     assert status == 1
-    assert document["origins"][0]["name"] == "Torch.log.0.forward"
-    assert document["rank_3"][0]["op_name"] == "Torch.log.0.forward"
-    assert document["rank_3"][0]["data_info"]["output"][0]["Max"] == "NaN"
-    assert document["rank_3"][0]["construct_info"] == ["Module.net.Net.forward.0"]
+    (origin,) = document["origins"]
+    assert (origin["rank"], origin["name"]) == (3, "Torch.log.0.forward")
+    assert origin["entry"]["output"][0]["Max"] == "NaN"
+    assert origin["modules"] == ["Module.net.Net.forward.0"]
+    assert origin["stack"] == ["File /home/train.py, line 12, in forward, y = x.log()"]
 
 
 def test_unused_infinity_is_a_note_and_hides_no_origin(tmp_path: Path) -> None:
@@ -316,23 +333,45 @@ def test_report_names_what_the_dump_leaves_out(tmp_path: Path) -> None:
     selected = {"scope": [], "list": ["add"], "data_mode": ["forward", "output"]}
     text = report(write(tmp_path / "list", fine, header=selected))[1]
     assert "Nothing found: every recorded tensor is finite" in text
-    assert "Not recorded: what is outside of list add; anything but forward, output (data_mode)." in text
+    assert "Not recorded: what list, data_mode of the configuration may leave out; where" in text
     text = report(write(tmp_path / "L0", fine, level="L0"))[1]
-    assert "Not recorded: operations between modules (level L0)." in text
+    assert "Not recorded: operations between modules (level L0); where" in text
     text = report(write(tmp_path / "rank", {REDUCE.format(0): collective(FINE, out=FINE)}))[1]
-    assert "Not recorded: rank 1." in text
+    assert "Not recorded: rank 1; where" in text
     bad = {"Functional.linear.0.forward": forward(BAD, leaf(), out=leaf(NAN, NAN, (9,)))}
     assert "not finite before the first entry" in report(write(tmp_path / "one", bad, header=selected))[1]
     assert "not finite before the first entry" in report(write(tmp_path / "theirs", bad, header={}))[1]
     text = report(write(tmp_path / "arrived", bad, level="L0"))[1]
-    assert 'operations between modules are not in an L0 dump: dump with level "mix".' in text
+    assert 'operations inside of modules and between them are not in an L0 dump: dump with level "mix".' in text
 
 
 def test_inputs_that_are_not_recorded_are_not_called_finite(tmp_path: Path) -> None:
     text = report(write(tmp_path / "output", {LOG.format(0): forward(out=BAD)}))[1]
     assert "made the first NaN: its inputs are not in this dump" in text
-    text = report(write(tmp_path / "backward", {"Torch.log.0.backward": backward(leaf(), out=BAD)}))[1]
-    assert "its inputs are finite, and the forward pass is not in this dump" in text
+
+
+class Logarithm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x - 10)
+
+
+@pytest.mark.parametrize("level", ["L0", "mix"])
+@pytest.mark.parametrize("has_gradients", [True, False])
+@pytest.mark.parametrize("last", [nn.Identity(), nn.Dropout(0.0).eval()])
+def test_module_that_returns_its_input_hides_no_origin(
+    tmp_path: Path, level: str, has_gradients: bool, last: nn.Module
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Logarithm(), nn.Identity(), nn.Linear(4, 4), last)
+
+    def step() -> None:
+        with torch.set_grad_enabled(has_gradients):
+            loss = model(torch.ones(2, 4)).sum()
+        if has_gradients:
+            loss.backward()
+
+    dumped(tmp_path, step, model, level)
+    name = "Module.1.Logarithm.forward.0" if level == "L0" else "Torch.log.0.forward"
+    assert blamed(tmp_path) == [(None, "computation", name)]
 
 
 # -- growth -----------------------------------------------------------------------------------------------------------
@@ -391,7 +430,8 @@ def test_rank_that_made_the_nan_before_the_first_collective_is_named(tmp_path: P
         {LOG.format(0): forward(leaf(), out=BAD), REDUCE.format(0): collective(BAD, out=BAD)},
     )
     assert blamed(step) == [(1, "computation", LOG.format(0))]
-    assert findings(step)["phase"] == "before the first collective"
+    (origin,) = findings(step)["origins"]
+    assert (origin["after"], origin["before"]) == (None, REDUCE.format(0))
 
 
 def test_earliest_nan_between_collectives_is_named_whatever_its_rank(tmp_path: Path) -> None:
@@ -407,7 +447,7 @@ def test_earliest_nan_between_collectives_is_named_whatever_its_rank(tmp_path: P
     }
     (origin,) = findings(two_ranks(tmp_path, first, second))["origins"]
     assert (origin["rank"], origin["name"]) == (1, LOG.format(0))
-    assert (origin["after"], origin["until"]) == (REDUCE.format(0), REDUCE.format(1))
+    assert (origin["after"], origin["before"]) == (REDUCE.format(0), REDUCE.format(1))
 
 
 def test_sum_that_overflows_is_blamed_on_the_collective(tmp_path: Path) -> None:
@@ -424,12 +464,12 @@ def test_sum_that_overflows_is_blamed_on_the_collective(tmp_path: Path) -> None:
 
 
 def test_collective_with_undumped_ranks_names_them(tmp_path: Path) -> None:
-    step = write(tmp_path / "nan", {REDUCE.format(0): collective(FINE, out=BAD, ranks=(0, 1, 2))}, 0)
+    step = write(tmp_path, {REDUCE.format(0): collective(FINE, out=BAD, ranks=(0, 1, 2))}, 0)
     text = report(step)[1]
-    assert "finite on the dumped ranks; it came from ranks 1, 2 (of ranks 1, 2 there is no dump)" in text
+    assert (
+        "finite on the dumped ranks; it came from ranks 1, 2, of which there is no dump, or from the collective" in text
+    )
     assert "What to do next: dump ranks 1, 2 as well." in text
-    step = write(tmp_path / "inf", {REDUCE.format(0): collective(FINE, out=leaf(INF, 0.0), ranks=(0, 1))}, 0)
-    assert "finite on the dumped ranks; it came from rank 1 or from the sum" in report(step)[1]
 
 
 def test_broadcast_is_not_blamed_for_the_buffers_of_receivers(tmp_path: Path) -> None:
@@ -487,11 +527,11 @@ def test_peers_given_by_position_are_matched(tmp_path: Path) -> None:
     assert findings(step)["unmatched"] == []
 
 
-def test_message_without_peer_is_noted(tmp_path: Path) -> None:
-    step = write(tmp_path, {"Distributed.recv.0.forward": collective(out=FINE)})
-    assert findings(step)["unmatched"] == [
-        "Distributed.recv.0.forward of rank 0 does not say with whom: what it received is not followed back"
-    ]
+def test_message_without_peer_is_of_its_rank_alone(tmp_path: Path) -> None:
+    received = {"Distributed.recv.0.forward": collective(out=BAD), "Torch.mul.0.forward": forward(BAD, out=OTHER_BAD)}
+    step = two_ranks(tmp_path, received, {"Distributed.send.0.forward": collective(FINE)})
+    assert blamed(step) == [(0, "collective", "Distributed.recv.0.forward")]
+    assert findings(step)["unmatched"] == []
 
 
 def test_numbered_collectives_are_matched_where_an_entry_is_missing(tmp_path: Path) -> None:
@@ -522,7 +562,7 @@ def test_rank_whose_dump_ends_early_is_named(tmp_path: Path) -> None:
     )
     status, text = report(step)
     assert status == 1
-    assert "rank 1: incomplete: the run ended inside this step; the newest entries may be missing" in text
+    assert "the end of the step of rank 1, in which the run ended" in text
     assert f"note: {REDUCE.format(1)} of rank 0 has no counterpart in the dump of rank 1" in text
     assert blamed(step) == [(1, "computation", LOG.format(0))]
 
@@ -545,7 +585,7 @@ def test_live_storages_that_share_memory_are_reported_with_status_1(tmp_path: Pa
     }
     status, text = report(write(tmp_path, entries))
     assert status == 1
-    assert "No NaN or infinity found: every tensor is finite" in text
+    assert "No NaN or infinity found: every recorded tensor is finite" in text
     assert "Nothing found" not in text
     assert "note: rank 0: live storages that share memory (a stomp, unless it is meant, as by from_numpy" in text
     assert (
@@ -563,6 +603,38 @@ def test_reused_memory_is_not_reported(tmp_path: Path) -> None:
         "Module.a.A.backward.0": backward(placed(3, 4096, 64), out=placed(4, 4096, 64)),
     }
     assert "share memory" not in report(write(tmp_path, entries))[1]
+
+
+def test_gradients_of_an_entry_that_is_written_late_are_not_live_until_then(tmp_path: Path) -> None:
+    """A GRU of which nothing uses the last state: its backward entry is written when the pass has ended."""
+    entries = {
+        "Torch.cat.0.backward": backward(placed(1, 4096, 64), out=placed(2, 8192, 64)),
+        "Torch.add.0.backward": backward(placed(3, 65536, 64), out=placed(4, 8192, 64)),
+        "Torch.gru.0.backward": backward(placed(2, 8192, 64), None, out=[placed(5, 65536, 64), None]),
+    }
+    assert "share memory" not in report(write(tmp_path, entries))[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shared_memory_is_that_of_a_search_over_all_pairs(seed: int) -> None:
+    choice = random.Random(seed)
+    storages = [(number, 16 * choice.randrange(1, 60), 16 * choice.randrange(1, 40)) for number in range(20)]
+    seen: dict[int, list[int]] = {}
+    walk = MemoryWalk("L1")
+    for time in range(30):
+        storage = choice.choice(storages)
+        seen.setdefault(storage[0], []).append(time)
+        walk.take(DumpEntry(f"Torch.add.{time}.forward", forward(out=placed(*storage))))
+    expected = {
+        (one, other)
+        for one, start, size in storages
+        for other, other_start, other_size in storages
+        if one < other and one in seen and other in seen
+        if max(start, other_start) < min(start + size, other_start + other_size)
+        if max(seen[one][0], seen[other][0]) <= min(seen[one][-1], seen[other][-1])
+    }
+    found = [{overlap.first.number, overlap.second.number} for overlap in walk.overlaps() or ()]
+    assert sorted(map(sorted, found)) == sorted(map(list, expected))
 
 
 # -- dumps that are refused -------------------------------------------------------------------------------------------

@@ -11,44 +11,46 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump.format._names import file_name
-from ddpstats.dump.format._writer import StepWriter
+from ddpstats.dump.msprobe import file_name
+from ddpstats.dump.writer import StepWriter
 
 HEADER = {"task": "statistics", "level": "mix", "dump_data_dir": None}
 ENTRY: dict[str, Any] = {"input_args": [{"Max": math.nan, "Min": -math.inf}], "output": []}
 
 
-def written(path: Path, *, at_once: bool, header: dict[str, Any] = HEADER) -> StepWriter:
-    writer = StepWriter(path, header, at_once=at_once)
-    stack, other = writer.new_stack(["a line", "another"]), writer.new_stack(["of nobody"])
+def written(path: Path) -> StepWriter:
+    writer = StepWriter(path, HEADER)
+    stack, other = writer.new_stack(["a line", "another"]), writer.new_stack(["of no entry"])
     writer.add("Torch.add.0.forward", ENTRY, stack, "Module.root.Net.forward.0")
     writer.add("Module.root.Net.forward.0", {"output": ['"quoted"\n']}, stack, None)
     assert other == 1
     return writer
 
 
-def test_files_are_the_same_whether_written_at_once_or_at_the_end(tmp_path: Path) -> None:
-    texts = []
-    for at_once in (True, False):
-        path = tmp_path / str(at_once)
-        writer = written(path, at_once=at_once)
-        assert (path / "dump.jsonl").exists() == at_once
-        writer.finish()
-        assert sorted(file.name for file in path.iterdir()) == ["construct.json", "dump.json", "stack.json"]
-        texts.append({file.name: file.read_text() for file in path.iterdir()})
-    assert texts[0] == texts[1]
-    dump = json.loads(texts[0]["dump.json"])
-    assert list(dump["data"]) == ["Torch.add.0.forward", "Module.root.Net.forward.0"]
-    assert math.isnan(dump["data"]["Torch.add.0.forward"]["input_args"][0]["Max"])
+def names_in(path: Path) -> list[str | None]:
+    return [json.loads(line).get("name") for line in path.read_text().splitlines()]
+
+
+def test_lines_become_the_files_of_the_format(tmp_path: Path) -> None:
+    writer, path = StepWriter(tmp_path, HEADER), tmp_path / "dump.jsonl"
+    assert not path.exists()
+    writer = written(tmp_path)
     names = ["Torch.add.0.forward", "Module.root.Net.forward.0"]
-    assert json.loads(texts[0]["stack.json"]) == {"0": [names, ["a line", "another"]]}
-    assert json.loads(texts[0]["construct.json"]) == dict(zip(names, ["Module.root.Net.forward.0", None], strict=True))
+    assert names_in(path) == [None, *names]
+    writer.finish()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["construct.json", "dump.json", "stack.json"]
+    texts = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    dump = json.loads(texts["dump.json"])
+    assert list(dump["data"]) == names
+    assert math.isnan(dump["data"]["Torch.add.0.forward"]["input_args"][0]["Max"])
+    assert json.loads(texts["stack.json"]) == {"0": [names, ["a line", "another"]]}
+    assert json.loads(texts["construct.json"]) == dict(zip(names, ["Module.root.Net.forward.0", None], strict=True))
 
 
 def test_directory_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        written(tmp_path / "step0" / "rank0", at_once=True).finish()
+        written(tmp_path / "step0" / "rank0").finish()
     finally:
         os.umask(before)
     assert (tmp_path / "step0" / "rank0").stat().st_mode & 0o777 == 0o700
@@ -62,49 +64,48 @@ def test_files_of_different_tensors_have_different_names() -> None:
     assert file_name("a b", "input.0").endswith(".input.0.pt")
 
 
-def test_full_disk_costs_no_entry_once_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def full(file: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_entry_that_a_full_disk_lost_leaves_an_incomplete_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
-
-    def full(file: int, data: bytes) -> int:
-        if len(data) > 20:
-            return write(file, data[:20])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    writer = written(tmp_path, at_once=True)
+    writer = written(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr(os, "write", lambda file, data: write(file, data[:20]) if len(data) > 20 else full(file, data))
         with pytest.raises(OSError, match="No space"):
             writer.add("Torch.add.1.forward", ENTRY, 0, None)
-        patch.setattr("ddpstats.dump.format._writer.replace_file", lambda path, fill: full(0, b""))
-        with pytest.raises(OSError, match="No space"):
-            writer.finish()
-    assert writer._file is None  # its descriptor is given back
-    writer.reopen()
     writer.add("Torch.add.2.forward", {}, 0, None)
-    assert [json.loads(line).get("name") for line in (tmp_path / "dump.jsonl").read_text().splitlines()] == [
-        None, "Torch.add.0.forward", "Module.root.Net.forward.0", "Torch.add.2.forward"
-    ]  # fmt: skip
-    writer.finish()
-    assert list(json.loads((tmp_path / "dump.json").read_text())["data"]) == [
-        "Torch.add.0.forward", "Module.root.Net.forward.0", "Torch.add.1.forward", "Torch.add.2.forward"
-    ]  # fmt: skip
+    with pytest.raises(OSError, match="No space"):
+        writer.finish()
+    names = ["Torch.add.0.forward", "Module.root.Net.forward.0", "Torch.add.2.forward"]
+    assert names_in(tmp_path / "dump.jsonl") == [None, *names]
+    assert [path.name for path in tmp_path.iterdir()] == ["dump.jsonl"]
+    assert writer._file is None  # its descriptor is given back
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_directory_of_another_writer_is_refused(tmp_path: Path, at_once: bool) -> None:
-    first = written(tmp_path, at_once=True)
+def test_files_that_a_full_disk_does_not_take_leave_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = written(tmp_path)
+    monkeypatch.setattr("ddpstats.dump.writer.replace_file", lambda path, fill: full(0, b""))
+    with pytest.raises(OSError, match="No space"):
+        writer.finish()
+    assert len(names_in(tmp_path / "dump.jsonl")) == 3
+
+
+def test_directory_of_another_writer_is_refused(tmp_path: Path) -> None:
+    first = written(tmp_path)
     with pytest.raises(FileExistsError):
-        written(tmp_path, at_once=at_once).finish()
+        written(tmp_path)
     first.finish()
     text = (tmp_path / "dump.json").read_text()
     with pytest.raises(FileExistsError):
-        written(tmp_path, at_once=at_once).finish()
+        written(tmp_path)
     assert (tmp_path / "dump.json").read_text() == text
     assert not (tmp_path / "dump.jsonl").exists()
 
 
 def test_lost_line_leaves_no_dump_json(tmp_path: Path) -> None:
-    writer = written(tmp_path, at_once=True)
+    writer = written(tmp_path)
     os.truncate(tmp_path / "dump.jsonl", 150)
     with pytest.raises(OSError, match="could not be read again"):
         writer.finish()

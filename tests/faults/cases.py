@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpstats.capture.bundle import Bundle
-from ddpstats.dump.format._files import open_rank
+from ddpstats.dump.reader import open_rank
 from ddpstats.errors import BundleError, DumpError
 from ddpstats.testing._rank_process import rank_environ
 from ddpstats.testing._rank_team import serve_store

@@ -158,7 +158,7 @@ PHASES = {
     ),
     "dump": Phase(
         "a dump is written, then a reduction",
-        "ddpstats.dump.format._writer:StepWriter._write_dump",
+        "ddpstats.dump.writer:StepWriter._write_dump",
         _dump,
         True,
         True,

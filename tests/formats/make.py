@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ddpstats
+from ddpstats.dump import stats_dump
 from ddpstats.guard import collective_guard
 from ddpstats.testing import run_ranks
 
@@ -66,10 +67,10 @@ def write_dumps(finished: Path, killed: Path) -> None:
         dump.start()
         names["step"](model, batch()["x"])
         if ends:
-            dump.stop()
             dump.step()
         else:
-            dump._uninstall().break_off()  # as at the end of a process that ends inside a step
+            dump.stop()  # lines, as of a process that ends inside a step
+            stats_dump._unfinished.clear()
 
 
 def recorded(directory: str) -> None:

@@ -20,9 +20,9 @@ import torch
 from ddpstats._rerun.codec import from_plain
 from ddpstats._rerun.state import RandomState
 from ddpstats.capture.bundle import Bundle
-from ddpstats.dump._config import read_config
-from ddpstats.dump.compare._tensor_compare import load_tensor
-from ddpstats.dump.format._files import RankDump, find_ranks
+from ddpstats.dump.analyze.tensors import load_tensor
+from ddpstats.dump.config import read_config
+from ddpstats.dump.reader import RankDump, find_ranks
 from ddpstats.errors import DdpstatsError, DumpError
 from ddpstats.guard.record import diagnose, read_records
 from ddpstats.report._report import run
@@ -68,7 +68,7 @@ def test_dump_of_format_1_is_read() -> None:
     ((path, leaf),) = entries[NAMES[0]].inputs
     assert (path, leaf.shape, leaf.max, leaf.min, leaf.nan_count) == ("input.0", (2,), 2.0, -3.0, 0)
     ((_, made),) = entries[NAMES[0]].outputs
-    assert (made.nan_count, made.first_bad) == (1, (1,))
+    assert (made.nan_count, made.raw["first_bad"]) == (1, [1])
     assert load_tensor(rank_dump, leaf).tolist() == [2.0, -3.0]
     assert rank_dump.stack_of(NAMES[0])[1].startswith("File train.py, line 2, in step")
     assert rank_dump.parent_of(NAMES[0]) == NAMES[1]

@@ -15,6 +15,7 @@ import json
 import shutil
 import struct
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -32,11 +33,11 @@ from ddpstats._rerun.codec import from_plain
 from ddpstats._rerun.run import Runner, RunSettings
 from ddpstats._rerun.state import RandomState
 from ddpstats.capture.bundle import Bundle
-from ddpstats.dump._config import read_config
-from ddpstats.dump.compare import _compare
-from ddpstats.dump.compare._tensor_compare import load_tensor
-from ddpstats.dump.format._files import open_rank
-from ddpstats.dump.origin import _nan_origin
+from ddpstats.dump.analyze import compare, nan_origin
+from ddpstats.dump.analyze.tensors import load_tensor
+from ddpstats.dump.config import read_config
+from ddpstats.dump.msprobe import common_names, common_values, parse_name, read_collective
+from ddpstats.dump.reader import open_rank
 from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, ProtocolMismatch
 from ddpstats.guard.diagnosis import Alarm, GuardFinding, RankStatus
 from ddpstats.guard.event import decode as decode_events
@@ -200,24 +201,27 @@ def dump(data: bytes) -> None:
 def _walk(path: Path) -> None:
     opened = open_rank(path)
     for entry in opened.entries():
-        opened.stack_of(entry.name), opened.parent_of(entry.name), opened.place_of(entry.name)
+        opened.stack_of(entry.name), opened.parent_of(entry.name)
         for _, value in entry.values(nulls=True):
             _ = (value.is_finite, value.has_nan, value.dtype, value.shape)
             if value.is_tensor and value.data_name is not None:
                 load_tensor(opened, value)
+        name = parse_name(entry.name)
+        read_collective(entry, name, 0), common_values(entry, name)
+    common_names((member.key for member in opened.members()), [])
 
 
 def _origin(path: Path) -> None:
     with quiet():
-        _nan_origin.run(argparse.Namespace(directory=str(path), json=False))
+        nan_origin.run(argparse.Namespace(directory=str(path), json=False))
 
 
 def _compared(path: Path, good: Path) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", action="store_true")
-    _compare.add_arguments(parser)
+    compare.add_arguments(parser)
     with quiet(), contextlib.suppress(ConfigError):
-        _compare.run(parser.parse_args([str(path), str(good)]))
+        compare.run(parser.parse_args([str(path), str(good)]))
 
 
 @contextlib.contextmanager
@@ -259,7 +263,8 @@ def config(data: bytes) -> None:
     """Read the configuration of `ddpstats.StatsDump`."""
     path = scratch() / "config.json"
     path.write_bytes(data)
-    with contextlib.suppress(ConfigError):
+    with contextlib.suppress(ConfigError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # keys that have no effect
         read_config(path)
 
 

@@ -122,7 +122,7 @@ def test_an_asynchronous_dump_does_not_wait_inside_the_step(gpu: None, tmp_path:
         model(x).square().sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    dump.stop()
+    dump.step()
     assert all(leaf["Max"] is not None for leaf in leaves(data(tmp_path)["Functional.linear.3.forward"]))
 
 
@@ -135,7 +135,9 @@ def test_a_dump_has_the_numbers_of_the_host(device: str, tmp_path: Path, is_asyn
         dump = StatsDump({"dump_path": str(path), "level": "mix", "async_dump": is_async}, model=model)
         dump.start()
         model(x).square().sum().backward()
-        dump.stop()
+        dump.step()
+        stream = torch.cuda.current_stream().stream_id if place == "cuda" else None
+        assert {leaf["stream"] for entry in data(path).values() for leaf in leaves(entry)} == {stream}
         numbers.append({name: [leaf["Mean"] for leaf in leaves(entry)] for name, entry in data(path).items()})
     assert numbers[0].keys() == numbers[1].keys()
     assert len(numbers[0]) > 10

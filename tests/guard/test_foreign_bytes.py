@@ -118,7 +118,7 @@ FINDING: dict[str, Any] = {"kind": "mismatch", "message": "", "group": "", "seq"
 FINDING |= {"doubts": [], "printer": 0}
 ALARM = {"group": "0", "words": "w", "ranks": [0], "overdue": True, "tentative": True, "seq": 1}
 STATUS: dict[str, Any] = {"rank": 3, "events": [], "count": 1, "waits_in": None, "last": None, "left": None}
-STATUS |= {"dead": False, "stack": None, "slept_sec": 0.0, "messages": [], "is_elsewhere": False}
+STATUS |= {"dead": False, "stack": None, "slept_sec": 0.0, "messages": [], "is_idle": False}
 DEEP = b"[" * 100_000
 
 

@@ -545,7 +545,7 @@ def _at_depth(depth: int, program: Program) -> None:
 # -- call sites -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wing", ["guard", "dump.collect._calls", "capture", "sentinel"])
+@pytest.mark.parametrize("wing", ["guard", "dump.record.calls", "capture", "sentinel"])
 def test_site_is_no_line_of_a_wing_that_watches_the_program(wing: str) -> None:
     between: dict[str, Any] = {"__name__": f"ddpstats.{wing}", "calling_frame": calling_frame}
     exec("def call(): return calling_frame(1)", between)

@@ -1,0 +1,1 @@
+"""The verbs that read dumps: ``ddpstats compare`` and ``ddpstats nan-origin``."""

@@ -1,1 +1,0 @@
-"""What watches the program and takes statistics."""

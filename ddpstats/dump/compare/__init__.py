@@ -1,1 +1,0 @@
-"""``ddpstats compare``: two runs, the ranks of one, or two tensors."""

@@ -1,0 +1,381 @@
+"""msprobe: its directories, files, names and verdicts, and calls that its dumps and ours spell in two ways.
+
+::
+
+    dump_path/step{N}/rank{R}/dump.json  stack.json  construct.json  dump_tensor_data/*.pt
+                              dump.jsonl      ours, instead of the three while the step runs, or after a crash in it
+
+A process without torch.distributed writes ``rank``, and msprobe's of today ``proc{pid}``. Names of entries::
+
+    Functional.linear.5.backward               {prefix}.{api}.{number}.{direction}
+    Module.net.fc1.Linear.forward.0            Module.{path}.{class}.{direction}.{number}
+    Module.net.fc1.Linear.parameters_grad.0    also without the number
+    Functional.linear.5.backward.1             the second backward pass of one call, of a module's likewise
+
+A call is numbered when it begins, whether it is wanted or not: names do not depend on what was selected. Its backward
+pass has the number of the call, for it belongs to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ddpstats.dump.statistics import keys
+
+if TYPE_CHECKING:
+    from ddpstats.dump.reader import DumpEntry, DumpLeaf
+
+STEP_DIRECTORY = re.compile(r"step(\d+)")
+RANK_DIRECTORY = re.compile(r"rank(\d*)|proc\d+")
+DUMP, LINES, STACK, CONSTRUCT, ERRORS = "dump.json", "dump.jsonl", "stack.json", "construct.json", "dump_error_info.log"
+TENSORS = "dump_tensor_data"
+
+VERSION, FORMAT = "ddpstats", 1  # the key before the entries that says which format it is, and the one of today
+
+_LONGEST, _LONGEST_PATH = 230, 100
+
+
+def file_name(name: str, path: str) -> str:
+    """Return the name of the file that holds a tensor of an entry.
+
+    What a file system may not take is replaced, and what is too long is cut, at the end of the entry's name; a checksum
+    of the whole name makes it unique.
+    """
+    head, tail = _plain(name), _plain(path)
+    if (head, tail) != (name, path) or len(head) + len(tail) > _LONGEST:
+        tail = tail[-_LONGEST_PATH:]
+        mark = f"-{zlib.crc32(f'{name}.{path}'.encode(errors='surrogatepass')):08x}"
+        head = head[: _LONGEST - len(tail) - len(mark)] + mark
+    return f"{head}.{tail}.pt"
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", text)
+
+
+API_PREFIXES = ("Tensor", "Torch", "Functional", "Distributed", "NPU", "VF", "Aten", "MindSpeed")
+
+ROOT = "root"
+
+_API = re.compile(rf"({'|'.join(API_PREFIXES)})\.(.+)\.(\d+)\.(?:forward|(backward)(?:\.\d+)?)")
+_MODULE = re.compile(r"Module\.(?:(.+)\.)?([^.]+)\.(forward|backward|parameters_grad)(?:\.(\d+)(?:\.\d+)?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """The parts of a NAME.
+
+    Attributes:
+        full: the NAME itself.
+        prefix: ``Module``, or one of `API_PREFIXES`; empty where the NAME has another form.
+        api: the function (``linear``), or the module's path in the model (``net.fc1``).
+        class_name: a module's class; empty for a function.
+        number: of the call in this step, from 0; None where the NAME has none.
+        direction: ``forward``, ``backward``, ``parameters_grad``, or empty.
+    """
+
+    full: str
+    prefix: str
+    api: str
+    class_name: str = ""
+    number: int | None = None
+    direction: str = ""
+
+    @property
+    def is_module(self) -> bool:
+        return self.prefix == "Module"
+
+    @property
+    def forward(self) -> str:
+        """The NAME of the pass that this one is the backward pass of; of any other, its own."""
+        if self.direction != "backward":
+            return self.full
+        head = self.full.rpartition(".backward")[0]
+        return f"{head}.forward.{self.number}" if self.is_module and self.number is not None else f"{head}.forward"
+
+    @property
+    def is_collective(self) -> bool:
+        return self.prefix == "Distributed"
+
+
+def parse_name(full: str) -> Name:
+    """Parse a NAME; one of another form is ``api`` as a whole."""
+    if (match := _API.fullmatch(full)) is not None:
+        return Name(full, match[1], match[2], "", int(match[3]), match[4] or "forward")
+    if (match := _MODULE.fullmatch(full)) is not None:
+        number = None if match[4] is None else int(match[4])
+        return Name(full, "Module", match[1] or "", match[2], number, match[3])
+    return Name(full, "", full)
+
+
+# -- made --------------------------------------------------------------------------------------------------------------
+
+
+def module_base(path: str, class_name: str) -> str:
+    """``Module.{path}.{class}``; the path of the whole model is empty, and called ``root``."""
+    return f"Module.{path or ROOT}.{class_name}"
+
+
+def backward_of(forward: str) -> str:
+    """The name of the backward pass of a call."""
+    head, _, tail = forward.rpartition(".")
+    if tail == "forward":
+        return f"{head}.backward"
+    return f"{head.removesuffix('.forward')}.backward.{tail}"
+
+
+# -- two dumps that spell the same call in two ways --------------------------------------------------------------------
+
+_OPERATOR = re.compile(r"__([ir]?)(add|sub|mul|truediv|matmul|pow|gt|ge|lt|le|eq|ne)__")
+
+
+def _spelling_group(name: Name) -> str:
+    """The function that ``Tensor.add`` and ``Tensor.__add__``, or ``Torch.relu`` and ``Functional.relu``, call."""
+    prefix = "Torch" if name.prefix == "Functional" else name.prefix
+    match = _OPERATOR.fullmatch(name.api)
+    if match is None:
+        return f"{prefix}.{name.api}"
+    function = "div" if match[2] == "truediv" else match[2]
+    return f"{prefix}.{function}{'_' if match[1] == 'i' else ''}"
+
+
+def common_names(a: Iterable[str], b: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return for two dumps the names that have to change, and into what, for equal calls to have equal names.
+
+    1. Where all modules of one dump are inside of ``module``, which DistributedDataParallel calls its model, and those
+       of the other are not, ``module`` goes.
+    2. Where the dumps spell a function in different ways, both get one spelling. Each spelling has numbers of its own:
+       where a dump has several, its calls are numbered again, in their order.
+    """
+    sides = [[parse_name(full) for full in dict.fromkeys(names)] for names in (a, b)]
+    wrapped = [_is_wrapped(names) for names in sides]
+    spellings = [_spellings(names) for names in sides]
+    return (
+        _renamed(sides[0], wrapped == [True, False], spellings[0], spellings[1]),
+        _renamed(sides[1], wrapped == [False, True], spellings[1], spellings[0]),
+    )
+
+
+def _is_wrapped(names: Iterable[Name]) -> bool:
+    paths = [name.api for name in names if name.is_module]
+    return bool(paths) and all(path.split(".", 1)[0] == "module" for path in paths)
+
+
+def _spellings(names: Iterable[Name]) -> Mapping[str, set[str]]:
+    spellings: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        spellings[_spelling_group(name)].add(f"{name.prefix}.{name.api}")
+    return spellings
+
+
+def _renamed(
+    names: Iterable[Name], unwrap: bool, mine: Mapping[str, set[str]], others: Mapping[str, set[str]]
+) -> dict[str, str]:
+    renamed: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    numbers: dict[str, int] = {}  # by the forward entry's name
+    for name in names:
+        group = _spelling_group(name)
+        if name.is_module and unwrap:
+            root = f"Module.{ROOT}." if name.api == "module" else "Module."
+            renamed[name.full] = root + name.full.removeprefix("Module.module.")
+        elif name.number is not None and not name.is_module and mine[group] != others.get(group, mine[group]):
+            if len(mine[group]) > 1 and name.direction == "forward":
+                numbers[name.full] = counts[group]
+                counts[group] += 1
+            rest = name.full.removeprefix(f"{name.prefix}.{name.api}.{name.number}")
+            renamed[name.full] = f"{group}.{numbers.get(name.forward, name.number)}{rest}"
+    return renamed
+
+
+def common_values(entry: DumpEntry, name: Name) -> dict[str, DumpLeaf]:
+    """Return an entry's values, None too, by paths on which two tools agree.
+
+    An argument of a function in Python is known by its position, however it was passed, and left out where it has its
+    default value. Gradients are counted without those that are None. Of a collective only tensors are returned.
+    """
+    if name.is_collective:
+        sides = zip(("input", "output"), _tensors(entry, name.api), strict=True)
+        return {f"{side}.{index}": leaf for side, tensors in sides for index, (_, leaf) in enumerate(tensors)}
+    parameters = _parameters(name.prefix, name.api)
+    positions = {parameter.name: str(position) for position, parameter in enumerate(parameters)}
+    gradients: dict[str, dict[str, str]] = defaultdict(dict)
+    common = {}
+    for path, value in entry.values(nulls=True):
+        section, _, rest = path.partition(".")
+        argument, dot, inside = rest.partition(".")
+        if name.direction == "backward":
+            if value.type != "None":
+                position = gradients[section].setdefault(argument, str(len(gradients[section])))
+                common[f"{section}.{position}{dot}{inside}"] = value
+            continue
+        position = positions.get(argument, "") if section == "input_kwargs" else argument
+        if section not in ("input", "input_kwargs") or position not in positions.values():
+            common[path] = value
+        elif dot or value.is_tensor or value.value != parameters[int(position)].default:
+            common[f"input.{position}{dot}{inside}"] = value
+    return common
+
+
+@functools.cache
+def _parameters(prefix: str, api: str) -> tuple[inspect.Parameter, ...]:
+    """Return the parameters of a function of torch, of which nothing runs; none where it is not written in Python.
+
+    torch is imported by its name: only dumps of two tools need it.
+    """
+    try:
+        torch = importlib.import_module("torch")
+        names = vars({"Functional": torch.nn.functional, "Torch": torch, "Tensor": torch.Tensor}[prefix])
+        parameters = _signature(names.get(api))
+        if any(parameter.kind == inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+            parameters = _signature(names.get(f"_{api}"))  # max_pool1d chooses between two functions
+    except (KeyError, ImportError, ValueError, TypeError):
+        return ()
+    return parameters
+
+
+def _signature(function: Any) -> tuple[inspect.Parameter, ...]:
+    """Raises ValueError or TypeError where there is none."""
+    return tuple(inspect.signature(function).parameters.values())
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+# Our entry of a collective has its inputs among the inputs. Other tools record the call's arguments, and the buffers
+# that a collective writes to are among these: what was in them before does not matter.
+
+_ROOTS = {  # the argument that names the root: by keyword, and by position
+    "broadcast": ("src", 1),
+    "scatter": ("src", 2),
+    "reduce": ("dst", 1),
+    "gather": ("dst", 2),
+    "gather_into_tensor": ("dst", 2),
+}
+_PEERS = {"send": ("dst", 1), "isend": ("dst", 1), "recv": ("src", 1), "irecv": ("src", 1)}
+_OUTPUTS = {  # the argument that the function writes to
+    "recv": ("tensor", 0),
+    "irecv": ("tensor", 0),
+    "all_gather": ("tensor_list", 0),
+    "all_gather_into_tensor": ("output_tensor", 0),
+    "_all_gather_base": ("output_tensor", 0),
+    "reduce_scatter": ("output", 0),
+    "reduce_scatter_tensor": ("output", 0),
+    "_reduce_scatter_base": ("output", 0),
+    "gather": ("gather_list", 1),
+    "scatter": ("tensor", 0),
+    "all_to_all": ("output_tensor_list", 0),
+    "all_to_all_single": ("output", 0),
+}
+
+
+@dataclass(frozen=True)
+class CollectiveEntry:
+    """A collective of one rank: with whom, and what it took and gave. Ranks are global ones.
+
+    Attributes:
+        ranks: of the group; empty where the dump does not say.
+        sequence: its number in its group (of a message: between these two); None where the dump does not say.
+        peer: of a message; None where it has none, or the dump does not say.
+        incomplete: it had not ended when the dump did, or it failed.
+        taken, made: its tensors that matter on this rank.
+    """
+
+    entry: DumpEntry
+    api: str
+    number: int
+    ranks: tuple[int, ...]
+    group: str
+    sequence: int | None
+    peer: int | None
+    incomplete: bool
+    taken: tuple[tuple[str, DumpLeaf], ...]
+    made: tuple[tuple[str, DumpLeaf], ...]
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def is_message(self) -> bool:
+        return self.api in _PEERS
+
+
+def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
+    """Read a collective as rank ``me`` ran it."""
+    arguments = {path: leaf for path, leaf in entry.values() if not leaf.is_tensor}
+    group = next((leaf.raw for leaf in arguments.values() if leaf.type.endswith("ProcessGroup")), {})
+    ranks = group.get("group_ranks")
+    keyword, _ = _ROOTS.get(name.api, ("", 0))
+    is_root = _integer(arguments, _ROOTS.get(name.api)) in (None, me)
+    taken, made = _tensors(entry, name.api)
+    return CollectiveEntry(
+        entry,
+        name.api,
+        name.number or 0,
+        tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else (),
+        str(group.get("group_id", "")),
+        _integer(arguments, ("seq", -1)),
+        _integer(arguments, _PEERS.get(name.api)),
+        entry.raw.get("incomplete") is True,
+        tuple(taken) if is_root or keyword != "src" else (),
+        tuple(made) if is_root or keyword != "dst" else (),
+    )
+
+
+def _tensors(entry: DumpEntry, api: str) -> tuple[list[tuple[str, DumpLeaf]], list[tuple[str, DumpLeaf]]]:
+    """Return what the collective takes, and what it makes. Another tool has all arguments among both."""
+    taken, made = entry.inputs, [] if api.endswith("send") else entry.outputs
+    if api not in _OUTPUTS or any(leaf.nan_count is not None for _, leaf in (*taken, *made)):  # only ours have counts
+        return taken, made
+    keyword, position = _OUTPUTS[api]
+    buffers = (f"input.{position}", f"input_kwargs.{keyword}", f"output.{position}")
+    written = [path for path, _ in (*taken, *made) if ".".join(path.split(".")[:2]) in buffers]
+    made = [item for item in made if item[0] in written] or made
+    return [item for item in taken if item[0] not in written], made
+
+
+def _integer(arguments: Mapping[str, DumpLeaf], argument: tuple[str, int] | None) -> int | None:
+    """Return the value of an argument that is a whole number, given by keyword or by position."""
+    keyword, position = argument or ("", -1)
+    leaf = arguments.get(f"input_kwargs.{keyword}") or arguments.get(f"input.{position}")
+    return leaf.value if leaf is not None and type(leaf.value) is int else None
+
+
+# -- comparisons -------------------------------------------------------------------------------------------------------
+
+TOLERANCE = 0.5  # of a relative error; above it a tensor is a Warning
+FAILED = ("Warning", "Different", "No", "N/A")  # verdicts; the others are Pass, Yes and nothing
+
+
+def is_accurate(cosine: float, max_abs: float) -> bool:
+    """Return the verdict on a saved tensor, of its cosine and largest difference; NaN is never accurate."""
+    return cosine >= 0.9 and max_abs <= 1 and (cosine >= 0.99 or max_abs <= 0.001)
+
+
+def columns(mode: str) -> list[str]:
+    """Return the header of a comparison's CSV file; ``mode`` is "statistics", "md5" or "tensor"."""
+    sides, numbers = ("NPU", "Bench"), keys("relative")
+    labels = ["L2norm" if key == "Norm" else key for key in numbers]
+    middle = {
+        "statistics": [*(f"{label} diff" for label in labels), *(f"{key}RelativeErr" for key in numbers)],
+        "md5": ["NPU MD5", "BENCH MD5"],
+        "tensor": [
+            *("Cosine", "EucDist", "MaxAbsErr", "MaxRelativeErr"),
+            *("One Thousandth Err Ratio", "Five Thousandths Err Ratio"),
+        ],
+    }
+    return [
+        *(f"{side} {what}" for what in ("Name", "Dtype", "Tensor Shape", "Requires_grad") for side in sides),
+        *middle[mode],
+        *(f"{side} {label.lower()}" for side in sides for label in labels if mode != "md5"),
+        *("Requires_grad Consistent", "Accurate or Not" if mode == "tensor" else "Result"),
+        *("Err_message", "NPU_Stack_Info"),
+    ]

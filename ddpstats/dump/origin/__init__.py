@@ -1,1 +1,0 @@
-"""``ddpstats nan-origin``: the operation that made the first NaN, and storages that share memory."""

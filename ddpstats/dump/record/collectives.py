@@ -1,0 +1,187 @@
+"""The collectives of a dumped step, as entries ``Distributed.{op}.{n}.forward``: what went in, and what came out.
+
+1. Every collective of the process is seen, however it was called, also those of DDP's reducer in a backward pass.
+2. Inputs are taken before it runs, for most collectives write over them.
+3. Outputs are taken when the program has waited for them. A wait in C++ (DDP's reducer, functional collectives) is not
+   seen: then they are taken at the first opportunity after the work is done, see `poll`; those of a backward pass at
+   its end, after DDP has waited.
+
+Nothing here waits, and nothing communicates. A collective that is not done when the step ends has no outputs, and says
+``"incomplete": true``; so does one that failed, and one that raised: its entry comes last. Inside a coalescing manager
+of NCCL the works of the single messages never say that they are done. Where a signal kills the process, pending
+collectives have no entry, for an entry is written when all of it is known: the other ranks' dumps show them.
+
+Each collective has a number in its group (``seq``), a message one between the two ranks, so that ranks can be matched
+where an entry is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ddpstats._observe import collectives
+from ddpstats._observe.operators import Collective
+from ddpstats._observe.torch_compat import graph_task, queue_callback
+from ddpstats.dump.record.recorder import OpenEntry, Recorder
+
+
+@dataclass(eq=False)
+class _Pending:
+    """An issued collective whose outputs are not taken yet. Keeps ``work`` alive, so that its id stays its own."""
+
+    entry: OpenEntry
+    outputs: Sequence[Tensor]
+    work: Any
+    future: Any
+
+    def has_succeeded(self) -> bool | None:
+        """Return None while the outputs cannot be read. A work that cannot say so counts as failed.
+
+        A device's future is done when the work is issued, gloo's at its end, a moment before the work says so: DDP
+        waits on the future.
+        """
+        try:
+            is_on_host = all(tensor.is_cpu for tensor in self.outputs)
+            if not self.work.is_completed() and not (self.future is not None and self.future.done() and is_on_host):
+                return None
+            if self.future is not None:
+                self.future.value()
+        except Exception:
+            return False
+        return True
+
+
+class CollectiveWatch:
+    """Shows a step's collectives to its recorder, from `start` to `stop`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._issuing: dict[int, tuple[Collective, OpenEntry]] = {}  # by id, and the call kept with it
+        self._pending: dict[int, _Pending] = {}
+        self._backward = -1  # the last backward pass with a collective in it
+
+    def start(self) -> None:
+        """Raises ``ConfigError`` on a torch whose collectives cannot be observed."""
+        self._recorder.poll = self.poll
+        collectives.subscribe(self, self._has_waited)
+
+    def stop(self) -> None:
+        """Leave. Outputs of what is done are taken, what is not done gets none. Waits for nothing; idempotent."""
+        collectives.unsubscribe(self)
+        self.poll()
+        with self._recorder.lock:
+            left = [entry for _, entry in self._issuing.values()]
+            left += [pending.entry for pending in self._pending.values()]
+            self.forget()
+            for entry in left:
+                self._end(entry, None)
+
+    def forget(self) -> None:
+        """Drop everything, in a process that was forked from the one that records: its works may not be used here."""
+        collectives.unsubscribe(self)
+        self._issuing, self._pending = {}, {}
+
+    def poll(self) -> None:
+        """Take the outputs of what has completed meanwhile. Cheap where nothing is pending; call it often."""
+        if self._pending:
+            with self._recorder.lock:
+                for pending in list(self._pending.values()):
+                    has_succeeded = pending.has_succeeded()
+                    if has_succeeded is not None:
+                        self._take(pending.work, has_succeeded)
+
+    def _take(self, work: Any, has_succeeded: bool) -> None:
+        """Take the outputs of ``work``, if that has not been done."""
+        pending = self._pending.pop(id(work), None)
+        if pending is not None:
+            self._end(pending.entry, pending.outputs if has_succeeded else None)
+
+    def _end(self, entry: OpenEntry, outputs: Sequence[Tensor] | None) -> None:
+        """Write an entry with its outputs; None where there are none to be read."""
+        with self._recorder.safely(entry.name):
+            if outputs is None:
+                entry.raw["incomplete"] = True
+            self._recorder.end(entry, list(outputs or ()))
+
+    # -- subscriber of `collectives` -----------------------------------------------------------------------------------
+
+    def before(self, call: Collective) -> None:
+        recorder = self._recorder
+        self.poll()
+        with recorder.safely(call.op), recorder.lock:
+            number = recorder.number(f"Distributed.{call.op}")
+            seq = recorder.number((call.view.name, *((call.op, call.peer) if call.operator.is_message else ())))
+            name = f"Distributed.{call.op}.{number}.forward"
+            entry = recorder.begin(name, list(call.inputs), {**_arguments(call), "seq": seq})
+            if entry.raw["input_kwargs"]:
+                entry.raw["input_kwargs"]["group"] = {
+                    "type": "torch.ProcessGroup",
+                    "group_ranks": list(call.view.ranks),
+                    "group_id": f"{zlib.crc32(call.view.name.encode()):08x}",
+                }
+            self._issuing[id(call)] = call, entry
+
+    def after(self, call: Collective, work: Any) -> None:
+        recorder = self._recorder
+        with recorder.safely(call.op), recorder.lock:
+            if id(call) not in self._issuing:
+                return
+            _, entry = self._issuing.pop(id(call))
+            if work is None or not call.outputs:
+                self._end(entry, call.outputs)
+            else:
+                self._pending[id(work)] = _Pending(entry, list(call.outputs), work, _future_of(work))
+                self._poll_after_backward()
+
+    def waiting(self, work: Any, limited: bool) -> bool:
+        return False
+
+    def _has_waited(self, work: Any, error: RuntimeError | None) -> None:
+        if error is None:
+            self._take(work, True)
+            self.poll()
+
+    def _poll_after_backward(self) -> None:
+        """Poll at the end of the backward pass. DDP asks for its callback after ours, so ours asks once more."""
+        task = graph_task()
+        if queue_callback is not None and task not in (-1, self._backward):
+            self._backward = task
+            ask = queue_callback
+            ask(lambda: ask(self._backward_ends))
+
+    def _backward_ends(self) -> None:
+        """Take what DDP has made the program's stream wait for; another wait costs nothing, and orders our reads."""
+        with self._recorder.lock:
+            for pending in list(self._pending.values()):
+                if pending.future is not None and pending.future.done():
+                    with contextlib.suppress(RuntimeError):  # it has failed, which `poll` sees
+                        pending.future.wait()
+                        self._take(pending.work, True)
+            self.poll()
+
+
+def _future_of(work: Any) -> Any:
+    try:
+        return work.get_future()
+    except RuntimeError:  # messages have none, nor have some backends
+        return None
+
+
+def _arguments(call: Collective) -> dict[str, object]:
+    """Return what a collective was called with besides tensors and its group; ranks are global."""
+    found: dict[str, object] = {}
+    if call.reduce_op is not None:
+        found["op"] = call.reduce_op
+    if call.root is not None:
+        found["dst" if call.operator.to_root else "src"] = call.view.ranks[call.root]
+    if call.peer is not None:
+        found["dst" if "dst" in call.operator.arguments else "src"] = call.view.ranks[call.peer]
+    if call.tag is not None:
+        found["tag"] = call.tag
+    return found

@@ -1,0 +1,221 @@
+"""The files of one rank's step: a line per entry while it runs, the files of the format when it is over.
+
+1. `StepWriter.open` makes the file of lines. It is also the claim on the directory: a second process cannot make it.
+2. `StepWriter.add` writes one JSON line in one system call: a process that is killed loses no entry that was added.
+3. `StepWriter.finish` makes dump.json, stack.json and construct.json, each of them complete or absent, and then removes
+   the lines. Entries are copied as they are: nothing is encoded twice.
+
+A line: ``{"name": NAME, "entry": {...}, "stack": [line, ...], "parent": NAME or null}``; the first one is a header.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddpstats._base.files import TEMPORARY_PREFIX, make_private_directory, replace_file
+from ddpstats._observe.torch_compat import without_tensor_classes
+from ddpstats.dump.msprobe import CONSTRUCT, DUMP, FORMAT, LINES, STACK, VERSION, file_name
+
+encode: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | getattr(os, "O_CLOEXEC", 0)
+
+
+class _Line(NamedTuple):
+    """An entry in the file of lines: ``size`` bytes of JSON from ``offset``."""
+
+    name: str
+    stack: int
+    parent: str | None
+    offset: int
+    size: int
+
+
+class StepWriter:
+    """Writes one directory.
+
+    Args:
+        directory: of this step and rank.
+        header: ``task``, ``level`` and ``dump_data_dir``.
+    """
+
+    def __init__(self, directory: Path, header: Mapping[str, Any]) -> None:
+        self.directory = directory
+        self._header = {**header, VERSION: FORMAT}
+        self._file: int | None = None
+        self._lines: list[_Line] = []
+        self._stacks: list[tuple[list[str], bytes]] = []  # lines, and their text
+        self._size = 0  # of the file
+        self._lost: OSError | None = None
+
+    def open(self) -> int:
+        """Make the directory and the file of lines, once. Raises FileExistsError where the directory has a dump."""
+        if self._file is not None:
+            return self._file
+        make_private_directory(self.directory)
+        lines, dump = self.directory / LINES, self.directory / DUMP
+        file = os.open(lines, _FLAGS, 0o666)
+        if dump.exists():  # another process has finished: its lines are gone
+            os.close(file)
+            lines.unlink()
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(dump))
+        self._file = file
+        self._append(file, encode(self._header).encode() + b"\n")
+        return file
+
+    def new_stack(self, lines: list[str]) -> int:
+        """Return a number by which `add` can refer to the lines of a stack."""
+        self._stacks.append((lines, encode(lines).encode()))
+        return len(self._stacks) - 1
+
+    def add(self, name: str, entry: Mapping[str, Any], stack: int, parent: str | None) -> None:
+        """Write an entry that is complete. Raises OSError; the dump lacks it then, and stays incomplete."""
+        file, text = self.open(), encode(entry).encode()
+        head = b'{"name":%s,"entry":' % encode(name).encode()
+        tail = b',"stack":%s,"parent":%s}\n' % (self._stacks[stack][1], encode(parent).encode())
+        line = _Line(name, stack, parent, self._size + len(head), len(text))
+        self._append(file, head + text + tail)
+        self._lines.append(line)
+
+    def finish(self) -> None:
+        """Put the files of the format in the place of the lines. Raises OSError; the lines stay then."""
+        file = self.open()
+        try:
+            if self._lost is not None:
+                raise self._lost
+            replace_file(self.directory / STACK, lambda output: output.write(self._stack_text()))
+            replace_file(self.directory / CONSTRUCT, lambda output: output.write(self._construct_text()))
+            replace_file(self.directory / DUMP, lambda output: self._write_dump(file, output))
+        finally:
+            self.close()
+        (self.directory / LINES).unlink()
+
+    def close(self) -> None:
+        """Leave the lines as they are."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def _append(self, file: int, line: bytes) -> None:
+        """Write all of it, or nothing."""
+        rest = line
+        try:
+            while rest:
+                rest = rest[os.write(file, rest) :]
+        except OSError as error:
+            self._lost = error
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, self._size)
+            raise
+        self._size += len(line)
+
+    def _write_dump(self, file: int, output: BinaryIO) -> None:
+        head = {"task": None, "level": None, "framework": "pytorch", "dump_data_dir": None, **self._header}
+        output.write(encode(head)[:-1].encode() + b',"data":{\n')
+        for number, line in enumerate(self._lines):
+            text = os.pread(file, line.size, line.offset)
+            if len(text) != line.size:
+                raise OSError(errno.EIO, "an entry that was written could not be read again")
+            output.write(b"%s%s: %s" % (b",\n" if number else b"", encode(line.name).encode(), text))
+        output.write(b"\n}}\n")
+
+    def _stack_text(self) -> bytes:
+        names: list[list[str]] = [[] for _ in self._stacks]
+        for line in self._lines:
+            names[line.stack].append(line.name)
+        used = [(these, lines) for these, (lines, _) in zip(names, self._stacks, strict=True) if these]
+        return encode({str(number): stack for number, stack in enumerate(used)}).encode()
+
+    def _construct_text(self) -> bytes:
+        has_modules = self._header.get("level") != "L1"
+        return encode({line.name: line.parent for line in self._lines if has_modules}).encode()
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+class TensorFiles:
+    """Saves tensors, at once or at the end of the step.
+
+    Args:
+        directory: made with the first file.
+        at_once: False keeps a copy, on the tensor's own device, until `flush`: nothing waits and nothing is written.
+    """
+
+    def __init__(self, directory: Path, *, at_once: bool) -> None:
+        self.directory = directory
+        self._at_once = at_once
+        self._kept: list[tuple[str, Tensor]] = []
+
+    def save(self, tensor: Tensor, name: str, path: str) -> str:
+        """Return the name of the file. Raises OSError, and TypeError for a tensor that consists of others."""
+        if type(tensor) is not Tensor:
+            tensor = _plain(tensor)
+        file = file_name(name, path)
+        if self._at_once:
+            self._write(tensor, file)
+        else:
+            self._kept.append((file, without_repeats(tensor.detach())[0].clone().expand(tensor.shape)))
+        return file
+
+    def flush(self) -> None:
+        """Write what was kept. Raises OSError."""
+        kept, self._kept = self._kept, []
+        for file, tensor in kept:
+            self._write(tensor, file)
+
+    def _write(self, tensor: Tensor, file: str) -> None:
+        if tensor.is_meta:
+            return
+        plain = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)  # not the whole storage
+        make_private_directory(self.directory)
+        unfinished = self.directory / f"{TEMPORARY_PREFIX}{file}"
+        torch.save(plain, unfinished)
+        os.replace(unfinished, self.directory / file)  # without waiting for the disk: there are too many of them
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return it without a class that is but a name. What consists of other tensors could not be loaded again."""
+    kind: Any = type(tensor)
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise TypeError(f"a {kind.__name__} is no plain tensor, and is not saved")
+    with without_tensor_classes():
+        return tensor.detach().as_subclass(Tensor)
+
+
+def without_repeats(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return what is in memory of an expanded tensor, with as many dimensions; and how often each element is there."""
+    repeats = 1
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor, repeats = tensor.narrow(dimension, 0, 1), repeats * size
+    return tensor, repeats
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether the elements are in memory without gaps, and each once."""
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def checksum(tensor: Tensor) -> str:
+    """Return the CRC-32 of the elements' bytes in order, as 8 hex digits. Waits for a device."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    size = plain.numel() * plain.element_size()
+    if not size:
+        return f"{0:08x}"
+    return f"{zlib.crc32((ctypes.c_char * size).from_address(plain.data_ptr())):08x}"

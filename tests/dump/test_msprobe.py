@@ -1,0 +1,241 @@
+"""Names and arguments of entries: as msprobe 26.2 writes them in ``msprobe_26/``, and as our own dumps have them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpstats import StatsDump
+from ddpstats.cli import main
+from ddpstats.dump.msprobe import Name, common_names, common_values, parse_name, read_collective
+from ddpstats.dump.reader import DumpEntry
+from tests.dump.hand_made import backward, forward, tensor
+
+MSPROBE = Path(__file__).parent / "msprobe_26"
+ONE, TWO = MSPROBE / "one/step0/proc4242", MSPROBE / "two/step0/rank0"  # processes
+
+
+@pytest.mark.parametrize(
+    ("full", "parts"),
+    [
+        ("Functional.linear.5.backward", ("Functional", "linear", "", 5, "backward")),
+        ("Tensor.__add__.0.forward", ("Tensor", "__add__", "", 0, "forward")),
+        ("Module.net.0.fc.Linear.forward.3", ("Module", "net.0.fc", "Linear", 3, "forward")),
+        ("Module.fc.Linear.parameters_grad", ("Module", "fc", "Linear", None, "parameters_grad")),
+        ("Distributed.all_reduce.0.forward", ("Distributed", "all_reduce", "", 0, "forward")),
+        ("Functional.linear.5.backward.1", ("Functional", "linear", "", 5, "backward")),
+        ("Module.net.0.fc.Linear.backward.3.1", ("Module", "net.0.fc", "Linear", 3, "backward")),
+        ("Functional.linear.5.forward.1", ("", "Functional.linear.5.forward.1", "", None, "")),
+        ("something else", ("", "something else", "", None, "")),
+    ],
+)
+def test_name_is_parsed_into_its_parts(full: str, parts: Any) -> None:
+    name = parse_name(full)
+    assert name == Name(full, *parts)
+    assert name.is_module == (parts[0] == "Module")
+    assert name.is_collective == (parts[0] == "Distributed")
+
+
+@pytest.mark.parametrize(
+    ("full", "forward"),
+    [
+        ("Torch.log.0.backward", "Torch.log.0.forward"),
+        ("Torch.log.0.backward.1", "Torch.log.0.forward"),
+        ("Module.a.backward.Linear.backward.3.1", "Module.a.backward.Linear.forward.3"),
+        ("Torch.log.0.forward", "Torch.log.0.forward"),
+        ("a.backward.b", "a.backward.b"),
+    ],
+)
+def test_name_of_a_backward_entry_gives_that_of_its_forward_pass(full: str, forward: str) -> None:
+    assert parse_name(full).forward == forward
+
+
+# -- dumps of msprobe and ours -----------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """The model that ``msprobe_26/`` was dumped from; in ``two/`` it is in DistributedDataParallel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.norm = nn.Embedding(10, 8), nn.LayerNorm(8)
+        self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.drop, self.id = nn.Dropout(0.0), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.emb(x))
+        h = h + self.id(self.drop(torch.relu(self.fc(h))))
+        h = h.add(h * 2)
+        out: Tensor = self.out(h).mean(1)
+        return out
+
+
+@pytest.fixture(scope="module")
+def ours_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Our own dump of the same step."""
+    root = tmp_path_factory.mktemp("ours")
+    torch.manual_seed(0)
+    model, x, y = Net(), torch.randint(0, 10, (4, 5)), torch.tensor([0, 1, 2, 3])
+    dump = StatsDump({"dump_path": root, "level": "mix"}, model=model)
+    dump.start()
+    loss = nn.functional.cross_entropy(model(x), y)
+    torch.autograd.backward(loss)
+    dump.stop()
+    dump.step()
+    return root / "step0/rank"
+
+
+@pytest.fixture(scope="module")
+def ours(ours_directory: Path) -> dict[str, Any]:
+    return entries(ours_directory)
+
+
+def entries(rank: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((rank / "dump.json").read_text())["data"]
+    return data
+
+
+def values(full: str, raw: Any) -> dict[str, Any]:
+    """Shapes of tensors, and plain values, by common paths."""
+    common = common_values(DumpEntry(full, raw), parse_name(full))
+    return {path: leaf.shape if leaf.is_tensor else leaf.value for path, leaf in common.items()}
+
+
+def paired(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Entries of both by their common names."""
+    for_theirs, for_ours = common_names(theirs, ours)
+    by_name = {for_ours.get(full, full): full for full in ours}
+    for full in theirs:
+        mine = by_name.pop(for_theirs.get(full, full), None)
+        if mine is not None:
+            yield mine, values(full, theirs[full]), values(mine, ours[mine])
+
+
+NOT_OURS = {  # what msprobe has and our dumps have not
+    "Module.id.Identity.backward.0", "Module.drop.Dropout.backward.0",
+    "Module.module.id.Identity.backward.0", "Module.module.drop.Dropout.backward.0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [ONE, TWO], ids=["one process", "DistributedDataParallel"])
+def test_entries_of_msprobe_and_ours_are_paired(rank: Path, ours: dict[str, Any]) -> None:
+    theirs = {full: raw for full, raw in entries(rank).items() if not full.startswith("Distributed.")}
+    names = [mine for mine, *_ in paired(theirs, ours)]
+    assert len(names) == len(theirs.keys() - NOT_OURS)
+    assert {"Tensor.add.0.forward", "Tensor.add.1.backward", "Module.emb.Embedding.parameters_grad.0"} <= set(names)
+    if rank == ONE:  # msprobe has no entry of the root, but where DistributedDataParallel is around it
+        assert set(ours) - set(names) == {"Module.root.Net.forward.0", "Module.root.Net.backward.0"}
+    else:
+        assert set(ours) == set(names)
+
+
+def test_arguments_and_gradients_of_msprobe_and_ours_have_the_same_paths(ours: dict[str, Any]) -> None:
+    differing = [mine for mine, theirs, our in paired(entries(ONE), ours) if theirs != our]
+    # msprobe's gradients of a linear layer are those of an operation inside of it: [20, 4] in place of [4, 5, 4]
+    assert differing == ["Functional.linear.1.backward", "Functional.linear.0.backward"]
+
+
+def test_dumps_that_spell_alike_keep_their_names() -> None:
+    names = ["Tensor.add.0.forward", "Tensor.__add__.0.forward", "Torch.relu.0.forward", "Module.module.fc.L.forward.0"]
+    assert common_names(names, reversed(names)) == ({}, {})
+    assert common_names(names[:3], ["Torch.mul.0.forward"]) == ({}, {})
+
+
+def test_spellings_of_one_function_are_numbered_together() -> None:
+    theirs = [
+        *("Tensor.__add__.0.forward", "Tensor.add.0.forward", "Tensor.__add__.1.forward", "Tensor.__iadd__.0.forward"),
+        *(
+            "Torch.relu.0.forward",
+            "Tensor.__add__.1.backward",
+            "Tensor.add.0.backward.1",
+            "Tensor.__truediv__.3.forward",
+        ),
+    ]
+    ours = [
+        *("Tensor.add.0.forward", "Tensor.add.1.forward", "Tensor.add.2.forward", "Tensor.add_.0.forward"),
+        *("Functional.relu.0.forward", "Tensor.add.2.backward", "Tensor.add.1.backward.1", "Tensor.div.3.forward"),
+    ]
+    of_theirs, of_ours = common_names(theirs, ours)
+    assert [of_theirs[full] for full in theirs] == [of_ours.get(full, full) for full in ours]
+
+
+@pytest.mark.parametrize(
+    ("full", "raw", "paths"),
+    [
+        (  # by keyword or by position, without what is the default
+            "Functional.layer_norm.0.forward",
+            {**forward([tensor(1.0), [{"type": "int", "value": 8}]]), "input_kwargs": {"weight": tensor(1.0)}},
+            ["input.0", "input.1.0", "input.2"],
+        ),
+        (
+            "Functional.dropout.0.forward",
+            forward([tensor(1.0), {"type": "float", "value": 0.5}, {"type": "bool", "value": False}]),
+            ["input.0", "input.2"],
+        ),
+        (  # a function that torch chooses by an argument
+            "Functional.max_pool1d.0.forward",
+            {**forward([tensor(1.0)]), "input_kwargs": {"kernel_size": {"type": "int", "value": 2}, "stride": None}},
+            ["input.0", "input.1"],
+        ),
+        (  # not written in Python, or not of torch: as it stands
+            "Functional.linear.0.forward",
+            {**forward([tensor(1.0)]), "input_kwargs": {"weight": tensor(1.0), "bias": None}},
+            ["input.0", "input_kwargs.weight", "input_kwargs.bias"],
+        ),
+        ("Functional.__dict__.0.forward", forward([tensor(1.0)]), ["input.0"]),
+        ("NPU.fused.0.forward", forward([tensor(1.0), None]), ["input.0", "input.1"]),
+        ("Torch.where.0.backward", backward([tensor(1.0)], [None, tensor(1.0), [None, tensor(2.0)]]), [
+            *("input.0", "output.0", "output.1.1")]),
+    ],
+)  # fmt: skip
+def test_common_path_of_an_argument(full: str, raw: Any, paths: list[str]) -> None:
+    assert list(values(full, raw)) == paths
+
+
+def compared(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    """Return what `ddpstats compare` says of one rank."""
+    assert main(["compare", *map(str, words), "--json"]) == 1
+    (comparison,) = json.loads(capsys.readouterr().out)["comparisons"]
+    assert isinstance(comparison, dict)
+    return comparison
+
+
+@pytest.mark.parametrize(("rank", "lacking"), [(ONE, {"A": 2, "B": 2}), (TWO, {"B": 6})], ids=["one process", "DDP"])
+def test_dump_of_msprobe_compared_with_ours_differs_in_what_msprobe_records_otherwise(
+    rank: Path, lacking: dict[str, int], ours_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = compared(capsys, rank, ours_directory)
+    assert (comparison["lacking"], comparison["entries"]) == (lacking, 35 if rank == ONE else 37)
+    failed = {row["names"]["B"] for row in comparison["rows"] if "B" in row["names"] and row["verdict"]["result"]}
+    # gradients of an operation inside of the call, and a mean that is rounding and nothing else
+    assert failed - {"Module.root.Net.forward.0", "Module.root.Net.backward.0", "Tensor.mean.0.backward"} == {
+        *("Functional.linear.0.backward", "Functional.linear.1.backward", "Functional.cross_entropy.0.backward"),
+    }
+
+
+def test_collectives_of_msprobe_and_ours_have_the_same_paths() -> None:
+    group = {"type": "torch.ProcessGroup", "group_ranks": [0, 1], "group_id": "a"}
+    t = tensor(1.0, 2.0, 3.0, nan_count=0)
+    ours = {
+        "Distributed.all_reduce.0.forward": forward([t], [t]),
+        "Distributed.broadcast.0.forward": forward([t], [t]),
+        "Distributed.all_gather.0.forward": forward([t], [t, t]),
+        "Distributed.send.0.forward": forward([t]),
+    }
+    theirs = entries(TWO)
+    for full, raw in ours.items():
+        assert values(full, theirs[full]) == values(full, {**raw, "input_kwargs": {"group": group}})
+
+
+def test_collectives_of_msprobe_are_read() -> None:
+    data = entries(TWO)
+    calls = {full: read_collective(DumpEntry(full, data[full]), parse_name(full), 0) for full in data if "Dist" in full}
+    assert [(call.api, call.peer, len(call.taken), len(call.made)) for call in calls.values()] == [
+        ("all_reduce", None, 1, 1), ("broadcast", None, 0, 1), ("all_gather", None, 1, 2), ("send", 1, 1, 0),
+    ]  # fmt: skip
