@@ -37,11 +37,9 @@ from ddpstats._rerun.codec import from_plain
 from ddpstats._rerun.record import walk
 from ddpstats._rerun.run import Cause, RunSettings, alone, attempt, cause_of, from_rank_on
 from ddpstats._rerun.state import device_of, place_text
-from ddpstats.capture._publish import Bundling
-from ddpstats.capture._rank_part import RankPart
 from ddpstats.capture._verdict import CaptureFinding
-from ddpstats.capture.bundle import Bundle
-from ddpstats.capture.parts import PartSource
+from ddpstats.capture.bundle import Bundle, BundleWriter
+from ddpstats.capture.parts import PartSource, RankPart
 from ddpstats.capture.rerun import Outcome, Rerun
 from ddpstats.errors import ConfigError
 
@@ -60,7 +58,7 @@ def attribute_cause(
     step_fn: Callable[[nn.Module, Any], Tensor],
     source: PartSource,
     finding: CaptureFinding,
-    bundling: Bundling,
+    bundling: BundleWriter,
 ) -> str | None:
     """The cause in words; None where no rank is the culprit. Collective: two gathers, one where the first one tells.
 
@@ -97,12 +95,12 @@ class _Runner:
     module: nn.Module
     step_fn: Callable[[nn.Module, Any], Tensor]
     source: PartSource
-    content: Callable[[], dict[str, Any]]
+    content: Callable[[], RankPart]
     run_sec: float = 0.0  # what the first run took
 
     @cached_property
     def _own(self) -> RankPart:
-        return RankPart.from_content(self.content(), "the step in memory")
+        return self.content()
 
     def again(self) -> dict[str, Any]:
         """This rank's own part, twice: the names of what was not finite, of each run."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddpstats._base.marks import Mark
 from ddpstats._base.text import printable
-from ddpstats.capture._manifest import BUNDLE_NAME, read_manifest
+from ddpstats.capture.manifest import BUNDLE_NAME, read_manifest
 from ddpstats.dump.format._files import find_ranks, rank_of, steps_in
 from ddpstats.dump.origin._explain import verdict
 from ddpstats.dump.origin._first_nan import find_origins
