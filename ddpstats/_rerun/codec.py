@@ -334,7 +334,15 @@ class _Rebuilding:
             if type(plain) is list:
                 return self._items(plain, path, depth)
             return _KINDS[plain["kind"]](self, plain, path, depth)
-        except (KeyError, ValueError, TypeError, IndexError, RuntimeError, OverflowError, AttributeError) as error:
+        except (
+            LookupError,
+            ValueError,
+            TypeError,
+            RuntimeError,
+            OverflowError,
+            AttributeError,
+            AssertionError,
+        ) as error:
             raise BundleError(
                 f"{path} is not what ddpstats writes: {type(error).__name__}: {first_line(error)[:200]}; the bundle is "
                 "damaged or hostile"
