@@ -63,6 +63,7 @@ _DTYPE_NAMES = {
 }
 _ARRAY_KINDS = "biufcMmUS"
 _ARRAY_DTYPE = re.compile(rf"[<>|=]?[{_ARRAY_KINDS}]\d{{1,6}}(\[\d{{0,9}}[A-Za-z]{{1,2}}\])?")
+_MALFORMED = (LookupError, ValueError, TypeError, RuntimeError, ArithmeticError)
 _PLAIN_TENSOR = torch.Tensor.__torch_dispatch__
 
 

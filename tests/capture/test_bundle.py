@@ -316,7 +316,8 @@ def test_a_tensor_that_claims_a_petabyte_is_refused(directory: Path) -> None:
 def test_a_tensor_that_shows_more_than_it_holds_is_refused(directory: Path, layout: Any) -> None:
     content = making.load(directory / "model.safetensors")
     shape, strides = layout
-    content["parameters"]["x"] = {"$tensor": "0", "shape": shape, "strides": strides}
+    reference = {"$tensor": "1", "shape": shape, "strides": strides}
+    content["parameters"] = {"x": reference, **content["parameters"]}
     making.rewrite_part(directory, "model.safetensors", content)
     with pytest.raises(BundleError, match="is refused: "):
         read_all(directory)

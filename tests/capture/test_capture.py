@@ -195,7 +195,7 @@ def test_shards_are_written_by_their_owners_and_joined_by_replay(two_ranks: Rank
     parameters = Bundle.open(captured.verdict.bundle).parameters(1)
     assert {name: tensor.tolist() for name, tensor in parameters.items()} == captured.parameters
     (tmp_path / captured.verdict.bundle.name / "model.safetensors").unlink()
-    with pytest.raises(BundleError, match="model.safetensors cannot be read"):
+    with pytest.raises(BundleError, match=r"model\.safetensors cannot be read"):
         Bundle.open(captured.verdict.bundle).parameters(1)
 
 
