@@ -1,38 +1,69 @@
-"""A batch as plain things, which ``torch.load(weights_only=True)`` can load, and back.
+"""Values as safetensors: tensors as they are, the rest as JSON beside them; in a file, or as bytes to another rank.
 
-1. None, bool, int, float and str stay what they are; a list stays a list.
-2. Everything else becomes a dict with a "kind": tensors, tuples, dicts, arrays. So no dict of the user's can be taken
-   for one of ours: his are always inside "items".
-3. A tensor is detached and copied to the CPU, only the elements that it shows; a mark says whether it was on an
-   accelerator, and whether it required a gradient.
-4. Back: the same, but for types of the user's own. A namedtuple comes back as another namedtuple of the same name and
-   fields, a dataclass as a `types.SimpleNamespace`, any mapping as a dict: importing his types from a file that a
-   stranger may have written would run code.
-
-`from_plain` trusts nothing: kinds, types, sizes, depth and number of things are looked at.
+1. `to_plain` makes a user's batch plain: None, bool, int, float, str and lists stay; everything else becomes a dict
+   with a "kind", so that no dict of the user's can be taken for one of these. A tensor is detached and copied to the
+   CPU, only the elements that it shows; it is marked if it was on an accelerator or required a gradient.
+2. `write` and `pack` take dataclasses of such values. Each tensor is stored once, under a number; the tensor "json"
+   holds the rest, in which {"$tensor": number} refers to it. Tensors go to the host one at a time.
+3. `read` and `unpack` make the dataclass again. What they read is untrusted: sizes and types are checked, and nothing
+   is executed.
+4. `from_plain` rebuilds the batch. A namedtuple comes back as another namedtuple of the same name and fields, a
+   dataclass as a `types.SimpleNamespace`, any mapping as a dict: importing the user's types could run code.
 """
 
 from __future__ import annotations
 
 import collections
+import ctypes
 import dataclasses
+import io
+import json
+import math
 import re
+import struct
 import sys
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
+import msgspec
+import safetensors
+import safetensors.torch
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from ddpstats._base.files import parse_json
+from ddpstats._base.text import first_line
 from ddpstats._rerun.record import set_fields
 from ddpstats.errors import BundleError
 
-_MOST_DEEP = 64
-_MOST_THINGS = 5_000_000
-_MOST_FIELDS = 10_000
+T = TypeVar("T")
+
+_MAX_DEPTH = 64
+_MAX_JSON_BYTES = 64 << 20
+_REFERENCE, _JSON = "$tensor", "json"
+_DTYPE_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
 _ARRAY_KINDS = "biufcMmUS"
 _ARRAY_DTYPE = re.compile(rf"[<>|=]?[{_ARRAY_KINDS}]\d{{1,6}}(\[\d{{0,9}}[A-Za-z]{{1,2}}\])?")
+_MALFORMED = (LookupError, ValueError, TypeError, RuntimeError, ArithmeticError)
 _PLAIN_TENSOR = torch.Tensor.__torch_dispatch__
 
 
@@ -47,51 +78,90 @@ class CannotStore(Exception):
         self.path = path
 
 
-# -- to plain things --------------------------------------------------------------------------------------------------
+# -- a batch as plain values ------------------------------------------------------------------------------------------
 
 
 def to_plain(value: Any, path: str = "batch") -> Any:
-    """Local. Raises `CannotStore`, which names the path (``batch['x'][0]``) and the type."""
-    return _plain(value, path, 0)
+    """Return plain values for `write`. Raises `CannotStore`, which names the path (``batch['x'][0]``) and the type."""
+    return _Plain().convert(value, path, 0)
 
 
-def _plain(value: Any, path: str, depth: int) -> Any:
-    if depth > _MOST_DEEP:
-        raise CannotStore(path, f"{_type_name(value)} that is nested deeper than {_MOST_DEEP} levels")
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, torch.Tensor):
-        return _plain_tensor(value, path)
-    if isinstance(value, (bytes, bytearray)):
-        return {"kind": type(value).__name__, "data": _bytes_tensor(bytes(value))}
-    if type(value) is complex:
-        return {"kind": "complex", "real": value.real, "imag": value.imag}
-    numpy = sys.modules.get("numpy")  # a program that has not loaded it holds none of its arrays
-    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
-        return _plain_array(value, path)
-    if isinstance(value, Mapping):
-        return _plain_mapping(value, path, depth)
-    if isinstance(value, (list, tuple)):
-        return _plain_sequence(value, path, depth)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain_dataclass(value, path, depth)
-    raise CannotStore(path, _type_name(value))
+class _Plain:
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor that occurs twice is stored once
+
+    def convert(self, value: Any, path: str, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise CannotStore(path, f"{_type_name(value)} that is nested deeper than {_MAX_DEPTH} levels")
+        if value is None or type(value) in (bool, int):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"kind": "float", "text": repr(value)}
+        if type(value) is complex:
+            return {"kind": "complex", "text": [repr(value.real), repr(value.imag)]}
+        if type(value) is str:
+            return _encodable(value, path)
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, (bytes, bytearray)):
+            return {"kind": "bytes", "data": _bytes_tensor(value)}
+        numpy = sys.modules.get("numpy")  # a program that has not loaded it holds none of its arrays
+        if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+            return _plain_array(value, path)
+        if isinstance(value, Mapping):
+            return self._mapping(value, path, depth)
+        if isinstance(value, (list, tuple)):
+            return self._sequence(value, path, depth)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = set_fields(value)
+            return self._named("object", names, [getattr(value, name) for name in names], type(value), path, depth)
+        raise CannotStore(path, _type_name(value))
+
+    def _tensor(self, value: Tensor, path: str) -> dict[str, Any]:
+        ordinary = type(value).__torch_dispatch__ is _PLAIN_TENSOR and value.layout is torch.strided
+        if not ordinary or value.dtype not in _DTYPE_NAMES or value.device.type == "meta":
+            raise CannotStore(path, f"{_type_name(value)} ({value.layout}, {value.dtype}, {value.device})")
+        _, copy = self._copies.setdefault(id(value), (value, _host_copy(value)))
+        return {
+            "kind": "tensor",
+            "data": copy,
+            "accelerator": value.device.type != "cpu",
+            "requires_grad": value.requires_grad,
+        }
+
+    def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
+        items = []
+        for key, content in value.items():
+            where = f"{path}[{key!r}]"
+            if not _is_key(key):
+                raise CannotStore(f"the key {key!r} of {path}", _type_name(key))
+            items.append([self.convert(key, where, depth + 1), self.convert(content, where, depth + 1)])
+        return {"kind": "dict", "items": items}
+
+    def _sequence(self, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> Any:
+        fields = getattr(type(value), "_fields", None)
+        if isinstance(value, tuple) and isinstance(fields, tuple):
+            kind = "packed" if isinstance(value, PackedSequence) else "namedtuple"
+            return self._named(kind, list(fields), value, type(value), path, depth)
+        items = [self.convert(content, f"{path}[{index}]", depth + 1) for index, content in enumerate(value)]
+        if type(value) is list:
+            return items
+        if type(value) in (tuple, torch.Size):
+            return {"kind": "tuple", "items": items}
+        raise CannotStore(path, _type_name(value))
+
+    def _named(self, kind: str, names: list[str], values: Any, cls: type, path: str, depth: int) -> dict[str, Any]:
+        items = [self.convert(item, f"{path}.{name}", depth + 1) for name, item in zip(names, values, strict=True)]
+        return {"kind": kind, "name": cls.__name__, "fields": names, "items": items}
 
 
-def _plain_tensor(value: torch.Tensor, path: str) -> dict[str, Any]:
-    ordinary = type(value).__torch_dispatch__ is _PLAIN_TENSOR and value.layout is torch.strided
-    if not ordinary or value.is_quantized or value.device.type == "meta":
-        raise CannotStore(path, f"{_type_name(value)} ({value.layout}, {value.device})")
-    here = value.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+def _host_copy(value: Tensor) -> Tensor:
+    plain = value.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
     # preserve_format: channels_last stays, since other strides are other kernels and other last bits
-    copy = here.clone(memory_format=torch.preserve_format) if here.device.type == "cpu" else here.to("cpu")
-    if copy.untyped_storage().nbytes() != copy.numel() * copy.element_size():
-        copy = copy.contiguous().clone()
-    accelerator = value.device.type != "cpu"
-    return {"kind": "tensor", "data": copy, "accelerator": accelerator, "requires_grad": value.requires_grad}
+    return plain.clone(memory_format=torch.preserve_format) if plain.device.type == "cpu" else plain.to("cpu")
 
 
-def _bytes_tensor(data: bytes) -> torch.Tensor:
+def _bytes_tensor(data: bytes | bytearray) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
@@ -105,14 +175,12 @@ def _plain_array(value: Any, path: str) -> dict[str, Any]:
     return {"kind": kind, **data}
 
 
-def _plain_mapping(value: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
-    items = []
-    for key, content in value.items():
-        where = f"{path}[{key!r}]"
-        if not _is_key(key):
-            raise CannotStore(f"the key {key!r} of {path}", _type_name(key))
-        items.append([_plain(key, where, depth + 1), _plain(content, where, depth + 1)])
-    return {"kind": "dict", "items": items}
+def _encodable(text: str, path: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise CannotStore(path, "a string with half a surrogate pair") from None
+    return text
 
 
 def _is_key(key: Any) -> bool:
@@ -121,159 +189,216 @@ def _is_key(key: Any) -> bool:
     return key is None or type(key) in (bool, int, float, complex, str, bytes)
 
 
-def _plain_sequence(value: list[Any] | tuple[Any, ...], path: str, depth: int) -> Any:
-    fields = getattr(type(value), "_fields", None)
-    if isinstance(value, tuple) and isinstance(fields, tuple):
-        items = [_plain(content, f"{path}.{name}", depth + 1) for name, content in zip(fields, value, strict=True)]
-        if isinstance(value, PackedSequence):
-            return {"kind": "packed", "items": items}
-        return {"kind": "namedtuple", "name": type(value).__name__, "fields": list(fields), "items": items}
-    items = [_plain(content, f"{path}[{place}]", depth + 1) for place, content in enumerate(value)]
-    if type(value) is list:
-        return items
-    if type(value) in (tuple, torch.Size):
-        return {"kind": "tuple" if type(value) is tuple else "size", "items": items}
-    raise CannotStore(path, _type_name(value))
-
-
-def _plain_dataclass(value: Any, path: str, depth: int) -> dict[str, Any]:
-    names = set_fields(value)
-    items = [_plain(getattr(value, name), f"{path}.{name}", depth + 1) for name in names]
-    return {"kind": "object", "name": type(value).__name__, "fields": names, "items": items}
-
-
 def _type_name(value: Any) -> str:
     kind = type(value)
     home = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"of type {home}{kind.__qualname__}"
 
 
-# -- and back ---------------------------------------------------------------------------------------------------------
+# -- in a file, or as bytes -------------------------------------------------------------------------------------------
+
+
+def write(file: BinaryIO, value: Any) -> None:
+    """Write a dataclass of plain values and tensors of any device. Raises OSError."""
+    tensors: dict[int, tuple[str, Tensor]] = {}
+
+    def refer(item: Any) -> Any:
+        if isinstance(item, torch.dtype):
+            return str(item)
+        if not isinstance(item, Tensor):
+            raise TypeError(f"{type(item).__name__} is neither plain nor a tensor")
+        name, ordered = tensors.setdefault(id(item), (str(len(tensors)), _in_memory_order(item)))
+        layout = {} if ordered is item else {"shape": list(item.shape), "strides": list(item.stride())}
+        return {_REFERENCE: name, **layout}
+
+    text = _bytes_tensor(msgspec.json.encode(value, enc_hook=refer))
+    stored = {_JSON: text, **dict(tensors.values())}
+    header, at = {}, 0
+    for name, tensor in stored.items():
+        end = at + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    head = json.dumps(header).encode()
+    file.write(struct.pack("<Q", len(head)) + head)
+    for tensor in stored.values():
+        if tensor.numel():
+            host = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            file.write(_memory_of(host))
+
+
+def pack(value: Any) -> bytes:
+    """Return what `write` writes."""
+    buffer = io.BytesIO()
+    write(buffer, value)
+    return buffer.getvalue()
+
+
+def read(file: BinaryIO, kind: type[T], where: str) -> T:
+    """Return what was written to an open file. Raises `BundleError` that begins with ``where`` and names the field."""
+    return _decoded(lambda: _stored(file), kind, where)
+
+
+def unpack(data: bytes, kind: type[T], where: str) -> T:
+    """Return what was packed. Raises `BundleError` that begins with ``where`` and names the field."""
+    return _decoded(lambda: safetensors.torch.load(data), kind, where)
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a row-major view of it if it fills its memory in another order, as channels_last does."""
+    strides = list(tensor.stride())
+    ordered = tensor.detach().permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    is_other = tensor.stride() != torch.empty(tensor.shape, device="meta").stride()
+    return ordered.reshape(-1) if is_other and tensor.numel() and ordered.is_contiguous() else tensor
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+def _stored(file: BinaryIO) -> dict[str, Tensor]:
+    with safetensors.safe_open(f"/dev/fd/{file.fileno()}", framework="pt") as opened:
+        return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+
+
+def _decoded(load: Callable[[], dict[str, Tensor]], kind: type[T], where: str) -> T:
+    try:
+        tensors = load()
+        text = tensors.pop(_JSON)
+        if text.numel() > _MAX_JSON_BYTES:
+            raise ValueError(f"beside tensors it has {text.numel():,} bytes, and {_MAX_JSON_BYTES:,} are read")
+        tree = _resolved(parse_json(bytes(_bytes_of(text))), tensors, {})
+        return msgspec.convert(tree, kind, dec_hook=_instance, str_keys=True)
+    except (
+        *(safetensors.SafetensorError, OSError, ValueError, TypeError, KeyError),
+        *(IndexError, RuntimeError, OverflowError, MemoryError),
+    ) as error:
+        raise BundleError(
+            f"{where} is refused: {type(error).__name__}: {first_line(error)[:300]}. Nothing of it was executed. It is "
+            "damaged, hostile, or of another version of ddpstats."
+        ) from None
+
+
+def _resolved(tree: Any, stored: Mapping[str, Tensor], resolved: dict[str, Tensor]) -> Any:
+    """Return the JSON with tensors in place of references. Each name has one layout: that of its first reference."""
+    if type(tree) is list:
+        return [_resolved(item, stored, resolved) for item in tree]
+    if type(tree) is not dict:
+        return tree
+    name = tree.get(_REFERENCE)
+    if type(name) is not str:
+        return {key: _resolved(item, stored, resolved) for key, item in tree.items()}
+    if name not in resolved:
+        resolved[name] = _laid_out(stored[name], tree["shape"], tree["strides"]) if "shape" in tree else stored[name]
+    return resolved[name]
+
+
+def _laid_out(flat: Tensor, shape: list[int], strides: list[int]) -> Tensor:
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if flat.dim() != 1 or math.prod(shape) != flat.numel() or reach != flat.numel() or min(strides, default=0) < 0:
+        raise ValueError("a tensor has strides that do not fit its memory")
+    return flat.as_strided(shape, strides)
+
+
+def _instance(kind: type, value: Any) -> Any:
+    if kind is Tensor and isinstance(value, Tensor):
+        return value
+    if kind is torch.dtype and isinstance(value, str):
+        dtype = getattr(torch, value.removeprefix("torch."), None)
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    raise ValueError(f"Expected `{kind.__name__}`")
+
+
+# -- a batch from plain values ----------------------------------------------------------------------------------------
 
 
 def from_plain(plain: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
-    """What `to_plain` was given. Local; everything in it is a copy.
+    """Return what `to_plain` was given; every tensor in it is a copy.
 
     ``device``: where tensors go that were on an accelerator; None leaves them on the CPU. ``dtype``: of the floating
-    ones; None leaves them as they were.
-
-    Raises `BundleError` for anything that `to_plain` does not write.
+    ones; None leaves them as they were. Raises `BundleError` for anything that `to_plain` does not write.
     """
     return _Rebuilding(device, dtype).rebuild(plain, "batch", 0)
-
-
-def checked_tensor(value: Any, where: str) -> torch.Tensor:
-    """An ordinary tensor on the CPU that holds as many elements as it shows. Raises `BundleError` naming ``where``.
-
-    A file of a few bytes can hold a tensor of any shape whose strides are 0: whoever copies it runs out of memory.
-    """
-    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
-        raise BundleError(f"{where}: an ordinary tensor on the CPU should stand here, not {_shown(value)}")
-    if value.is_quantized or value.numel() * value.element_size() > value.untyped_storage().nbytes():
-        raise BundleError(f"{where}: the tensor shows more elements than it holds; the bundle is damaged or hostile")
-    return value
 
 
 class _Rebuilding:
     def __init__(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
         self._device, self._dtype = device, dtype
-        self._things = 0
-        self._seen: set[int] = set()  # where each tensor's memory begins
+        self._copies: dict[tuple[int, bool, bool], Tensor] = {}
 
     def rebuild(self, plain: Any, path: str, depth: int) -> Any:
-        self._things += 1
-        if depth > 2 * _MOST_DEEP or self._things > _MOST_THINGS:
-            raise BundleError(f"{path}: too many things, or too deep; the bundle is damaged or hostile")
+        if depth > 2 * _MAX_DEPTH:
+            raise BundleError(f"{path} is nested too deeply; the bundle is damaged or hostile")
         if plain is None or type(plain) in (bool, int, float, str):
             return plain
-        if type(plain) is list:
-            return self._items(plain, path, depth)
-        if type(plain) is not dict:
-            raise BundleError(f"{path}: {_shown(plain)} is not what ddpstats writes")
-        kind = plain.get("kind")
-        how = _KINDS.get(kind) if type(kind) is str else None
-        if how is None:
-            raise BundleError(f"{path}: kind {_cut(kind)} is not one that ddpstats writes")
         try:
-            return how(self, plain, path, depth)
-        except (KeyError, ValueError, TypeError, IndexError, RuntimeError, OverflowError) as error:
-            raise BundleError(f"{path}: not a {kind}: {type(error).__name__}: {error}") from None
+            if type(plain) is list:
+                return self._items(plain, path, depth)
+            return _KINDS[plain["kind"]](self, plain, path, depth)
+        except (
+            LookupError,
+            ValueError,
+            TypeError,
+            RuntimeError,
+            OverflowError,
+            AttributeError,
+            AssertionError,
+        ) as error:
+            raise BundleError(
+                f"{path} is not what ddpstats writes: {type(error).__name__}: {first_line(error)[:200]}; the bundle is "
+                "damaged or hostile"
+            ) from None
 
-    def _items(self, plain: Any, path: str, depth: int) -> list[Any]:
-        if type(plain) is not list:
-            raise BundleError(f"{path}: {_shown(plain)} where a list should stand")
-        return [self.rebuild(content, f"{path}[{place}]", depth + 1) for place, content in enumerate(plain)]
+    def _items(self, items: Any, path: str, depth: int) -> list[Any]:
+        if type(items) is not list:
+            raise TypeError("a list is expected")
+        return [self.rebuild(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(items)]
 
-    def _tensor(self, plain: dict[str, Any], path: str, depth: int) -> torch.Tensor:
-        data = self._once(checked_tensor(plain["data"], path), path)
-        to_device = self._device if _flag(plain, "accelerator") else None
-        copy = data.to(to_device, self._dtype if data.is_floating_point() else None, copy=True)
-        return copy.requires_grad_() if _flag(plain, "requires_grad") else copy
+    def _number(self, plain: dict[str, Any], path: str, depth: int) -> float | complex:
+        text = plain["text"]
+        return float(text) if plain["kind"] == "float" else complex(float(text[0]), float(text[1]))
 
-    def _once(self, data: torch.Tensor, path: str) -> torch.Tensor:
-        """Each is copied: a file in which many things are one tensor would take many times its size."""
-        place = data.untyped_storage().data_ptr()
-        if data.numel() and place in self._seen:
-            raise BundleError(f"{path}: a tensor that stands elsewhere, too; the bundle is damaged or hostile")
-        self._seen.add(place)
-        return data
+    def _tensor(self, plain: dict[str, Any], path: str, depth: int) -> Tensor:
+        data, accelerator, requires_grad = plain["data"], plain["accelerator"] is True, plain["requires_grad"] is True
+        key = (id(data), accelerator, requires_grad)
+        if key not in self._copies:
+            dtype = self._dtype if data.is_floating_point() else None
+            copy = data.to(self._device if accelerator else None, dtype, copy=True)
+            self._copies[key] = copy.requires_grad_(requires_grad)
+        return self._copies[key]
 
-    def _bytes_of(self, plain: dict[str, Any], path: str) -> bytes:
-        data = self._once(checked_tensor(plain["data"], path), path)
-        if data.dtype is not torch.uint8 or data.dim() != 1:
-            raise BundleError(f"{path}: bytes should stand here, not {data.dtype} of shape {tuple(data.shape)}")
-        if not data.numel():
-            return b""
-        buffer = bytearray(data.numel())
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(data)
-        return bytes(buffer)
-
-    def _bytes(self, plain: dict[str, Any], path: str, depth: int) -> bytes | bytearray:
-        data = self._bytes_of(plain, path)
-        return data if plain["kind"] == "bytes" else bytearray(data)
-
-    def _complex(self, plain: dict[str, Any], path: str, depth: int) -> complex:
-        return complex(float(plain["real"]), float(plain["imag"]))
+    def _bytes(self, plain: dict[str, Any], path: str, depth: int) -> bytes:
+        return bytes(_bytes_of(plain["data"]))
 
     def _array(self, plain: dict[str, Any], path: str, depth: int) -> Any:
         try:
             import numpy
         except ImportError:
             raise BundleError(f"{path} is an array of numpy, which is not installed here: pip install numpy") from None
-        dtype, shape = plain["dtype"], plain["shape"]
-        if type(dtype) is not str or _ARRAY_DTYPE.fullmatch(dtype) is None:
-            raise BundleError(f"{path}: dtype {_cut(dtype)} is not one that ddpstats writes")
-        if type(shape) is not list or len(shape) > 64 or any(type(size) is not int or size < 0 for size in shape):
-            raise BundleError(f"{path}: shape {_cut(shape)} is not one")
-        array = numpy.frombuffer(self._bytes_of(plain, path), dtype=numpy.dtype(dtype)).reshape(shape).copy()
+        if _ARRAY_DTYPE.fullmatch(plain["dtype"]) is None:
+            raise ValueError("a dtype that ddpstats does not write")
+        array = numpy.frombuffer(_bytes_of(plain["data"]), dtype=plain["dtype"]).reshape(plain["shape"])
         return array if plain["kind"] == "array" else array[()]
 
     def _dict(self, plain: dict[str, Any], path: str, depth: int) -> dict[Any, Any]:
         rebuilt: dict[Any, Any] = {}
-        for pair in plain["items"]:
-            if type(pair) is not list or len(pair) != 2:
-                raise BundleError(f"{path}: an item is not a key and a value")
-            key = self.rebuild(pair[0], path, depth + 1)
-            if not _is_key(key):
-                raise BundleError(f"{path}: {_shown(key)} cannot be a key")
-            rebuilt[key] = self.rebuild(pair[1], f"{path}[{_cut(key)}]", depth + 1)
+        for key, item in plain["items"]:
+            built = self.rebuild(key, path, depth + 1)
+            if not _is_key(built):
+                raise TypeError("a key that ddpstats does not write")
+            rebuilt[built] = self.rebuild(item, f"{path}[{built!r:.80}]", depth + 1)
         return rebuilt
 
     def _tuple(self, plain: dict[str, Any], path: str, depth: int) -> tuple[Any, ...]:
-        items = self._items(plain["items"], path, depth)
-        return tuple(items) if plain["kind"] == "tuple" else torch.Size(items)
-
-    def _packed(self, plain: dict[str, Any], path: str, depth: int) -> PackedSequence:
-        data, batch_sizes, sorted_indices, unsorted_indices = self._items(plain["items"], path, depth)
-        return PackedSequence(data, batch_sizes, sorted_indices, unsorted_indices)
+        return tuple(self._items(plain["items"], path, depth))
 
     def _named(self, plain: dict[str, Any], path: str, depth: int) -> Any:
         name, fields = plain["name"], plain["fields"]
         items = self._items(plain["items"], path, depth)
-        if not _is_identifier(name) or type(fields) is not list or not all(map(_is_identifier, fields)):
-            raise BundleError(f"{path}: names that are no names: {_cut(name)}, {_cut(fields)}")
-        if len(fields) != len(items) or len(set(fields)) != len(fields) or len(fields) > _MOST_FIELDS:
-            raise BundleError(f"{path}: {len(fields)} fields and {len(items)} values")
+        if plain["kind"] == "packed":
+            return PackedSequence(*items)
+        if not all(type(text) is str and text.isidentifier() for text in (name, *fields)):
+            raise ValueError("names that are no identifiers")
         if plain["kind"] == "object":
             return types.SimpleNamespace(**dict(zip(fields, items, strict=True)))
         # rename: a tuple made with it has fields such as _1, which are refused otherwise
@@ -281,35 +406,20 @@ class _Rebuilding:
 
 
 _KINDS: dict[str, Callable[[_Rebuilding, dict[str, Any], str, int], Any]] = {
+    **dict.fromkeys(("float", "complex"), _Rebuilding._number),
     "tensor": _Rebuilding._tensor,
     "bytes": _Rebuilding._bytes,
-    "bytearray": _Rebuilding._bytes,
-    "complex": _Rebuilding._complex,
-    "array": _Rebuilding._array,
-    "scalar": _Rebuilding._array,
+    **dict.fromkeys(("array", "scalar"), _Rebuilding._array),
     "dict": _Rebuilding._dict,
     "tuple": _Rebuilding._tuple,
-    "size": _Rebuilding._tuple,
-    "packed": _Rebuilding._packed,
-    "namedtuple": _Rebuilding._named,
-    "object": _Rebuilding._named,
+    **dict.fromkeys(("packed", "namedtuple", "object"), _Rebuilding._named),
 }
 
 
-def _flag(plain: dict[str, Any], name: str) -> bool:
-    if type(plain[name]) is not bool:
-        raise TypeError(f"{name} is neither true nor false")
-    return plain[name] is True
-
-
-def _is_identifier(name: Any) -> bool:
-    return type(name) is str and name.isidentifier() and len(name) <= 1000
-
-
-def _shown(value: Any) -> str:
-    return f"something of type {type(value).__qualname__}"
-
-
-def _cut(value: Any) -> str:
-    text = repr(value) if type(value) in (str, int, bool, float, bytes, type(None), list) else _shown(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _bytes_of(data: Tensor) -> bytearray:
+    if data.dtype is not torch.uint8 or data.dim() != 1:
+        raise TypeError(f"bytes are expected, not {data.dtype} of shape {tuple(data.shape)}")
+    buffer = bytearray(data.numel())
+    if buffer:
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(data)
+    return buffer

@@ -4,7 +4,7 @@
    they are reduced (`_observe.gradients`).
 2. `check` asks of all ranks (`_ask`), alone or with others in one all_reduce: on how many was something not finite, now
    or before the reduce? On none: the step is forgotten.
-3. Otherwise all ranks tell what they saw, come to one verdict (`_verdict`), write their parts of a bundle (`_publish`),
+3. Otherwise all ranks tell what they saw, come to one verdict (`_verdict`), write their parts of a bundle (`bundle`),
    and with ``attribute=True`` look for the cause by running the step again (`_attribution`).
 4. A rank that raises inside `micro_batch` will not come to `check`: it says so through the store (`_peers`), and writes
    what it has.
@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -34,10 +33,10 @@ from ddpstats._rerun.codec import CannotStore, to_plain
 from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step, scale_of
 from ddpstats._rerun.run import Reruns
 from ddpstats.capture._peers import Peers
-from ddpstats.capture._publish import AloneBundle, Bundling
 from ddpstats.capture._verdict import CaptureFinding, CaptureVerdict, Policy, Report, find, report_of
 from ddpstats.capture.attribution import attribute_cause
-from ddpstats.capture.bundle import bundle_name
+from ddpstats.capture.bundle import AloneBundle, BundleWriter
+from ddpstats.capture.manifest import bundle_name
 from ddpstats.capture.parts import PartSource
 from ddpstats.errors import BundleError, ConfigError
 
@@ -55,12 +54,12 @@ class NaNCapture(StepWatch):
     Args:
         dirpath: where bundles go, a directory of their own each. All ranks must see the same file system.
         model: the module as it is trained: DistributedDataParallel itself, not what is inside.
-        optimizer, scheduler: one, or a sequence of them; their state goes into the bundle.
+        optimizer, scheduler: accepted, and not kept: a replay needs no state of theirs, and checkpoints have it.
         scaler: a ``torch.amp.GradScaler``. A step that it skips is no capture; ``max_scaler_skips`` in a row are.
         group: the process group; None is the default one. Without any, this process is alone.
         keep: how many complete bundles are kept; the oldest go.
         on_nonfinite: what the verdict tells the caller to do: "stop", "skip" or "continue". It only tells.
-        max_bytes: how large a bundle may get, all ranks together; the optimizer's state is left out first. None: any.
+        max_bytes: how large a bundle may get, all ranks together. None: any.
         max_scaler_skips: see ``scaler``.
         store_batch: False leaves batches out of bundles, for those that may not be written or cannot.
         attribute: find out the cause of a capture by running the step again, here and on a peer; needs ``step_fn``.
@@ -118,7 +117,7 @@ class NaNCapture(StepWatch):
         self._step_fn = step_fn if attribute else None
         self._watch = GradientWatch(model)
         self._record = StepRecord(model)
-        self._source = PartSource(self._watch, self._record, optimizer, scheduler, scaler, store_batch)
+        self._source = PartSource(self._watch, self._record, scaler, store_batch)
         self._peers = Peers(channel_of(group))
         self._scaler_skips = 0
         self._captured_before = False  # in the step before this one
@@ -289,10 +288,8 @@ class NaNCapture(StepWatch):
 
     def _captured(self, finding: CaptureFinding) -> CaptureVerdict:
         """Write a bundle, look for the cause, and say all of it."""
-        # By itself, once all ranks are known to be fit: it may gather parameters over the program's own group.
-        details = self._gathered(lambda: {"when": time.time(), **self._source.summary()}, "what each rank holds")
-        bundling = Bundling(self.dirpath, self._keep, self._max_bytes, self._group, self._peers, finding, details)
-        bundling.write_parts(self._source)
+        bundling = BundleWriter(self.dirpath, self._keep, self._max_bytes, self._group, self._peers, finding)
+        bundling.write(self._source)
         verdict = bundling.finish(finding.verdict(self._policy, bundling.directory, bundling.notes()))
         if self._step_fn is None:
             return verdict
@@ -323,7 +320,6 @@ class NaNCapture(StepWatch):
         self._problem = None
         self._record.clear()
         self._watch.forget()
-        self._source.forget()
 
 
 class _RunningMicroBatch(Running[MicroBatch]):

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import torch
 
     from ddpstats._rerun.run import RunSettings
-    from ddpstats.capture._rank_part import RankPart
     from ddpstats.capture.bundle import Bundle
     from ddpstats.capture.outcome import Replayed
+    from ddpstats.capture.parts import RankPart
     from ddpstats.capture.rerun import Outcome, Rerun
 
 _PRECISIONS = ("captured", "amp", "fp32", "fp64")
@@ -103,7 +103,7 @@ def _replay(args: argparse.Namespace) -> Replayed:
 
     bundle = Bundle.open(args.bundle)
     part = bundle.rank_part(_rank(bundle, args.rank))
-    parameters = bundle.model_part(part.rank)["parameters"]
+    parameters = bundle.parameters(part.rank)
     settings = _settings(args, part)
     position = bundle.manifest.ranks.index(part.rank)  # of a group that need not begin at rank 0
     with _current_directory_first(), echoing(position, part.world_size) as collectives:

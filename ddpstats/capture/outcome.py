@@ -15,8 +15,8 @@ from torch import Tensor
 from ddpstats._base.text import count_of, shorten
 from ddpstats._observe.gradient_norms import norm_kind
 from ddpstats._rerun.run import RunSettings
-from ddpstats.capture._manifest import Manifest
-from ddpstats.capture._rank_part import RankPart
+from ddpstats.capture.manifest import Manifest
+from ddpstats.capture.parts import RankPart
 from ddpstats.capture.rerun import Outcome
 
 _SHOWN = 5

@@ -26,7 +26,7 @@ from ddpstats._observe.frames import calls_step
 from ddpstats._observe.gradient_norms import held_values, measure, parts_of
 from ddpstats._rerun.run import WIDER, Runner, RunSettings, Step
 from ddpstats._rerun.state import as_in, numpy_or_none
-from ddpstats.capture._rank_part import CapturedMicroBatch, RankPart
+from ddpstats.capture.parts import CapturedMicroBatch, RankPart
 from ddpstats.errors import BundleError, ConfigError
 
 _SHOWN_NAMES = 5

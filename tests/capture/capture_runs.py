@@ -10,9 +10,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -212,8 +213,29 @@ def sharded_model() -> nn.Module:
     return model
 
 
-def sharded(dirpath: str) -> CaptureVerdict:
-    return captured(dirpath, sharded_model(), 1, batch_of=planted({(0, 1, 0): torch.nan})).verdicts[0]
+class Sharded(NamedTuple):
+    """A verdict under FSDP2, how often a parameter was gathered for it, and the parameters before the step."""
+
+    verdict: CaptureVerdict
+    gathered: int
+    parameters: dict[str, Any]
+
+
+def sharded(dirpath: str) -> Sharded:
+    from torch.distributed.tensor import DTensor
+
+    model, gathered, full_tensor = sharded_model(), 0, DTensor.full_tensor
+    parameters = {name: full_tensor(parameter).tolist() for name, parameter in model.named_parameters()}
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal gathered
+        gathered += 1
+        return full_tensor(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", counted)
+        verdict = captured(dirpath, model, 1, batch_of=planted({(0, 1, 0): torch.nan})).verdicts[0]
+    return Sharded(verdict, gathered, parameters)
 
 
 class Changing(nn.Module):

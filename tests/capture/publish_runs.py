@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
@@ -16,8 +17,8 @@ import torch.distributed as dist
 
 from ddpstats import NaNCapture
 from ddpstats.capture import CaptureVerdict
-from ddpstats.capture._publish import AloneBundle
-from ddpstats.capture.bundle import bundle_name
+from ddpstats.capture.bundle import AloneBundle
+from ddpstats.capture.manifest import bundle_name
 from ddpstats.capture.parts import PartSource
 from ddpstats.testing import die
 from tests.capture.capture_runs import captured, make_model, noisy_step, planted, sharded_model
@@ -43,32 +44,46 @@ def lowest_rank_cannot(dirpath: str, what: str, **options: Any) -> CaptureVerdic
     exists = Path.exists
 
     def refuse(path: Path, *_: object) -> Any:
-        if what == "make" or path.suffix == ".pt":
+        if what == "make" or path.suffix == ".safetensors":
             raise PermissionError(errno.EACCES, "Permission denied")
         return exists(path)
 
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 0 and what == "make":
-            patch.setattr("ddpstats.capture._publish.new_directory", refuse)
+            patch.setattr("ddpstats.capture.bundle.new_directory", refuse)
         elif rank() == 0:
             patch.setattr(Path, "exists", refuse)
         return bad_step(dirpath, **options)
 
 
-def dies_while_writing(dirpath: str, step: str) -> CaptureVerdict:
-    """Rank 1 is killed before it learns where the bundle is, or between its two files."""
-    _publish: Any = importlib.import_module("ddpstats.capture._publish")
+def dies_while_writing(dirpath: str) -> CaptureVerdict:
+    """Rank 1 is killed between its two files."""
+    bundle: Any = importlib.import_module("ddpstats.capture.bundle")
 
     def write(*args: Any) -> Any:
         write_part(*args)
         die()
 
-    write_part = _publish.write_part
+    write_part = bundle.write_part
     with pytest.MonkeyPatch.context() as patch:
-        if rank() == 1 and step == "before the directory":
-            patch.setattr(_publish, "gather_trees", lambda *_, **__: die())
-        elif rank() == 1:
-            patch.setattr(_publish, "write_part", write)
+        if rank() == 1:
+            patch.setattr(bundle, "write_part", write)
+        return bad_step(dirpath)
+
+
+def slow_disk(dirpath: str) -> CaptureVerdict:
+    """On rank 1 each file takes longer than the timeout of a collective."""
+    bundle: Any = importlib.import_module("ddpstats.capture.bundle")
+    write_part = bundle.write_part
+
+    def write(*args: Any) -> Any:
+        time.sleep(4)
+        return write_part(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DDPSTATS_TIMEOUT_SEC", "3")
+        if rank() == 1:
+            patch.setattr(bundle, "write_part", write)
         return bad_step(dirpath)
 
 

@@ -13,10 +13,11 @@ import torch
 from ddpstats import BundleError, ConfigError, NaNCapture, cli
 from ddpstats._rerun.codec import from_plain
 from ddpstats.capture import CaptureVerdict
+from ddpstats.capture.bundle import Bundle
 from ddpstats.testing import RankPool, run_ranks
 from tests import training
 from tests.capabilities import shards_on_cpu
-from tests.capture import capture_runs as runs
+from tests.capture import capture_runs as runs, making
 from tests.capture.capture_runs import Captured
 from tests.threads import lasting_threads
 
@@ -36,8 +37,7 @@ def manifest_of(bundle: Path | None) -> dict[str, Any]:
 
 def part_of(bundle: Path | None, name: str) -> dict[str, Any]:
     assert bundle is not None
-    part: dict[str, Any] = torch.load(bundle / name, weights_only=True)
-    return part
+    return making.load(bundle / name)
 
 
 def verdicts_of(runs_of_ranks: list[Captured]) -> list[CaptureVerdict]:
@@ -78,8 +78,8 @@ def test_culprit_is_named_before_the_reduce_and_its_bundle_replays_bit_for_bit(
     assert "." in manifest["created_utc"]  # with the fraction of its second
     assert manifest["complete"]
     assert (manifest["ranks_present"], manifest["culprit_ranks"]) == ([0, 1], [1])
-    assert manifest["model_files"] == {"0": "model.pt", "1": "model.pt"}
-    batch = from_plain(part_of(bad.bundle, "rank00001.pt")["micro_batches"][0]["batch"])
+    assert manifest["model_files"] == {"0": "model.safetensors", "1": "model.safetensors"}
+    batch = from_plain(part_of(bad.bundle, "rank00001.safetensors")["micro_batches"][0]["batch"])
     assert str(batch["x"][1, 2].item()) == str(value)
     capsys.readouterr()
     assert cli.main(["replay", str(bad.bundle), *NAMES, "--json"]) == 0
@@ -134,7 +134,7 @@ def test_accumulated_gradients_name_the_micro_batch_and_are_replayed(
 def test_a_rank_without_a_batch_takes_part(two_ranks: RankPool, tmp_path: Path) -> None:
     bad = same(two_ranks.run(runs.one_rank_without_a_batch, str(tmp_path)).values())
     assert bad.culprit_ranks == (1,)
-    assert part_of(bad.bundle, "rank00000.pt")["micro_batches"] == []
+    assert part_of(bad.bundle, "rank00000.safetensors")["micro_batches"] == []
 
 
 def test_an_overflow_of_the_reduction_has_no_culprit(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -179,11 +179,24 @@ def test_a_scaler_that_skips_max_scaler_skips_times_is_captured(two_ranks: RankP
 
 @shards_on_cpu
 def test_sharded_gradients_are_nonfinite_without_a_culprit(two_ranks: RankPool, tmp_path: Path) -> None:
-    verdict = same(two_ranks.run(runs.sharded, str(tmp_path)).values())
+    verdict = same(two_ranks.run(runs.sharded, str(tmp_path)).values()).verdict
     assert (verdict.kind, verdict.culprit_ranks) == ("nonfinite", ())
     assert "0.weight" in verdict.parameters
     assert "which rank they come from is not known" in verdict.message
-    assert part_of(verdict.bundle, "model.pt")["parameters"]["0.weight"].shape == (8, 6)
+
+
+@shards_on_cpu
+def test_shards_are_written_by_their_owners_and_joined_by_replay(two_ranks: RankPool, tmp_path: Path) -> None:
+    captured = same(two_ranks.run(runs.sharded, str(tmp_path)).values())
+    assert captured.gathered == 0
+    part = part_of(captured.verdict.bundle, "model-rank00001.safetensors")
+    assert part["parameters"]["0.weight"].shape == (4, 6)
+    assert part["shards"]["0.weight"] == {"shape": [8, 6], "offsets": [4, 0]}
+    parameters = Bundle.open(captured.verdict.bundle).parameters(1)
+    assert {name: tensor.tolist() for name, tensor in parameters.items()} == captured.parameters
+    (tmp_path / captured.verdict.bundle.name / "model.safetensors").unlink()
+    with pytest.raises(BundleError, match=r"model\.safetensors cannot be read"):
+        Bundle.open(captured.verdict.bundle).parameters(1)
 
 
 def test_memory_is_one_batch_by_reference_and_the_buffers(tmp_path: Path) -> None:
@@ -218,22 +231,18 @@ def test_the_newest_keep_bundles_stay(two_ranks: RankPool, tmp_path: Path) -> No
     assert sorted(tmp_path.iterdir()) == newest
 
 
-def test_max_bytes_leaves_out_the_optimizer_and_then_the_bundle(two_ranks: RankPool, tmp_path: Path) -> None:
-    small, none = (
-        verdicts_of(two_ranks.run(runs.trained, str(tmp_path), "ddp", {(1, 1, 0): NAN}, max_bytes=limit).values())[1]
-        for limit in (36_000, 100)
-    )
-    assert "max_bytes" in part_of(small.bundle, "model.pt")["left_out"][0]
+def test_a_bundle_larger_than_max_bytes_is_not_written(two_ranks: RankPool, tmp_path: Path) -> None:
+    none = verdicts_of(two_ranks.run(runs.trained, str(tmp_path), "ddp", {(1, 1, 0): NAN}, max_bytes=100).values())[1]
     assert none.bundle is None
     assert "and max_bytes is 100" in none.message
 
 
 def test_a_batch_that_is_changed_in_place_is_copied_from_then_on(tmp_path: Path) -> None:
     first, _, third = runs.changed_batch(str(tmp_path))
-    micro_batch = part_of(first.bundle, "rank00000.pt")["micro_batches"][0]
+    micro_batch = part_of(first.bundle, "rank00000.safetensors")["micro_batches"][0]
     assert micro_batch["changed"] == ["batch['x']"]
     assert torch.equal(from_plain(micro_batch["batch"])["y"], torch.ones(2, 3))
-    micro_batch = part_of(third.bundle, "rank00000.pt")["micro_batches"][0]
+    micro_batch = part_of(third.bundle, "rank00000.safetensors")["micro_batches"][0]
     assert micro_batch["changed"] == []
     assert bool(from_plain(micro_batch["batch"])["x"].isnan().all())
 
@@ -246,7 +255,7 @@ def test_a_batch_that_cannot_be_stored_is_an_error_on_every_rank(two_ranks: Rank
     assert "Odd" in str(errors[0])
     verdicts = same(two_ranks.run(runs.odd_batch, str(tmp_path), False).values())
     assert verdicts[1].culprit_ranks == (1,)
-    micro_batch = part_of(verdicts[1].bundle, "rank00001.pt")["micro_batches"][0]
+    micro_batch = part_of(verdicts[1].bundle, "rank00001.safetensors")["micro_batches"][0]
     assert micro_batch["batch_missing"] == "store_batch=False"
 
 
@@ -254,7 +263,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_good_bundle(two_ranks: Ra
     good, _, incomplete = same(two_ranks.run(runs.full_disk, str(tmp_path)).values())
     assert not good.should_stop
     assert manifest_of(good.bundle)["complete"]
-    files = ["MANIFEST.json", "model.pt", "rank00000.pt", "rank00001.pt"]
+    files = ["MANIFEST.json", "model.safetensors", "rank00000.safetensors", "rank00001.safetensors"]
     assert sorted(path.name for path in good.bundle.iterdir()) == files
     assert incomplete.should_stop
     assert "The bundle is incomplete" in incomplete.message

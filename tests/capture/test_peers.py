@@ -34,7 +34,7 @@ def test_ranks_that_all_raise_name_the_first_one_and_each_writes_its_own_bundle(
         manifest = json.loads((path / "MANIFEST.json").read_text())
         assert (manifest["reason"], manifest["ranks_present"], manifest["ranks"]) == ("exception", [rank], [0, 1])
         assert manifest["missing"] == {str(1 - rank): f"this bundle is rank {rank}'s alone: it raised"}
-        assert Bundle.open(path).model_part(rank)["left_out"] == []
+        assert Bundle.open(path).parameters(rank)
 
 
 def test_a_rank_learns_that_another_raised_before_its_next_micro_batch(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def replay(capsys: pytest.CaptureFixture[str]) -> Replay:
     return run
 
 
-def change_part(bundle: Path, change: Callable[[dict[str, Any]], object], name: str = "rank00000.pt") -> None:
-    content = torch.load(bundle / name, weights_only=True)
+def change_part(bundle: Path, change: Callable[[dict[str, Any]], object], name: str = "rank00000.safetensors") -> None:
+    content = making.load(bundle / name)
     change(content)
     making.rewrite_part(bundle, name, content)
 
@@ -355,7 +355,9 @@ def test_a_rank_without_a_batch_and_other_shapes_are_status_2(tmp_path: Path, re
     bundle = captured(tmp_path, Small, replay_models.mean_step)
     assert "rank 0 had no batch in this step" in replay(bundle)[2]
     bundle = captured(tmp_path / "shapes", Small, replay_models.mean_step, FINE)
-    change_part(bundle, lambda content: content["parameters"].update({"layer.bias": torch.zeros(4)}), "model.pt")
+    change_part(
+        bundle, lambda content: content["parameters"].update({"layer.bias": torch.zeros(4)}), "model.safetensors"
+    )
     assert "other shapes: layer.bias is (3,), captured (4,)" in replay(bundle)[2]
 
 

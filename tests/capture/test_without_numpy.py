@@ -13,7 +13,7 @@ import torch
 
 from ddpstats._rerun.state import RandomState
 from tests import programs
-from tests.capture import replay_models
+from tests.capture import making, replay_models
 from tests.capture.making import MODELS, captured
 from tests.capture.replay_models import Small, Toy
 from tests.capture.test_replay import FEW, FINE, NAN
@@ -98,7 +98,7 @@ def test_a_bundle_that_was_written_without_numpy_is_replayed_with_it(tmp_path: P
     done = without_numpy("-c", code, str(tmp_path / "captures"))
     assert (done.returncode, done.stdout) == (0, "(0,) False\n"), done.stderr
     (bundle,) = (tmp_path / "captures").iterdir()
-    part = torch.load(bundle / "rank00000.pt", weights_only=True)
+    part = making.load(bundle / "rank00000.safetensors")
     assert part["micro_batches"][0]["random"]["numpy"] is None
     with_numpy: Run = lambda *arguments: programs.run(arguments)  # noqa: E731
     for run in (without_numpy, with_numpy):

@@ -163,7 +163,7 @@ def _bundle_at_fault(path: Path) -> str | None:
         for rank in bundle.manifest.ranks_present:
             bundle.rank_part(rank)
         for rank in bundle.manifest.model_files:
-            bundle.model_part(rank)
+            bundle.parameters(rank)
     except BundleError as error:
         return f"its manifest names what does not load: {error}"
     everyone = set(bundle.manifest.ranks) == set(bundle.manifest.ranks_present)

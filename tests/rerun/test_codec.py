@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import io
 import math
 import types
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
+from ddpstats._rerun import codec
 from ddpstats._rerun.codec import CannotStore, from_plain, to_plain
 from ddpstats.errors import BundleError
 from tests.capture.replay_models import Pair
@@ -39,10 +39,7 @@ class Frozen(Mapping[str, Any]):
 
 
 def through_a_file(value: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(to_plain(value), buffer)
-    buffer.seek(0)
-    return from_plain(torch.load(buffer, weights_only=True))
+    return from_plain(codec.unpack(codec.pack([to_plain(value)]), list, "a file")[0])
 
 
 def keys() -> st.SearchStrategy[Any]:
@@ -115,8 +112,8 @@ def test_types_of_the_users_come_back_as_their_like() -> None:
     assert through_a_file(collections.UserDict(a=1)) == {"a": 1}
     assert through_a_file(collections.OrderedDict(b=2)) == {"b": 2}
     assert through_a_file(Frozen()) == {"a": 1}
-    assert through_a_file(torch.Size([2, 3])) == torch.Size([2, 3])
-    assert through_a_file(bytearray(b"ab")) == bytearray(b"ab")
+    assert through_a_file(torch.Size([2, 3])) == (2, 3)
+    assert through_a_file(bytearray(b"ab")) == b"ab"
     renamed = collections.namedtuple("renamed", ["a", "class"], rename=True)
     assert through_a_file(renamed(1, 2))._1 == 2
 
@@ -162,6 +159,8 @@ def test_scalar_of_numpy_comes_back_with_its_type(scalar: Any) -> None:
         (Pair(torch.ones(1), lambda: 0), "batch.y", "of type function"),  # type: ignore[arg-type]
         (Sample(torch.ones(1), [b"", range(2)]), "batch.names[1]", "of type range"),  # type: ignore[list-item]
         ({"s": torch.eye(2).to_sparse()}, "batch['s']", "torch.sparse_coo"),
+        ({"c": torch.ones(1, dtype=torch.complex128)}, "batch['c']", "torch.complex128"),
+        ("\ud800", "batch", "surrogate"),
         ({"m": torch.ones(1, device="meta")}, "batch['m']", "meta"),
         (numpy.array([object()]), "batch", "dtype object"),
         ({frozenset(): 1}, "the key frozenset() of batch", "of type frozenset"),
@@ -177,12 +176,21 @@ def test_what_cannot_be_stored_is_named(batch: Any, path: str, said: str) -> Non
     assert caught.value.path == path
 
 
-def test_a_tensor_that_stands_there_twice_comes_back_twice() -> None:
-    one = torch.arange(3.0)
-    first, second, empty, other = from_plain(to_plain([one, one, one[:0], one[:0]]))
-    assert first.tolist() == second.tolist() == [0.0, 1.0, 2.0]
-    assert first.data_ptr() != second.data_ptr()
-    assert empty.shape == other.shape == (0,)
+def test_a_tensor_that_occurs_twice_is_stored_once() -> None:
+    tensor = torch.arange(1000.0)
+    packed = codec.pack([to_plain([tensor, tensor])])
+    assert len(packed) < 6000
+    first, second = from_plain(codec.unpack(packed, list, "a file")[0])
+    assert first is second
+    assert first.tolist() == tensor.tolist()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5)])
+def test_strides_of_channels_last_come_back(shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape).to(memory_format=torch.channels_last)
+    back = through_a_file(tensor)
+    assert torch.equal(back, tensor)
+    assert back.stride() == tensor.stride()
 
 
 def test_a_batch_that_holds_itself_is_refused() -> None:
@@ -199,16 +207,6 @@ def deep(levels: int) -> Any:
     return plain
 
 
-ONE = {"kind": "tensor", "data": torch.ones(4, dtype=torch.uint8), "accelerator": False, "requires_grad": False}
-
-
-def doubled(times: int) -> Any:
-    plain: Any = []
-    for _ in range(times):
-        plain = [plain, plain]
-    return plain
-
-
 @pytest.mark.parametrize(
     "plain",
     [
@@ -219,32 +217,23 @@ def doubled(times: int) -> Any:
         {"no": "kind"},
         {"kind": "tensor", "data": 3, "accelerator": False, "requires_grad": False},
         {"kind": "tensor", "data": torch.ones(1)},
-        {"kind": "tensor", "data": torch.ones(1), "accelerator": 1, "requires_grad": False},
         {"kind": "tensor", "data": torch.ones(1, dtype=torch.int64), "accelerator": False, "requires_grad": True},
-        {"kind": "tensor", "data": torch.ones(1).expand(1 << 40), "accelerator": False, "requires_grad": False},
-        {"kind": "tensor", "data": torch.eye(2).to_sparse(), "accelerator": False, "requires_grad": False},
         {"kind": "tuple", "items": 3},
         {"kind": "dict", "items": [[1]]},
         {"kind": "dict", "items": [[[], 1]]},
         {"kind": "bytes", "data": torch.ones(3)},
-        {"kind": "complex", "real": "x", "imag": 0},
-        {"kind": "size", "items": ["x"]},
-        {"kind": "packed", "items": [1]},
+        {"kind": "float", "text": "x"},
+        {"kind": "complex", "text": ["x", "0"]},
+        {"kind": "packed", "name": "a", "fields": ["x"], "items": [1]},
         {"kind": "array", "data": torch.ones(8, dtype=torch.uint8), "dtype": "O", "shape": [1]},
         {"kind": "array", "data": torch.ones(8, dtype=torch.uint8), "dtype": "<f8", "shape": [2]},
-        {"kind": "array", "data": torch.ones(8, dtype=torch.uint8), "dtype": "<f8", "shape": [-1]},
         {"kind": "namedtuple", "name": "a b", "fields": [], "items": []},
-        {"kind": "namedtuple", "name": "a", "fields": ["x", "x"], "items": [1, 2]},
         {"kind": "namedtuple", "name": "a", "fields": ["__import__('os')"], "items": [1]},
         {"kind": "object", "name": "a", "fields": ["x"], "items": []},
-        [ONE, ONE],
-        [{"kind": "bytes", "data": ONE["data"]}, ONE],
         deep(200),
-        doubled(40),
     ],
-    ids=range(29),
+    ids=range(21),
 )
-def test_what_no_capture_writes_is_refused(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpstats._rerun.codec._MOST_THINGS", 10_000)
+def test_what_no_capture_writes_is_refused(plain: Any) -> None:
     with pytest.raises(BundleError):
         from_plain(plain)
