@@ -57,7 +57,7 @@ from ddpstats.sentinel.verdict import Detector, Exam, Gathered, SentinelFinding,
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
 MOST_NOISE = 1e-2  # of the largest norm: beyond that it is another computation. Compiled bfloat16 comes to 2e-3
 _ROOM = 8.0  # times the noise that was measured
-_ROUNDING = 1e-4  # of the largest norm, where each repetition gives the same bits, and the step others
+_ROUNDING = (1e-12, 1e-4)  # of the largest norm, where repetitions give the same bits: a sign changes no norm
 _SHOWN_NAMES = 5
 _LEAST = 2.0**-52  # between gradients of one norm that are not the same, as of a loss and its negative
 _NO_BATCH = "no micro_batch() in this step"
@@ -362,7 +362,7 @@ def measured(offers: Offers, limit: float) -> Noise | None:
     """Return what steps' own repetitions say; None where no rank could give its ``distance``.
 
     1. Most ranks' steps repeat themselves: there is no noise, and a rank whose step does not is in doubt.
-    2. Repetitions are farther from the step than ``limit``, or equal to each other and farther from it than by
+    2. Repetitions are farther from the step than ``limit``, or equal to each other and not as far from it as by
        rounding: what repeats it is another step.
     3. Otherwise that is natural noise, and there is room for some times as much, up to ``limit``. A compiled program
        may get other graphs at any time, on one rank alone, so there is room for ``limit``.
@@ -382,7 +382,8 @@ def measured(offers: Offers, limit: float) -> Noise | None:
     if not distance:
         return Noise(0.0, doubted)
     repeats = any(offer["distance"] and offer["repeats"] for offer in known.values())
-    if distance > limit or (repeats and not compiled and distance > _ROUNDING):
+    is_rounding = _ROUNDING[0] <= distance <= _ROUNDING[1]
+    if distance > limit or (repeats and not compiled and not is_rounding):
         raise _another_step(known)
     room = limit if compiled else min(_ROOM * distance, limit)
     return Noise(room, doubted, _noise_text(distance, room, known, repeats or compiled))

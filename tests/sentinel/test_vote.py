@@ -52,6 +52,7 @@ def test_noise_of_most_ranks_is_measured_and_the_switches_that_are_not_set_are_n
     ("distance", "repeats", "words"),
     [
         (1e-3, True, "twice the same gradients, and others than in the step"),
+        (2e-16, True, "twice the same gradients, and others than in the step"),
         (0.5, False, "other gradients each time than in the step"),
         (math.inf, False, "norms differ by up to inf"),
     ],
