@@ -35,7 +35,7 @@ preload(
         *("numpy", "pytest", "torch._dynamo", "torch.distributed.launcher.api"),
         *(
             "ddpstats.guard.guard",
-            "ddpstats.capture._capture",
+            "ddpstats.capture.capture",
             "ddpstats.sentinel.sentinel",
             "ddpstats.dump.stats_dump",
         ),

@@ -26,7 +26,7 @@ from ddpstats._observe.gradient_norms import NO_GRADIENT, measure
 from ddpstats._rerun.blame import Cause, Gathered, blame, cause_of, from_rank_on, hand_out
 from ddpstats._rerun.record import walk
 from ddpstats._rerun.run import Rerun, Reruns
-from ddpstats.capture._verdict import CaptureFinding
+from ddpstats.capture.verdict import CaptureFinding
 
 _SHOWN = 3
 _RTOL = 1e-3  # atomic additions on a GPU come in another order each time

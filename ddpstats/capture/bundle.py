@@ -36,7 +36,6 @@ from ddpstats._base.version import __version__
 from ddpstats._ranks.gather import gather_trees
 from ddpstats._rerun import codec
 from ddpstats.capture._peers import Peers
-from ddpstats.capture._verdict import CaptureFinding, CaptureVerdict
 from ddpstats.capture.manifest import (
     BUNDLE_NAME,
     MANIFEST,
@@ -54,6 +53,7 @@ from ddpstats.capture.manifest import (
     write_manifest,
 )
 from ddpstats.capture.parts import ModelPart, PartSource, RankPart, Shard, plain_ranks
+from ddpstats.capture.verdict import CaptureFinding, CaptureVerdict
 from ddpstats.errors import BundleError, RankMissing
 
 T = TypeVar("T")

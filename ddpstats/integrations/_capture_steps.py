@@ -20,7 +20,7 @@ import torch
 from ddpstats._observe.gradients import unwrapped
 from ddpstats._rerun.record import MicroBatch
 from ddpstats.capture import CaptureVerdict, NaNCapture
-from ddpstats.capture._verdict import Policy
+from ddpstats.capture.verdict import Policy
 from ddpstats.errors import RankMissing
 
 _logger = logging.getLogger("ddpstats")

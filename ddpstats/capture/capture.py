@@ -4,7 +4,7 @@
    they are reduced (`_observe.gradients`).
 2. `check` asks of all ranks (`_ask`), alone or with others in one all_reduce: on how many was something not finite, now
    or before the reduce? On none: the step is forgotten.
-3. Otherwise all ranks tell what they saw, come to one verdict (`_verdict`), write their parts of a bundle (`bundle`),
+3. Otherwise all ranks tell what they saw, come to one verdict (`verdict`), write their parts of a bundle (`bundle`),
    and with ``attribute=True`` look for the cause by running the step again (`_attribution`).
 4. A rank that raises inside `micro_batch` will not come to `check`: it says so through the store (`_peers`), and writes
    what it has.
@@ -33,11 +33,11 @@ from ddpstats._rerun.codec import CannotStore, to_plain
 from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step, scale_of
 from ddpstats._rerun.run import Reruns
 from ddpstats.capture._peers import Peers
-from ddpstats.capture._verdict import CaptureFinding, CaptureVerdict, Policy, Report, find, report_of
 from ddpstats.capture.attribution import attribute_cause
 from ddpstats.capture.bundle import AloneBundle, BundleWriter
 from ddpstats.capture.manifest import bundle_name
 from ddpstats.capture.parts import PartSource
+from ddpstats.capture.verdict import CaptureFinding, CaptureVerdict, Policy, Report, find, report_of
 from ddpstats.errors import BundleError, ConfigError
 
 _logger = logging.getLogger("ddpstats")
