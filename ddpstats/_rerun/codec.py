@@ -334,6 +334,8 @@ class _Rebuilding:
         try:
             if type(plain) is list:
                 return self._items(plain, path, depth)
+            if plain["kind"] not in _KINDS:
+                raise ValueError(f"kind {plain['kind']!r:.40} is not one that ddpstats writes")
             return _KINDS[plain["kind"]](self, plain, path, depth)
         except (
             LookupError,

@@ -225,7 +225,8 @@ def sharded(dirpath: str) -> Sharded:
     from torch.distributed.tensor import DTensor
 
     model, gathered, full_tensor = sharded_model(), 0, DTensor.full_tensor
-    parameters = {name: full_tensor(parameter).tolist() for name, parameter in model.named_parameters()}
+    shards: dict[str, Any] = dict(model.named_parameters())
+    parameters = {name: full_tensor(shard).tolist() for name, shard in shards.items()}
 
     def counted(*args: Any, **options: Any) -> Any:
         nonlocal gathered

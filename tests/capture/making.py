@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from ddpstats.capture.manifest import Manifest, Written, bundle_name, read_manif
 CPU = torch.device("cpu")
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 MODELS = "tests.capture.replay_models"
+Reason = Literal["nonfinite", "overflow", "scaler_skips", "exception"]
 
 
 def run_and_keep(
@@ -59,7 +60,7 @@ def write_bundle(
     parts: Mapping[int, dict[str, Any]],
     model_part: dict[str, Any],
     *,
-    reason: str = "nonfinite",
+    reason: Reason = "nonfinite",
     step: int = 12,
     when: datetime = WHEN,
     complete: bool = True,
@@ -112,7 +113,7 @@ def captured(
     *batches: Any,
     seed: int = 1,
     when: datetime = WHEN,
-    reason: str = "nonfinite",
+    reason: Reason = "nonfinite",
     culprits: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
