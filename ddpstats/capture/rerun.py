@@ -53,7 +53,7 @@ class Outcome:
 
 
 class Observer:
-    """Is told of a run from inside, and does not look; the one of `_bisect` does."""
+    """Is told of a run from inside, and does not look; the one of `bisect` does."""
 
     def begin(self, place: int, batch: Any) -> None: ...
 

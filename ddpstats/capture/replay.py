@@ -4,7 +4,7 @@
 2. Import the user's factory and step function; the current directory is importable, as it is for ``python -m``.
 3. Build the module under a process group in which every other rank does what this one does (`_echo_group`).
 4. Run the step (`_rerun`), as often as ``--repeat`` says, and compare with the capture (`outcome`).
-5. With ``--bisect``, run it once more and look at every operation (`_bisect`).
+5. With ``--bisect``, run it once more and look at every operation (`bisect`).
 
 Exit status 0 if what was captured happened again, 1 if it did not, 2 if it could not be run. torch is imported when
 something is run, so that ``--help`` is quick.
@@ -113,7 +113,7 @@ def _replay(args: argparse.Namespace) -> Replayed:
         counted = {name: count // args.repeat for name, count in collectives.items()}
         bisected = None
         if args.bisect:
-            from ddpstats.capture._bisect import bisect
+            from ddpstats.capture.bisect import bisect
 
             bisected = bisect(rerun)
     return _judged(bundle, rerun.part, settings, rerun, outcomes, counted, bisected)

@@ -1,6 +1,6 @@
 """``--bisect``: the first operation whose inputs are finite, whose output is not, and whose value arrives.
 
-1. Run the step once more, every operation seen (`_tracer`). What was in the batch, the parameters and the buffers
+1. Run the step once more, every operation seen (`tracer`). What was in the batch, the parameters and the buffers
    before is marked as such.
 2. The symptom: the first loss that is not finite; else, of the gradients of the parameters that are not, the one whose
    value is the oldest.
@@ -22,7 +22,7 @@ from torch import Tensor
 from ddpstats._base.text import dtype_name
 from ddpstats._rerun.record import walk
 from ddpstats.capture._tensor_stats import TensorStats, nan_and_inf
-from ddpstats.capture._tracer import OPERATION, PUT, SOURCE, Mark, OperationTracer, TracedOrigin
+from ddpstats.capture.tracer import OPERATION, PUT, SOURCE, Mark, OperationTracer, TracedOrigin
 from ddpstats.capture.rerun import Observer, Outcome, Rerun
 from ddpstats.errors import ConfigError
 
