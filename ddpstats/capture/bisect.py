@@ -22,8 +22,8 @@ from torch import Tensor
 from ddpstats._base.text import dtype_name
 from ddpstats._rerun.record import walk
 from ddpstats.capture._tensor_stats import TensorStats, nan_and_inf
-from ddpstats.capture.tracer import OPERATION, PUT, SOURCE, Mark, OperationTracer, TracedOrigin
 from ddpstats.capture.rerun import Observer, Outcome, Rerun
+from ddpstats.capture.tracer import OPERATION, PUT, SOURCE, Mark, OperationTracer, TracedOrigin
 from ddpstats.errors import ConfigError
 
 _SHOWN_STEPS = 4
