@@ -1,4 +1,4 @@
-"""Values as safetensors: tensors as they are, the rest as JSON beside them; in a file, or as bytes to another rank.
+"""Values as safetensors: tensors as they are, the rest as JSON beside them; in a file, or as bytes for another rank.
 
 1. `to_plain` makes a user's batch plain: None, bool, int, float, str and lists stay; everything else becomes a dict
    with a "kind", so that no dict of the user's can be taken for one of these. A tensor is detached and copied to the
@@ -19,11 +19,10 @@ import dataclasses
 import io
 import json
 import math
-import re
 import struct
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
@@ -61,10 +60,10 @@ _DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }
+_KEY_TYPES = (type(None), bool, int, float, complex, str, bytes, tuple)
 _ARRAY_KINDS = "biufcMmUS"
-_ARRAY_DTYPE = re.compile(rf"[<>|=]?[{_ARRAY_KINDS}]\d{{1,6}}(\[\d{{0,9}}[A-Za-z]{{1,2}}\])?")
-_MALFORMED = (LookupError, ValueError, TypeError, RuntimeError, ArithmeticError)
-_PLAIN_TENSOR = torch.Tensor.__torch_dispatch__
+_MALFORMED = (LookupError, ValueError, TypeError, RuntimeError, ArithmeticError, AttributeError, AssertionError)
+"""What rebuilding a value raises that no capture wrote."""
 
 
 class CannotStore(Exception):
@@ -93,66 +92,66 @@ class _Plain:
     def convert(self, value: Any, path: str, depth: int) -> Any:
         if depth > _MAX_DEPTH:
             raise CannotStore(path, f"{_type_name(value)} that is nested deeper than {_MAX_DEPTH} levels")
-        if value is None or type(value) in (bool, int):
+        if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
             return value
-        if type(value) is float:
-            return value if math.isfinite(value) else {"kind": "float", "text": repr(value)}
-        if type(value) is complex:
-            return {"kind": "complex", "text": [repr(value.real), repr(value.imag)]}
-        if type(value) is str:
-            return _encodable(value, path)
+        if type(value) in (float, complex):
+            return {"kind": type(value).__name__, "text": repr(value)}
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if isinstance(value, (bytes, bytearray)):
             return {"kind": "bytes", "data": _bytes_tensor(value)}
         numpy = sys.modules.get("numpy")  # a program that has not loaded it holds none of its arrays
-        if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
             return _plain_array(value, path)
         if isinstance(value, Mapping):
             return self._mapping(value, path, depth)
-        if isinstance(value, (list, tuple)):
-            return self._sequence(value, path, depth)
+        if type(value) is list:
+            return self._items(value, _paths(path, value), depth)
+        if isinstance(value, tuple):
+            return self._tuple(value, path, depth)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = set_fields(value)
-            return self._named("object", names, [getattr(value, name) for name in names], type(value), path, depth)
+            return self._named("object", value, names, [getattr(value, name) for name in names], path, depth)
         raise CannotStore(path, _type_name(value))
 
+    def _items(self, values: Sequence[Any], paths: Sequence[str], depth: int) -> list[Any]:
+        return [self.convert(value, path, depth + 1) for value, path in zip(values, paths, strict=True)]
+
     def _tensor(self, value: Tensor, path: str) -> dict[str, Any]:
-        ordinary = type(value).__torch_dispatch__ is _PLAIN_TENSOR and value.layout is torch.strided
-        if not ordinary or value.dtype not in _DTYPE_NAMES or value.device.type == "meta":
+        is_ordinary = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__ and value.layout is torch.strided
+        if not is_ordinary or value.dtype not in _DTYPE_NAMES or value.device.type == "meta":
             raise CannotStore(path, f"{_type_name(value)} ({value.layout}, {value.dtype}, {value.device})")
         _, copy = self._copies.setdefault(id(value), (value, _host_copy(value)))
-        return {
-            "kind": "tensor",
-            "data": copy,
-            "accelerator": value.device.type != "cpu",
-            "requires_grad": value.requires_grad,
-        }
+        is_off_host = value.device.type != "cpu"
+        return {"kind": "tensor", "data": copy, "accelerator": is_off_host, "requires_grad": value.requires_grad}
 
     def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
         items = []
         for key, content in value.items():
-            where = f"{path}[{key!r}]"
-            if not _is_key(key):
-                raise CannotStore(f"the key {key!r} of {path}", _type_name(key))
-            items.append([self.convert(key, where, depth + 1), self.convert(content, where, depth + 1)])
+            key_path = f"the key {key!r} of {path}"
+            if type(key) not in _KEY_TYPES:
+                raise CannotStore(key_path, _type_name(key))
+            items.append(self._items([key, content], [key_path, f"{path}[{key!r}]"], depth))
         return {"kind": "dict", "items": items}
 
-    def _sequence(self, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> Any:
-        fields = getattr(type(value), "_fields", None)
-        if isinstance(value, tuple) and isinstance(fields, tuple):
+    def _tuple(self, value: tuple[Any, ...], path: str, depth: int) -> dict[str, Any]:
+        names = getattr(type(value), "_fields", None)
+        if isinstance(names, tuple):
             kind = "packed" if isinstance(value, PackedSequence) else "namedtuple"
-            return self._named(kind, list(fields), value, type(value), path, depth)
-        items = [self.convert(content, f"{path}[{index}]", depth + 1) for index, content in enumerate(value)]
-        if type(value) is list:
-            return items
-        if type(value) in (tuple, torch.Size):
-            return {"kind": "tuple", "items": items}
-        raise CannotStore(path, _type_name(value))
+            return self._named(kind, value, list(names), value, path, depth)
+        if type(value) not in (tuple, torch.Size):
+            raise CannotStore(path, _type_name(value))
+        return {"kind": "tuple", "items": self._items(value, _paths(path, value), depth)}
 
-    def _named(self, kind: str, names: list[str], values: Any, cls: type, path: str, depth: int) -> dict[str, Any]:
-        items = [self.convert(item, f"{path}.{name}", depth + 1) for name, item in zip(names, values, strict=True)]
-        return {"kind": kind, "name": cls.__name__, "fields": names, "items": items}
+    def _named(
+        self, kind: str, value: Any, names: list[str], contents: Sequence[Any], path: str, depth: int
+    ) -> dict[str, Any]:
+        items = self._items(contents, [f"{path}.{name}" for name in names], depth)
+        return {"kind": kind, "name": type(value).__name__, "fields": names, "items": items}
+
+
+def _paths(path: str, values: Sequence[Any]) -> list[str]:
+    return [f"{path}[{index}]" for index in range(len(values))]
 
 
 def _host_copy(value: Tensor) -> Tensor:
@@ -166,33 +165,16 @@ def _bytes_tensor(data: bytes | bytearray) -> Tensor:
 
 
 def _plain_array(value: Any, path: str) -> dict[str, Any]:
-    if value.dtype.kind not in _ARRAY_KINDS or _ARRAY_DTYPE.fullmatch(value.dtype.str) is None:
+    if value.dtype.kind not in _ARRAY_KINDS:
         raise CannotStore(path, f"{_type_name(value)} of dtype {value.dtype}")
-    kind = "array" if hasattr(value, "setflags") and type(value).__name__ == "ndarray" else "scalar"
-    if kind == "scalar" and value.ndim:
-        raise CannotStore(path, _type_name(value))  # a subclass of ndarray: masked, matrix, memory map
-    data = {"data": _bytes_tensor(value.tobytes()), "dtype": value.dtype.str, "shape": list(value.shape)}
-    return {"kind": kind, **data}
-
-
-def _encodable(text: str, path: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise CannotStore(path, "a string with half a surrogate pair") from None
-    return text
-
-
-def _is_key(key: Any) -> bool:
-    if type(key) is tuple:
-        return all(map(_is_key, key))
-    return key is None or type(key) in (bool, int, float, complex, str, bytes)
+    kind = "array" if type(value).__name__ == "ndarray" else "scalar"
+    return {"kind": kind, "data": _bytes_tensor(value.tobytes()), "dtype": value.dtype.str, "shape": list(value.shape)}
 
 
 def _type_name(value: Any) -> str:
     kind = type(value)
-    home = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"of type {home}{kind.__qualname__}"
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"of type {module}{kind.__qualname__}"
 
 
 # -- in a file, or as bytes -------------------------------------------------------------------------------------------
@@ -202,28 +184,35 @@ def write(file: BinaryIO, value: Any) -> None:
     """Write a dataclass of plain values and tensors of any device. Raises OSError."""
     tensors: dict[int, tuple[str, Tensor]] = {}
 
-    def refer(item: Any) -> Any:
-        if isinstance(item, torch.dtype):
-            return str(item)
+    def plain_of(item: Any) -> Any:
+        if dataclasses.is_dataclass(item):
+            return {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
         if not isinstance(item, Tensor):
-            raise TypeError(f"{type(item).__name__} is neither plain nor a tensor")
-        name, ordered = tensors.setdefault(id(item), (str(len(tensors)), _in_memory_order(item)))
-        layout = {} if ordered is item else {"shape": list(item.shape), "strides": list(item.stride())}
-        return {_REFERENCE: name, **layout}
+            return str(item)  # a dtype
+        strides, shape = item.stride(), item.shape
+        order = sorted(range(item.dim()), key=lambda dim: (-strides[dim], -shape[dim]))
+        name, _ = tensors.setdefault(id(item), (str(len(tensors)), item.detach().permute(order)))
+        return {_REFERENCE: name, **({} if order == sorted(order) else {"order": order})}
 
-    text = _bytes_tensor(msgspec.json.encode(value, enc_hook=refer))
+    text = _bytes_tensor(json.dumps(value, default=plain_of, allow_nan=False).encode())
     stored = {_JSON: text, **dict(tensors.values())}
-    header, at = {}, 0
+    header, start = {}, 0
     for name, tensor in stored.items():
-        end = at + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
+        end = start + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
     head = json.dumps(header).encode()
     file.write(struct.pack("<Q", len(head)) + head)
     for tensor in stored.values():
-        if tensor.numel():
-            host = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            file.write(_memory_of(host))
+        file.write(bytes_in(tensor.cpu()))
+
+
+def bytes_in(tensor: Tensor) -> Any:
+    """Return the bytes of a tensor on the CPU, row by row, for a file or a hash."""
+    tensor = tensor.contiguous()
+    memory: Any = (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    memory.owner = tensor
+    return memory
 
 
 def pack(value: Any) -> bytes:
@@ -235,7 +224,7 @@ def pack(value: Any) -> bytes:
 
 def read(file: BinaryIO, kind: type[T], where: str) -> T:
     """Return what was written to an open file. Raises `BundleError` that begins with ``where`` and names the field."""
-    return _decoded(lambda: _stored(file), kind, where)
+    return _decoded(lambda: _tensors_in(file), kind, where)
 
 
 def unpack(data: bytes, kind: type[T], where: str) -> T:
@@ -243,19 +232,7 @@ def unpack(data: bytes, kind: type[T], where: str) -> T:
     return _decoded(lambda: safetensors.torch.load(data), kind, where)
 
 
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a row-major view of it if it fills its memory in another order, as channels_last does."""
-    strides = list(tensor.stride())
-    ordered = tensor.detach().permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
-    is_other = tensor.stride() != torch.empty(tensor.shape, device="meta").stride()
-    return ordered.reshape(-1) if is_other and tensor.numel() and ordered.is_contiguous() else tensor
-
-
-def _memory_of(tensor: Tensor) -> memoryview:
-    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
-
-
-def _stored(file: BinaryIO) -> dict[str, Tensor]:
+def _tensors_in(file: BinaryIO) -> dict[str, Tensor]:
     with safetensors.safe_open(f"/dev/fd/{file.fileno()}", framework="pt") as opened:
         return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
 
@@ -268,10 +245,7 @@ def _decoded(load: Callable[[], dict[str, Tensor]], kind: type[T], where: str) -
             raise ValueError(f"beside tensors it has {text.numel():,} bytes, and {_MAX_JSON_BYTES:,} are read")
         tree = _resolved(parse_json(bytes(_bytes_of(text))), tensors, {})
         return msgspec.convert(tree, kind, dec_hook=_instance, str_keys=True)
-    except (
-        *(safetensors.SafetensorError, OSError, ValueError, TypeError, KeyError),
-        *(IndexError, RuntimeError, OverflowError, MemoryError),
-    ) as error:
+    except (safetensors.SafetensorError, OSError, MemoryError, *_MALFORMED) as error:
         raise BundleError(
             f"{where} is refused: {type(error).__name__}: {first_line(error)[:300]}. Nothing of it was executed. It is "
             "damaged, hostile, or of another version of ddpstats."
@@ -279,7 +253,7 @@ def _decoded(load: Callable[[], dict[str, Tensor]], kind: type[T], where: str) -
 
 
 def _resolved(tree: Any, stored: Mapping[str, Tensor], resolved: dict[str, Tensor]) -> Any:
-    """Return the JSON with tensors in place of references. Each name has one layout: that of its first reference."""
+    """Return the JSON with tensors in place of references."""
     if type(tree) is list:
         return [_resolved(item, stored, resolved) for item in tree]
     if type(tree) is not dict:
@@ -288,25 +262,17 @@ def _resolved(tree: Any, stored: Mapping[str, Tensor], resolved: dict[str, Tenso
     if type(name) is not str:
         return {key: _resolved(item, stored, resolved) for key, item in tree.items()}
     if name not in resolved:
-        resolved[name] = _laid_out(stored[name], tree["shape"], tree["strides"]) if "shape" in tree else stored[name]
+        order = tree.get("order", range(stored[name].dim()))
+        resolved[name] = stored[name].permute(sorted(range(len(order)), key=order.__getitem__))
     return resolved[name]
 
 
-def _laid_out(flat: Tensor, shape: list[int], strides: list[int]) -> Tensor:
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if flat.dim() != 1 or math.prod(shape) != flat.numel() or reach != flat.numel() or min(strides, default=0) < 0:
-        raise ValueError("a tensor has strides that do not fit its memory")
-    return flat.as_strided(shape, strides)
-
-
 def _instance(kind: type, value: Any) -> Any:
-    if kind is Tensor and isinstance(value, Tensor):
-        return value
-    if kind is torch.dtype and isinstance(value, str):
-        dtype = getattr(torch, value.removeprefix("torch."), None)
-        if isinstance(dtype, torch.dtype):
-            return dtype
-    raise ValueError(f"Expected `{kind.__name__}`")
+    if kind is torch.dtype:
+        value = getattr(torch, str(value).removeprefix("torch."), None)
+    if not isinstance(value, kind):
+        raise ValueError(f"Expected `{kind.__name__}`")
+    return value
 
 
 # -- a batch from plain values ----------------------------------------------------------------------------------------
@@ -337,28 +303,18 @@ class _Rebuilding:
             if plain["kind"] not in _KINDS:
                 raise ValueError(f"kind {plain['kind']!r:.40} is not one that ddpstats writes")
             return _KINDS[plain["kind"]](self, plain, path, depth)
-        except (
-            LookupError,
-            ValueError,
-            TypeError,
-            RuntimeError,
-            OverflowError,
-            AttributeError,
-            AssertionError,
-        ) as error:
+        except _MALFORMED as error:
             raise BundleError(
                 f"{path} is not what ddpstats writes: {type(error).__name__}: {first_line(error)[:200]}; the bundle is "
                 "damaged or hostile"
             ) from None
 
-    def _items(self, items: Any, path: str, depth: int) -> list[Any]:
-        if type(items) is not list:
-            raise TypeError("a list is expected")
+    def _items(self, items: list[Any], path: str, depth: int) -> list[Any]:
         return [self.rebuild(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(items)]
 
     def _number(self, plain: dict[str, Any], path: str, depth: int) -> float | complex:
-        text = plain["text"]
-        return float(text) if plain["kind"] == "float" else complex(float(text[0]), float(text[1]))
+        text = str(plain["text"])
+        return float(text) if plain["kind"] == "float" else complex(text)
 
     def _tensor(self, plain: dict[str, Any], path: str, depth: int) -> Tensor:
         data, accelerator, requires_grad = plain["data"], plain["accelerator"] is True, plain["requires_grad"] is True
@@ -377,18 +333,14 @@ class _Rebuilding:
             import numpy
         except ImportError:
             raise BundleError(f"{path} is an array of numpy, which is not installed here: pip install numpy") from None
-        if _ARRAY_DTYPE.fullmatch(plain["dtype"]) is None:
-            raise ValueError("a dtype that ddpstats does not write")
-        array = numpy.frombuffer(_bytes_of(plain["data"]), dtype=plain["dtype"]).reshape(plain["shape"])
+        array = numpy.frombuffer(_bytes_of(plain["data"]), dtype=str(plain["dtype"])).reshape(plain["shape"])
         return array if plain["kind"] == "array" else array[()]
 
     def _dict(self, plain: dict[str, Any], path: str, depth: int) -> dict[Any, Any]:
         rebuilt: dict[Any, Any] = {}
         for key, item in plain["items"]:
-            built = self.rebuild(key, path, depth + 1)
-            if not _is_key(built):
-                raise TypeError("a key that ddpstats does not write")
-            rebuilt[built] = self.rebuild(item, f"{path}[{built!r:.80}]", depth + 1)
+            name = self.rebuild(key, f"a key of {path}", depth + 1)
+            rebuilt[name] = self.rebuild(item, f"{path}[{name!r:.80}]", depth + 1)
         return rebuilt
 
     def _tuple(self, plain: dict[str, Any], path: str, depth: int) -> tuple[Any, ...]:
@@ -421,7 +373,4 @@ _KINDS: dict[str, Callable[[_Rebuilding, dict[str, Any], str, int], Any]] = {
 def _bytes_of(data: Tensor) -> bytearray:
     if data.dtype is not torch.uint8 or data.dim() != 1:
         raise TypeError(f"bytes are expected, not {data.dtype} of shape {tuple(data.shape)}")
-    buffer = bytearray(data.numel())
-    if buffer:
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(data)
-    return buffer
+    return bytearray(bytes_in(data))
