@@ -15,9 +15,8 @@ is no protection against somebody who looks for two tensors with one digest.
 
 Nothing waits for an accelerator, and no random numbers are drawn: the multipliers are splitmix64 of the position.
 
-What the gradients of one run of a micro-batch are: per parameter a digest of the bits, and the norm.
-
-Of a rank's own gradients in the step, before the reduce, they are taken while it runs:
+`GradientDigests`, the gradients of one run of a micro-batch: per parameter a digest of the bits, and the norm. Those of
+a rank's own gradients in the step, before the reduce, they are taken while it runs:
 
 1. `LocalGradients.begin` hooks the parameters for this one micro-batch: just before the first gradient is accumulated,
    it looks whether ``.grad`` is empty. What is left there would be added to, and nothing that can be repeated comes
@@ -37,73 +36,35 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from ddpstats._observe.gradient_norms import NO_GRADIENT as NO_NORM, held_values, measure, parts_of
-from ddpstats._observe.gradients import GradientWatch, unwrapped
+from ddpstats._observe.gradient_norms import NO_GRADIENT as NO_NORM, held_values, is_sparse, measure
+from ddpstats._observe.gradients import GradientWatch
 from ddpstats.errors import ConfigError
 
 _WORD_BYTES = 8
 _CHUNK_WORDS = 1 << 15  # with the multipliers it fits into a core's cache
 _CHUNKS_AT_ONCE = 256  # on an accelerator: few launches, and 64 MiB of scratch
-_SMALL_BYTES = 1 << 16
-_RUN_BYTES = _CHUNK_WORDS * _WORD_BYTES  # a copy that stays in the cache
 _FOLD_BITS = 33
 _FOLDED = (1 << (64 - _FOLD_BITS)) - 1
 
 
-def digests(tensors: Sequence[Tensor]) -> Tensor:
-    """One digest per tensor. Local; does not wait for an accelerator.
+def digests(tensors: Iterable[Tensor]) -> Tensor:
+    """Return one digest per tensor. Local; does not wait for an accelerator.
 
     Args:
         tensors: strided ones, of any dtype and shape, on any devices.
 
     Returns:
-        int64[len(tensors)] on the device of the first one; on the CPU where there are none.
+        int64[number of tensors] on the device of the first one; on the CPU where there are none.
     """
     with torch.no_grad():
-        return _stacked([_digest(flattened(tensor)) for tensor in tensors])
-
-
-def bucket_digests(buckets: Iterable[Sequence[Tensor]]) -> Tensor:
-    """One digest per bucket of tensors, over all of its tensors in their order. Local.
-
-    Small neighbours of one dtype are copied together: a digest each would cost more than the copy.
-
-    Returns:
-        int64[len(buckets)] on the device of the first tensor.
-    """
-    with torch.no_grad():
-        pieces = [[_digest(piece) for piece in _pieces(bucket)] for bucket in buckets]
-        return _stacked([one[0] if len(one) == 1 else _digest(_stacked(one)) for one in pieces])
-
-
-def _pieces(bucket: Sequence[Tensor]) -> Iterator[Tensor]:
-    """1-d tensors: large ones by themselves, runs of small ones as one. Equal shapes and dtypes are cut alike."""
-    run: list[Tensor] = []
-    run_bytes = 0
-    for tensor in map(flattened, bucket):
-        size_bytes = tensor.numel() * tensor.element_size()
-        small = size_bytes <= _SMALL_BYTES
-        if run and not (small and tensor.dtype == run[0].dtype and run_bytes + size_bytes <= _RUN_BYTES):
-            yield _joined(run)
-            run, run_bytes = [], 0
-        if small:
-            run.append(tensor)
-            run_bytes += size_bytes
-        else:
-            yield tensor
-    if run:
-        yield _joined(run)
-
-
-def _joined(run: list[Tensor]) -> Tensor:
-    if len(run) == 1:
-        return run[0]
-    device = run[0].device
-    return torch.cat([tensor if tensor.device == device else tensor.to(device) for tensor in run])
+        results = [_digest(flattened(tensor)) for tensor in tensors]
+        if not results:
+            return torch.zeros(0, dtype=torch.int64, device="cpu")
+        return torch.stack([result.to(results[0].device) for result in results])
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """Its elements in row-major order, 1-d and contiguous: a view where it can be."""
+    """Return the elements in row-major order, 1-d and contiguous: a view where it can be."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if not tensor.is_contiguous():
@@ -113,49 +74,31 @@ def flattened(tensor: Tensor) -> Tensor:
 
 
 def _digest(flat: Tensor) -> Tensor:
-    """0-d int64 on the device of ``flat``, which is 1-d and contiguous."""
-    sums = _sums_on_cpu(flat) if flat.is_cpu else _sums(flat)
+    """Return 0-d int64 on the device of ``flat``, which is 1-d and contiguous."""
+    sums = list(_sums(flat, 1 if flat.is_cpu else _CHUNKS_AT_ONCE))
     if not sums:
         return torch.zeros((), dtype=torch.int64, device=flat.device)
     if len(sums) == 1 and not sums[0].dim():
         return sums[0]  # the first chunk's own multiplier is 1
-    found = torch.cat([one.view(-1) for one in sums])
-    return (found * _of_chunks(found.device, found.numel())).sum()
+    of_chunks = torch.cat([part.view(-1) for part in sums])
+    return (of_chunks * _of_chunks(flat.device, of_chunks.numel())).sum()
 
 
-def _sums_on_cpu(flat: Tensor) -> list[Tensor]:
-    """One per chunk."""
+def _sums(flat: Tensor, chunks_at_once: int) -> Iterator[Tensor]:
+    """Yield a sum per chunk: those of whole chunks together, and that of the rest."""
     multipliers = _of_words(flat.device)
-    found = []
-    scratch = None
-    for words in _words(flat, _CHUNK_WORDS):
-        count = words.numel()
-        if scratch is None:
-            scratch = torch.empty_like(words)
-        folded = _folded(words, scratch[:count] if count < scratch.numel() else scratch)
-        found.append(torch.dot(folded, multipliers[:count] if count < _CHUNK_WORDS else multipliers))
-    return found
-
-
-def _sums(flat: Tensor) -> list[Tensor]:
-    """One per chunk, many chunks at once: there is no dot product of integers on an accelerator."""
-    multipliers = _of_words(flat.device)
-    found = []
-    for words in _words(flat, _CHUNK_WORDS * _CHUNKS_AT_ONCE):
-        folded = _folded(words, torch.empty_like(words))
+    for words in _words(flat, _CHUNK_WORDS * chunks_at_once):
+        folded = _folded(words)
         whole = words.numel() // _CHUNK_WORDS * _CHUNK_WORDS
         if whole:
-            found.append(folded[:whole].view(-1, _CHUNK_WORDS).mul_(multipliers).sum(1))
+            yield folded[:whole].view(-1, _CHUNK_WORDS).mul_(multipliers).sum(1)
         if whole < words.numel():
-            found.append(folded[whole:].mul_(multipliers[: words.numel() - whole]).sum())
-    return found
+            yield folded[whole:].mul_(multipliers[: words.numel() - whole]).sum()
 
 
 def _words(flat: Tensor, at_once: int) -> Iterator[Tensor]:
-    """The bytes as int64, ``at_once`` words at a time; the last ones filled up with zeros."""
-    per_piece = at_once * _WORD_BYTES // flat.element_size()
-    pieces = [flat] if flat.numel() <= per_piece else torch.split(flat, per_piece)
-    for piece in pieces:
+    """Yield the bytes as int64, ``at_once`` words at a time; the last ones filled up with zeros."""
+    for piece in torch.split(flat, at_once * _WORD_BYTES // flat.element_size()):
         if piece.numel():
             yield _as_words(piece)
 
@@ -171,16 +114,9 @@ def _as_words(piece: Tensor) -> Tensor:
     return words
 
 
-def _folded(words: Tensor, out: Tensor) -> Tensor:
-    torch.bitwise_right_shift(words, _FOLD_BITS, out=out)
-    return out.bitwise_and_(_FOLDED).bitwise_xor_(words)  # the shift copies the sign
-
-
-def _stacked(found: list[Tensor]) -> Tensor:
-    if not found:
-        return torch.zeros(0, dtype=torch.int64, device="cpu")
-    device = found[0].device
-    return torch.stack([one if one.device == device else one.to(device) for one in found])
+def _folded(words: Tensor) -> Tensor:
+    folded = words >> _FOLD_BITS
+    return folded.bitwise_and_(_FOLDED).bitwise_xor_(words)  # the shift copies the sign
 
 
 # -- multipliers ------------------------------------------------------------------------------------------------------
@@ -197,14 +133,14 @@ def _of_chunks(device: torch.device, count: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _many_of_chunks(device: torch.device, count: int) -> Tensor:
-    """One for the first: a tensor of one chunk needs no second product."""
+    """Return a multiplier per chunk: 1 for the first, so that a tensor of one chunk needs no second product."""
     numbers = _odd_numbers(1 << 40, count)
     numbers[0] = 1
     return numbers.to(device)
 
 
 def _odd_numbers(first: int, count: int) -> Tensor:
-    """splitmix64 (Steele, Lea, Flood 2014) of ``count`` positions, each made odd."""
+    """Return splitmix64 (Steele, Lea, Flood 2014) of ``count`` positions, each made odd."""
     mixed = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device="cpu") * _signed(0x9E3779B97F4A7C15)
     mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
@@ -212,7 +148,7 @@ def _odd_numbers(first: int, count: int) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """To the right, zeros from the left."""
+    """Return the words shifted to the right, with zeros from the left."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -225,7 +161,7 @@ NO_GRADIENT = 0
 
 @dataclass(frozen=True)
 class GradientDigests:
-    """Of one run of one micro-batch.
+    """The gradients of one run of one micro-batch.
 
     Attributes:
         digests: int64, one per parameter that wants a gradient; `NO_GRADIENT` where none came.
@@ -236,64 +172,63 @@ class GradientDigests:
     norms: Tensor
 
     def to_tree(self) -> dict[str, Tensor]:
-        """For `gather_trees`."""
+        """Return a tree for `gather_trees`."""
         return {"digests": self.digests, "norms": self.norms}
 
     @classmethod
     def of(cls, gradients: Sequence[Tensor | None]) -> GradientDigests:
-        """One gradient, or None, per parameter."""
-        with torch.no_grad():
-            found = torch.full((len(gradients),), NO_GRADIENT, dtype=torch.int64, device="cpu")
-            places = [place for place, gradient in enumerate(gradients) if gradient is not None]
-            if places:
-                there = [gradient for gradient in gradients if gradient is not None]
-                found[torch.tensor(places, device="cpu")] = gradient_digests(there).cpu()
-            return cls(found, measure(gradients))
+        """Digest one gradient, or None, per parameter."""
+        values = torch.full((len(gradients),), NO_GRADIENT, dtype=torch.int64, device="cpu")
+        held = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
+        values[torch.tensor(list(held), dtype=torch.int64, device="cpu")] = gradient_digests(held.values()).cpu()
+        return cls(values, measure(gradients))
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> GradientDigests:
-        """What `to_tree` made."""
+        """Read what `to_tree` made."""
         return cls(tree["digests"], tree["norms"])
 
     @property
     def is_zero(self) -> bool:
-        """Whether no parameter has a gradient other than zero."""
+        """Return whether no parameter has a gradient other than zero."""
         return not bool((self.norms > 0).logical_or(self.norms.isnan()).any())
 
-    def is_same(self, other: GradientDigests, noise: float) -> bool:
-        """Bit for bit where ``noise`` is 0; else norms that differ by no more than that part of the largest one."""
-        return not bool(self.differs(other, noise).any())
+    def is_same(self, other: GradientDigests, room: float) -> bool:
+        """Return whether no gradient `differs`."""
+        return not bool(self.differs(other, room).any())
 
-    def differs(self, other: GradientDigests, noise: float) -> Tensor:
-        """bool, one per parameter: in its bits, and where ``noise`` is not 0 its norm also by more than that allows.
+    def differs(self, other: GradientDigests, room: float) -> Tensor:
+        """Return a bool per parameter: it has other bits, and where ``room`` is not 0 also another norm.
 
-        All True where the two are not about the same number of parameters.
+        Norms differ by more than that part of the largest one. All True where the numbers of parameters differ.
         """
         if self.digests.shape != other.digests.shape:
             return torch.ones(max(len(self.digests), len(other.digests)), dtype=torch.bool, device="cpu")
-        found = self.digests != other.digests
-        if noise > 0.0 and len(found):
+        differing = self.digests != other.digests
+        if room > 0.0 and len(differing):
             larger = torch.maximum(self.norms, other.norms)
-            room = noise * larger.where(larger.isfinite(), 0.0).max().clamp(min=0.0)
-            found &= ~((self.norms - other.norms).abs() <= room)
-        return found
+            most = room * larger.where(larger.isfinite(), 0.0).max().clamp(min=0.0)
+            differing &= ~((self.norms - other.norms).abs() <= most)
+        return differing
 
     def distance(self, other: GradientDigests) -> float:
-        """The largest difference of two norms, relative to the largest norm; infinite where one is not finite."""
+        """Return the largest difference of two norms as a part of the largest norm; inf where one is not finite."""
         if self.norms.shape != other.norms.shape or not len(self.norms):
             return float("inf")
         difference, largest = (self.norms - other.norms).abs().max(), torch.maximum(self.norms, other.norms).max()
-        found = float(difference / largest) if float(largest) > 0 else float(difference)
-        return found if found == found else float("inf")
+        distance = float(difference / largest) if float(largest) > 0 else float(difference)
+        return distance if distance == distance else float("inf")
 
 
-def gradient_digests(gradients: Sequence[Tensor]) -> Tensor:
-    """int64, one each: of their bits, but that a zero has no sign; of a sparse one's indices, too.
+def gradient_digests(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the `digests` of gradients, of a sparse one's dense form, but that a zero has no sign.
 
-    ``.grad`` that was zeros before holds 0.0 where the gradient is -0.0.
+    ``.grad`` that was zeros before holds 0.0 where the gradient is -0.0. The sum is a copy, made of one at a time.
     """
-    parts = (parts_of("", gradient.detach()).values() for gradient in gradients)
-    return bucket_digests([part + 0 for part in own] for own in parts)  # one at a time: the sum is a copy
+    with torch.no_grad():
+        return digests(
+            (gradient.to_dense() if is_sparse(gradient) else held_values(gradient)) + 0 for gradient in gradients
+        )
 
 
 class LocalGradients:
@@ -304,106 +239,77 @@ class LocalGradients:
 
     Attributes:
         problem: why there is no witness, in words; empty where there is one.
-        strided: places of the gradients that were not sparse.
 
     Raises:
         ConfigError: the parameters are sharded: no rank has what another one computes.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._watch = self._watching_model()
-        self._place: dict[int, int] = {}
+        self._watch = GradientWatch(model)
+        if not self._watch.sees_local:
+            raise ConfigError("replay_fn needs replicas: this model is sharded, each rank has parameters of its own")
+        self._watch.observer = self._note
         self._wanted: list[Tensor] = []
-        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
-        self._had_looked = False
+        self._seen: dict[int, tuple[int, float]] = {}
         self._handle: Any = None
-        self._watching = False
         self.problem = _NOTHING
-        self.strided: list[int] = []
 
     def begin(self) -> None:
-        """The micro-batch is about to run."""
+        """Begin to watch: the micro-batch is about to run."""
         self.discard()
-        parameters = list(unwrapped(self._model).parameters())
-        if list(map(id, parameters)) != list(map(id, self._watch.parameters)):  # a replaced head
-            self._watch.close()
-            self._watch = self._watching_model()
-        self._wanted = [parameter for parameter in parameters if parameter.requires_grad]
-        self._place = {id(parameter): place for place, parameter in enumerate(self._wanted)}
-        self._had_looked = False
-        self._watching = True
-        self._watch.begin()  # before our hooks on tensors, which it would take for the program's
+        self._wanted = [parameter for parameter in self._watch.parameters if parameter.requires_grad]
         if self._wanted:
+            self._watch.begin()  # before our hooks on tensors, which it would take for the program's
             self._handle = register_multi_grad_hook(self._wanted, self._about_to_arrive, mode="any")
 
     def end(self) -> None:
-        """The micro-batch is through. Idempotent."""
-        if self._watching:
-            self._stop()
-            passes = len(self._watch.arrivals[-1].exchanged)
-            self._watch.forget()
-            if passes > 1:
-                self.problem = f"it had {passes} backward passes"
-            elif not self._seen:
-                self.problem = self.problem or "its gradients were gone before they could be seen"
+        """End it: the micro-batch is through. Idempotent."""
+        passes = self._stop()
+        if passes > 1:
+            self.problem = f"it had {passes} backward passes"
+        elif passes and not self._seen:
+            self.problem = self.problem or "its gradients were gone before they could be seen"
 
     def discard(self) -> None:
-        """The micro-batch has raised: what was seen of it does not count. Idempotent; also without an `end`."""
-        if self._watching:
-            self._stop()
-            self._watch.forget()
-        self._seen, self.problem, self.strided = {}, _NOTHING, []
+        """Forget the micro-batch, as where it has raised. Idempotent; also without an `end`."""
+        self._stop()
+        self._seen, self.problem = {}, _NOTHING
 
     def witness(self) -> GradientDigests | None:
-        """None where the gradients were not those of one backward pass alone: `problem`."""
+        """Return the gradients; None where they were not those of one backward pass alone: `problem`."""
         if self.problem:
             return None
-        found = torch.full((len(self._place),), NO_GRADIENT, dtype=torch.int64, device="cpu")
-        norms = torch.full((len(self._place),), NO_NORM, dtype=torch.float64, device="cpu")
-        for place, (digest, norm) in self._seen.items():
-            found[place], norms[place] = digest, norm
-        return GradientDigests(found, norms)
+        seen = [self._seen.get(id(parameter), (NO_GRADIENT, NO_NORM)) for parameter in self._wanted]
+        return GradientDigests(
+            torch.tensor([digest for digest, _ in seen], dtype=torch.int64, device="cpu"),
+            torch.tensor([norm for _, norm in seen], dtype=torch.float64, device="cpu"),
+        )
 
     def close(self) -> None:
         """Take the hooks away. Idempotent."""
-        self._unhook()
+        self._stop()
         self._watch.close()
 
-    def _watching_model(self) -> GradientWatch:
-        watch = GradientWatch(self._model)
-        if not watch.sees_local:
-            raise ConfigError("replay_fn needs replicas: this model is sharded, each rank has parameters of its own")
-        watch.observer = self._note
-        return watch
-
-    def _stop(self) -> None:
-        self._watching = False
-        self._wanted = []
-        self._unhook()
+    def _stop(self) -> int:
+        """Stop watching, and return how many backward passes there were."""
+        if self._handle is None:
+            return 0
+        self._handle.remove()
+        self._handle = None
         self._watch.end()
-
-    def _unhook(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        passes = len(self._watch.arrivals[-1].exchanged)
+        self._watch.forget()
+        return passes
 
     def _about_to_arrive(self, gradient: Tensor) -> None:
-        """Before anything is accumulated. A backward pass inside another one, and a second one, come too late."""
-        if not self._had_looked:
-            self._had_looked = True
-            left = [held_values(one.grad.detach()).any() for one in self._wanted if one.grad is not None]
+        """Look at ``.grad`` before anything is accumulated. A second pass, and one inside of another, come too late."""
+        if self.problem == _NOTHING:
+            left = [held_values(wanted.grad.detach()).any() for wanted in self._wanted if wanted.grad is not None]
             self.problem = _LEFT if any(map(bool, left)) else ""
 
     def _note(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        with torch.no_grad():
-            found, norms = gradient_digests(gradients).cpu(), measure(gradients)
-            for parameter, gradient, digest, norm in zip(parameters, gradients, found, norms, strict=True):
-                place = self._place.get(id(parameter))
-                if place is not None:  # it wanted a gradient when the micro-batch began
-                    self._seen[place] = digest, norm
-                    if gradient.layout is torch.strided:
-                        self.strided.append(place)
+        values, norms = gradient_digests(gradients).tolist(), measure(gradients).tolist()
+        self._seen.update(zip(map(id, parameters), zip(values, norms, strict=True), strict=True))
 
 
 _NOTHING = "no backward pass ran in it"

@@ -1,11 +1,12 @@
-"""A rank's micro-batch repeated by a peer: finds what went wrong on one rank before the gradients were reduced.
+"""Layer 3: a rank's micro-batch repeated by a peer, to find what went wrong on one rank before gradients were reduced.
 
 `PeerReplay.examine`, every so many steps, on all ranks together:
 
 1. Each rank has digests of its own gradients of the step's first micro-batch, taken before the reduce
-   (`_rerun.digest`). At the first time it also runs that micro-batch twice more itself: does the step repeat itself bit
-   for bit? `measured` says what that comes to: bits are compared, or norms, with room for noise. All-zero gradients are
-   no evidence.
+   (`_rerun.digest`). At the first time it also runs that micro-batch twice itself: does the step repeat itself bit for
+   bit? `measured` says what that comes to: bits are compared, or norms, with room for noise. All-zero gradients are no
+   evidence. Where a part of the step is compiled, norms are compared, with room for ``limit``: a program may get other
+   graphs at any time, on one rank only, and they round otherwise.
 2. As many ranks as fit into `MOST_BYTES` hand out their micro-batch (all of them where batches are small), beginning
    with another rank each time, and those buffers that differ between ranks. The next rank runs it, and all gather what
    came of it.
@@ -17,19 +18,18 @@
 The course depends on gathered things only. What fails on one rank is reported on all.
 
 What several runs of one micro-batch say of the step, its repetitions on its own rank, and those on two peers, of which
-the first ran it before, too (same letter: same bits). They compute from the same parameters, batch and random state, so
-what two ranks agree on is right: a fault does not happen twice in the same bits.
+the first ran it before, too (same letter: the same result). They compute from the same parameters, batch and random
+state, so what two ranks agree on is right: a fault does not happen twice in the same bits.
 
 =====  ======  ==========  ========================================================================================
 step   again   peers       verdict
 =====  ======  ==========  ========================================================================================
 a      a       b, b        its rank, each time; with one peer: undecided
-a      b       b, b        its rank, once; no rank where most ranks' steps differ from their repetitions: all at once is
-                           no fault, the program has begun to do something that is not repeated
+a      b       b, b        its rank, once; no rank where that is so of most ranks' steps: all at once is no fault, the
+                           program has begun to do something that is not repeated
 a      b       c, c        its rank, each time
 a      a       b, a        the peer
 a      b       c, d        no rank: noise
-any of these, compiled, within the limit for rounding: no rank. Beyond it results are compared with that room.
 =====  ======  ==========  ========================================================================================
 """
 
@@ -38,7 +38,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,6 @@ _ROOM = 8.0  # times the noise that was measured
 _ROUNDING = (1e-12, 1e-4)  # of the largest norm, where repetitions give the same bits: a sign changes no norm
 _SHOWN_NAMES = 5
 _LEAST = 2.0**-52  # between gradients of one norm that are not the same, as of a loss and its negative
-_NO_BATCH = "no micro_batch() in this step"
-_CHANGED = "the batch was changed in place"
 
 
 class PeerReplay:
@@ -84,10 +82,11 @@ class PeerReplay:
         self.original = LocalGradients(model)
         self._reruns, self._ranks, self._rank, self._limit = reruns, tuple(ranks), rank, limit
         self._noise: float | None = None
+        self._compiled = False
         self._turn = -1
 
     def examine(self, gathered: Gathered) -> SentinelFinding | None:
-        """Collective: two small gathers and one of batches; one more on doubt.
+        """Compare, and return who is wrong. Collective: two small gathers and one of batches; one more on doubt.
 
         Raises:
             ConfigError: some rank's step cannot be repeated, or is not the one that was trained; on every rank.
@@ -96,147 +95,112 @@ class PeerReplay:
         own: list[dict[str, Any]] = []
         offers = gathered(lambda: attempt(lambda: self._offer(own)), "what each rank can hand out")
         _refuse(offers)
-        doubted = self._learn_noise(offers)
+        self._note_compiled(offers.values())
+        if self._noise is None:
+            self._noise, text = measured(offers, self._limit, self._compiled)
+            self._warn(text)
         differing = _differing_buffers([offer["buffers"] for offer in offers.values()])
-        chosen = _chosen(offers, differing, self._turn, doubted)
-        if not chosen:
-            self._say_why_none(offers)
+        owners = _chosen(offers, differing, self._turn)
+        if not owners:
+            self._warn(_why_none({rank: offer["why"] for rank, offer in offers.items()}))
             return None
-        packets = gathered(lambda: self._packet(own, differing, chosen), "micro-batches")
-        checker = {owner: from_rank_on(self._ranks, owner)[1 % len(self._ranks)] for owner in chosen}
-        answers = gathered(lambda: self._answers(packets, checker), "what came of them")
+        packets = gathered(lambda: _packet(own, differing) if self._rank in owners else None, "micro-batches")
+        checkers = {owner: from_rank_on(self._ranks, owner)[1 % len(self._ranks)] for owner in owners}
+        mine = [owner for owner, checker in checkers.items() if checker == self._rank]
+        answers = gathered(
+            lambda: attempt(lambda: {str(owner): self._run(packets[owner]) for owner in mine}), "what came of them"
+        )
         _refuse(answers)
-        first = {owner: answers[rank][str(owner)] for owner, rank in checker.items()}
-        runs = {
-            owner: [Run(owner, "in the step", _digests(packets[owner]["original"])), Run(rank, "before", _digests(run))]
-            for (owner, rank), run in zip(checker.items(), first.values(), strict=True)
+        checks = {owner: answers[checker][str(owner)] for owner, checker in checkers.items()}
+        self._note_compiled(checks.values())
+        doubted = {
+            owner: [
+                Run(owner, "in the step", _digests(packets[owner]["original"])),
+                Run(checkers[owner], "before", run),
+            ]
+            for owner, run in zip(checks, map(_digests, checks.values()), strict=True)
+            if not self._is_same(_digests(packets[owner]["original"]), run)
         }
-        doubted += [owner for owner, (step, before) in runs.items() if not self._is_same(step.result, before.result)]
         if not doubted:
             return None
-        compiled = any(tree["compiled"] for tree in (*offers.values(), *first.values()))
-        room = max(self._noise or 0.0, self._limit if compiled else 0.0)
-        beyond = {owner for owner in doubted if not runs[owner][0].result.is_same(runs[owner][1].result, room)}
-        owner = next((owner for owner in doubted if owner in beyond), doubted[0])
+        owner, runs = next(iter(doubted.items()))
         peers = tuple(rank for rank in from_rank_on(self._ranks, owner)[1:3] if rank != owner)
         again = blame(gathered, self._rank, owner, peers, lambda: self._run(packets[owner]))
         _refuse(again)
-        runs[owner] += [Run(rank, "again", _digests(run)) for rank, tree in again.items() for run in tree["runs"]]
-        if not compiled and any(run["compiled"] for tree in again.values() for run in tree["runs"]):
-            compiled, room = True, max(room, self._limit)
-        return self._finding(owner, runs[owner], room, compiled, is_common=2 * len(beyond) > len(chosen) > 1)
+        runs += [Run(rank, "again", _digests(run)) for rank, tree in again.items() for run in tree["runs"]]
+        judgement = judge(owner, runs, self._is_same, is_common=2 * len(doubted) > len(owners) > 1)
+        if judgement.is_noise:
+            self._noise = None  # measured again at the next time
+            self._warn(judgement.text)
+            return None
+        names = self._differing([run.result for run in runs])
+        text = f"{judgement.text}\nGradients that differ: {shorten(names, _SHOWN_NAMES)}."
+        return SentinelFinding("peer replay", judgement.culprit_ranks, names[0], text)
 
     def _offer(self, own: list[dict[str, Any]]) -> dict[str, Any]:
         """Return what can be handed out, or why nothing can; the packet goes into ``own``."""
         micro_batches = self._reruns.micro_batches[:1]
         if not micro_batches:
-            return _nothing(_NO_BATCH)
+            return _nothing("no micro_batch(): put `with sentinel.micro_batch(batch):` around each of them")
         try:
             packet = self._reruns.pack(micro_batches)
-        except BatchChanged:
-            return _nothing(_CHANGED)
+        except BatchChanged as error:
+            return _nothing(f"{error}; from now on batches are copied")
         original = self.original.witness()
         if original is None:
             return _nothing(self.original.problem)
         buffers = packet["buffers"]
-        own.append({**packet, "strided": list(self.original.strided), "original": original.to_tree()})
+        own.append({**packet, "original": original.to_tree()})
         return {
             "bytes": tensor_bytes({**packet, "buffers": None}),
-            "buffers": digests(list(buffers.values())).cpu(),
+            "buffers": digests(buffers.values()).cpu(),
             "buffer_bytes": list(map(tensor_bytes, buffers.values())),
-            "loose": _loose_switches(self._reruns.device),
             "compiled": self._reruns.is_compiled,
-            **(self._distance(own[0], original) if self._noise is None else {"distance": None}),
+            **(self._distance(packet, original) if self._noise is None else {}),
         }
 
     def _distance(self, packet: dict[str, Any], original: GradientDigests) -> dict[str, Any]:
-        """How far the step's own repetitions are from it; ``repeats``: whether these have the same bits."""
-        results = [self._run(packet)]
-        if original.is_same(_digests(results[0]), 0.0):
-            return {"distance": None if original.is_zero else 0.0}
-        results.append(self._run(packet))
-        one, other = map(_digests, results)
+        """Return how far the step's own repetitions are from it; ``repeats``: whether these have the same bits."""
+        trees = [self._run(packet)]
+        if original.is_same(_digests(trees[0]), 0.0):
+            return {} if original.is_zero else {"distance": 0.0, "repeats": True}
+        trees.append(self._run(packet))
+        first, second = map(_digests, trees)
         return {
-            "distance": max(_LEAST, original.distance(one), original.distance(other)),
-            "repeats": one.is_same(other, 0.0),
-            "compiled": self._reruns.is_compiled or results[0]["compiled"],
+            "distance": max(_LEAST, original.distance(first), original.distance(second)),
+            "repeats": first.is_same(second, 0.0),
+            "compiled": self._reruns.is_compiled or trees[0]["compiled"],
         }
-
-    def _packet(
-        self, own: Sequence[dict[str, Any]], differing: Sequence[int] | None, chosen: Sequence[int]
-    ) -> dict[str, Any] | None:
-        """Return what this rank hands out; None where it is not chosen."""
-        if self._rank not in chosen:
-            return None
-        named = list(own[0]["buffers"].items())
-        return {**own[0], "buffers": dict(named if differing is None else [named[index] for index in differing])}
 
     def _run(self, packet: Mapping[str, Any]) -> dict[str, Any]:
         """Run a packet, and return the digests as a tree."""
-        rerun, strided = self._reruns.run(packet), packet["strided"]
-        gradients = [
-            # in the step they were added to zeros that are not sparse
-            gradient.to_dense() if gradient is not None and gradient.is_sparse and index in strided else gradient
-            for index, gradient in enumerate(rerun.gradients)
-        ]
-        return {**GradientDigests.of(gradients).to_tree(), "compiled": rerun.compiled}
+        rerun = self._reruns.run(packet)
+        return {**GradientDigests.of(rerun.gradients).to_tree(), "compiled": rerun.compiled}
 
-    def _answers(self, packets: Mapping[int, dict[str, Any]], runner: Mapping[int, int]) -> dict[str, Any]:
-        """Return what came of the packets that are this rank's to run, by owner."""
-        mine = [owner for owner, rank in runner.items() if rank == self._rank]
-        return attempt(lambda: {str(owner): self._run(packets[owner]) for owner in mine})
+    def _note_compiled(self, trees: Iterable[Mapping[str, Any]]) -> None:
+        if not self._compiled and any(tree["compiled"] for tree in trees):
+            self._compiled = True
+            self._warn(f"a part of the step is compiled. {_less_is_seen(self._limit)}")
 
     def _is_same(self, one: GradientDigests, other: GradientDigests) -> bool:
-        return one.is_same(other, self._noise or 0.0)
+        return one.is_same(other, self._room)
 
-    def _learn_noise(self, offers: Mapping[int, dict[str, Any]]) -> list[int]:
-        """Where it is not known yet. Returns ranks whose step did not repeat itself where most ranks' did."""
-        noise = measured(offers, self._limit) if self._noise is None else None
-        if noise is None:
-            return []
-        self._noise = noise.room
-        if noise.text:
-            self._say(noise.text)
-        return list(noise.doubted)
+    @property
+    def _room(self) -> float:
+        return max(self._noise or 0.0, self._limit if self._compiled else 0.0)
 
-    def _say_why_none(self, offers: Mapping[int, dict[str, Any]]) -> None:
-        """Nothing was repeated. Batches that were changed in place are copied from now on: no need to speak of it."""
-        why = {rank: offer["why"] for rank, offer in offers.items()}
-        if _CHANGED in why.values():
-            return
-        if set(why.values()) == {_NO_BATCH}:
-            self._say(
-                "no rank had a micro-batch to repeat; put `with sentinel.micro_batch(batch):` around each of them"
-            )
-            return
-        lines = ["no rank's gradients of the step's first micro-batch can be told apart:", *holders_lines(why)]
-        self._say("\n".join([*lines, "What cannot be compared is not repeated."]))
+    def _warn(self, text: str) -> None:
+        if text:
+            warnings.warn(f"Sentinel, peer replay: {text}", stacklevel=2)
 
-    def _say(self, text: str) -> None:
-        warnings.warn(f"Sentinel, peer replay: {text}", stacklevel=2)
-
-    def _finding(
-        self, owner: int, runs: Sequence[Run], room: float, compiled: bool, *, is_common: bool
-    ) -> SentinelFinding | None:
-        """Who is wrong; what is no rank's fault is a warning, and is learnt. ``room``: for noise, and for rounding."""
-        rounded = (lambda one, other: one.is_same(other, room)) if compiled else None
-        judgement = judge(owner, runs, self._is_same, rounded=rounded, is_common=is_common)
-        if judgement.is_noise or judgement.is_rounding:
-            self._noise = room if judgement.is_rounding else None  # None: measured again at the next time
-            self._say(judgement.text)
-            return None
-        names = self._differing([run.result for run in runs], room)
-        text = f"{judgement.text}\nGradients that differ: {shorten(names, _SHOWN_NAMES)}."
-        return SentinelFinding("peer replay", judgement.culprit_ranks, names[0], text)
-
-    def _differing(self, results: Sequence[GradientDigests], room: float) -> list[str]:
-        """Parameters whose gradient is not the same in all of them, with that room. Never empty."""
+    def _differing(self, results: Sequence[GradientDigests]) -> list[str]:
+        """Return the parameters whose gradient is not the same in all results. Never empty."""
         names = self._reruns.names
-        if any(len(one.digests) != len(names) for one in results):
+        if any(len(result.digests) != len(names) for result in results):
             return ["(ranks do not have as many parameters that want a gradient)"]
         pairs = itertools.combinations(results, 2)
-        differs = torch.stack([one.differs(other, room) for one, other in pairs]).any(0).tolist()
-        return [name for name, one in zip(names, differs, strict=True) if one] or ["(none)"]
+        differs = torch.stack([one.differs(other, self._room) for one, other in pairs]).any(0).tolist()
+        return [name for name, is_other in zip(names, differs, strict=True) if is_other] or ["(none)"]
 
 
 class PeerReplayDetector(Detector):
@@ -261,7 +225,7 @@ class PeerReplayDetector(Detector):
             self._replay.original.discard()
 
     def findings(self, exam: Exam) -> list[SentinelFinding]:
-        """What cannot be repeated is reported by all ranks, but does not hide what was found."""
+        """Return who is wrong. What cannot be repeated is reported by all ranks, but does not hide what was found."""
         if not self._is_due():
             return []
         try:
@@ -285,44 +249,54 @@ class PeerReplayDetector(Detector):
         return self._steps == 0 or (self._steps + 1) % self._every_steps == 0
 
 
+def _less_is_seen(room: float) -> str:
+    return (
+        f"Peers' gradients are compared by their norms, with room for {room:.1e} of the largest one; smaller faults "
+        "are not seen."
+    )
+
+
 def _nothing(why: str) -> dict[str, Any]:
-    return {"bytes": -1, "buffers": None, "distance": None, "compiled": False, "why": why}
+    return {"bytes": -1, "buffers": None, "compiled": False, "why": why}
+
+
+def _why_none(by_rank: Mapping[int, str]) -> str:
+    return "\n".join(["no rank's first micro-batch of this step can be repeated:", *holders_lines(by_rank)])
+
+
+def _packet(own: Sequence[dict[str, Any]], differing: Sequence[int] | None) -> dict[str, Any]:
+    """Return what a rank hands out: of its buffers those that differ between ranks."""
+    buffers = list(own[0]["buffers"].items())
+    return {**own[0], "buffers": dict(buffers if differing is None else [buffers[index] for index in differing])}
 
 
 def _differing_buffers(by_rank: Sequence[Tensor | None]) -> list[int] | None:
     """Return the indices of buffers that differ between ranks; None: all of them. ``by_rank``: digests, if known."""
-    known = [digests for digests in by_rank if digests is not None]
-    if len(known) < len(by_rank) or any(digests.shape != known[0].shape for digests in known):
+    known = [values for values in by_rank if values is not None]
+    if len(known) < len(by_rank) or any(values.shape != known[0].shape for values in known):
         return None
     return [int(index) for index in (torch.stack(known) != known[0]).any(0).nonzero()]
 
 
-def _chosen(
-    offers: Mapping[int, dict[str, Any]], differing: Sequence[int] | None, turn: int, doubted: Sequence[int]
-) -> list[int]:
-    """Return whose micro-batches are handed out: those in doubt, then others as far as they fit, in turns."""
-    sizes = {rank: _size_bytes(offer, differing) for rank, offer in offers.items() if offer["bytes"] >= 0}
-    holders = list(sizes)
-    start = turn % len(holders) if holders else 0
-    chosen, total = list(doubted), sum(sizes[rank] for rank in doubted)
-    for rank in (*holders[start:], *holders[:start]):
-        if rank not in chosen and (not chosen or total + sizes[rank] <= MOST_BYTES):
+def _chosen(offers: Mapping[int, dict[str, Any]], differing: Sequence[int] | None, turn: int) -> list[int]:
+    """Return whose micro-batches are handed out: those of as many ranks as fit, in turns; at least one."""
+    holders = [rank for rank, offer in offers.items() if offer["bytes"] >= 0]
+    chosen, total = list[int](), 0
+    for rank in from_rank_on(holders, holders[turn % len(holders)]) if holders else ():
+        sizes = offers[rank]["buffer_bytes"]
+        total += offers[rank]["bytes"] + sum(sizes if differing is None else [sizes[index] for index in differing])
+        if total <= MOST_BYTES or not chosen:
             chosen.append(rank)
-            total += sizes[rank]
     return chosen
-
-
-def _size_bytes(offer: Mapping[str, Any], differing: Sequence[int] | None) -> int:
-    sizes: list[int] = offer["buffer_bytes"]
-    return int(offer["bytes"]) + sum(sizes if differing is None else [sizes[index] for index in differing])
 
 
 def _digests(tree: Mapping[str, Any]) -> GradientDigests:
     return GradientDigests.from_tree(tree)
 
 
-def _refuse(told: Mapping[int, dict[str, Any]]) -> None:
-    errors = {rank: one["error"] for rank, one in told.items() if "error" in one}
+def _refuse(trees: Mapping[int, dict[str, Any]]) -> None:
+    """Raise `ConfigError` where some rank could not run."""
+    errors = {rank: tree["error"] for rank, tree in trees.items() if "error" in tree}
     if errors:
         lines = ["Sentinel, peer replay: a micro-batch cannot be run again:", *holders_lines(errors)]
         raise ConfigError(
@@ -330,92 +304,45 @@ def _refuse(told: Mapping[int, dict[str, Any]]) -> None:
         )
 
 
-def _loose_switches(device: torch.device) -> list[str]:
-    """What would make a step more deterministic, and is not set on this rank."""
-    loose = [] if torch.are_deterministic_algorithms_enabled() else ["torch.use_deterministic_algorithms(True)"]
-    if device.type != "cpu" and torch.backends.cudnn.benchmark:
-        loose.append("torch.backends.cudnn.benchmark = False")
-    return loose
-
-
 # -- noise, and who is wrong: pure functions of what was gathered -----------------------------------------------------
 
-Offers = Mapping[int, Mapping[str, Any]]  # what ranks told
 
+def measured(offers: Mapping[int, Mapping[str, Any]], limit: float, compiled: bool) -> tuple[float | None, str]:
+    """Return by how much of the largest one norms may differ, and a warning; None where no rank gave a ``distance``.
 
-@dataclass(frozen=True)
-class Noise:
-    """What was learnt.
-
-    Attributes:
-        room: by how much of the largest one norms of gradients may differ; 0.0 where bits are compared.
-        doubted: ranks whose step did not repeat itself where most ranks' did.
-        text: for the user; empty where there is no noise.
-    """
-
-    room: float
-    doubted: tuple[int, ...] = ()
-    text: str = ""
-
-
-def measured(offers: Offers, limit: float) -> Noise | None:
-    """Return what steps' own repetitions say; None where no rank could give its ``distance``.
-
-    1. Most ranks' steps repeat themselves: there is no noise, and a rank whose step does not is in doubt.
+    1. Most ranks' steps repeat themselves: bits are compared. A rank whose step does not may be wrong.
     2. Repetitions are farther from the step than ``limit``, or equal to each other and not as far from it as by
        rounding: what repeats it is another step.
-    3. Otherwise that is natural noise, and there is room for some times as much, up to ``limit``. A compiled program
-       may get other graphs at any time, on one rank alone, so there is room for ``limit``.
+    3. Otherwise that is natural noise, and there is room for some times as much, up to ``limit``.
 
     Raises:
         ConfigError: what was run again is not the step that was trained.
     """
-    known = {rank: offer for rank, offer in offers.items() if offer["distance"] is not None}
+    known = {rank: offer for rank, offer in offers.items() if "distance" in offer}
     if not known:
-        return None
-    compiled = any(offer["compiled"] for offer in offers.values())
-    doubted = tuple(rank for rank, offer in known.items() if offer["distance"] > (limit if compiled else 0.0))
-    if 2 * len(doubted) > len(known) or len(known) == 1:
-        doubted = ()  # it is the step
-    known = {rank: offer for rank, offer in known.items() if rank not in doubted}
+        return None, ""
+    repeating = {rank: offer for rank, offer in known.items() if offer["distance"] <= (limit if compiled else 0.0)}
+    if 2 * len(repeating) >= len(known) > 1 or len(repeating) == len(known):
+        return 0.0, ""
     distance = max(offer["distance"] for offer in known.values())
-    if not distance:
-        return Noise(0.0, doubted)
     repeats = any(offer["distance"] and offer["repeats"] for offer in known.values())
-    is_rounding = _ROUNDING[0] <= distance <= _ROUNDING[1]
-    if distance > limit or (repeats and not compiled and not is_rounding):
+    if distance > limit or (repeats and not _ROUNDING[0] <= distance <= _ROUNDING[1]):
         raise _another_step(known)
-    room = limit if compiled else min(_ROOM * distance, limit)
-    return Noise(room, doubted, _noise_text(distance, room, known, repeats or compiled))
-
-
-def _noise_text(largest: float, room: float, offers: Offers, repeats: bool) -> str:
-    what = "rounds otherwise when it is run again" if repeats else "does not repeat itself bit for bit"
-    why = "torch.compile may have made another graph of it." if repeats else _determinism_text(offers)
-    return (
-        f"the step {what}: norms of gradients differ by up to {largest:.1e} of the "
-        f"largest one. Peers' gradients are compared by their norms, with room for {room:.1e}; "
-        f"smaller faults are not seen. {why}"
+    room = min(_ROOM * distance, limit)
+    return room, (
+        f"run again, the step gives gradients whose norms differ by up to {distance:.1e} of the largest one. "
+        f"{_less_is_seen(room)} torch.use_deterministic_algorithms(True) may make it repeat itself."
     )
 
 
-def _determinism_text(offers: Offers) -> str:
-    """The switches come first: what they leave open is measured."""
-    missing: dict[str, list[int]] = {}
-    for rank, offer in offers.items():
-        for switch in offer["loose"]:
-            missing.setdefault(switch, []).append(rank)
-    if not missing:
-        return "Deterministic algorithms are on: look for what else the step depends on."
-    return " ".join(f"{switch} on {ranks_text(ranks)} may make it repeat itself." for switch, ranks in missing.items())
-
-
-def _another_step(offers: Offers) -> ConfigError:
-    by_rank = {rank: _distance_text(offer) for rank, offer in offers.items()}
+def _another_step(offers: Mapping[int, Mapping[str, Any]]) -> ConfigError:
+    distances = {
+        rank: f"norms differ by up to {offer['distance']:.1e} of the largest" for rank, offer in offers.items()
+    }
     lines = [
         "Sentinel, peer replay: replay_fn is not the step that was trained. Run again from the same state on the same "
         "rank:",
-        *holders_lines(by_rank),
+        *holders_lines(distances),
         "It must return what backward() was called on (before a GradScaler's scale), computed from the batch that was "
         "given to micro_batch(), from random numbers drawn inside micro_batch(), and under the same autocast. An "
         "optimizer inside the backward pass, reentrant checkpointing (it takes use_reentrant=False), a module that "
@@ -423,13 +350,6 @@ def _another_step(offers: Offers) -> ConfigError:
         "takes torch's) make it another step, too.",
     ]
     return ConfigError("\n".join(lines), ranks=offers)
-
-
-def _distance_text(offer: Mapping[str, Any]) -> str:
-    if offer["distance"] == 0.0:
-        return "the same gradients"
-    often = "twice the same gradients, and others" if offer["repeats"] else "other gradients each time"
-    return f"{often} than in the step: norms differ by up to {offer['distance']:.1e} of the largest one"
 
 
 @dataclass(frozen=True)
@@ -448,108 +368,56 @@ class Judgement:
     Attributes:
         culprit_ranks: empty where the runs do not tell.
         is_noise: hardly a run is like another one, or no step like its repetitions: that is not a fault of one rank.
-        is_rounding: runs differ, and by no more than programs do that were compiled otherwise.
     """
 
     culprit_ranks: tuple[int, ...]
     text: str
     is_noise: bool = False
-    is_rounding: bool = False
 
 
 def judge(
-    owner: int,
-    runs: Sequence[Run],
-    same: Callable[[Any, Any], bool],
-    *,
-    rounded: Callable[[Any, Any], bool] | None = None,
-    is_common: bool = False,
+    owner: int, runs: Sequence[Run], is_same: Callable[[Any, Any], bool], *, is_common: bool = False
 ) -> Judgement:
-    """Who is wrong, if anybody.
+    """Return who is wrong, if any rank is.
 
     Args:
         owner: whose micro-batch it is.
         runs: the first one is the step itself.
-        same: whether two results are equal.
-        rounded: whether they are equal but for rounding; None where nothing was compiled.
+        is_same: whether two results are equal.
         is_common: whether most of the micro-batches that were run are in doubt.
     """
-    classes = _classes(runs, rounded or same)
-    if rounded and len(classes) == 1:
-        return Judgement((), _rounding_text(owner, runs), is_rounding=True)
-    if is_common and len(classes) == 2 and len(classes[0]) == 1:
-        return Judgement((), _all_at_once_text(owner), is_noise=True)
-    right = max(classes, key=lambda runs: (len({run.rank for run in runs}), len(runs)))
+    classes: list[list[Run]] = []
+    for run in runs:
+        alike = next((group for group in classes if is_same(group[0].result, run.result)), None)
+        classes.append([run]) if alike is None else alike.append(run)
+    right = max(classes, key=lambda group: (len({run.rank for run in group}), len(group)))
     agreeing = sorted({run.rank for run in right})
     lines = [f"the micro-batch of rank {owner}, run {len(runs)} times:"]
-    lines += [f"  result {letter}: {_runs_text(one)}" for letter, one in zip("ABCDEFGH", classes, strict=False)]
+    for letter, group in zip("ABCDEFGH", classes, strict=False):
+        lines.append(f"  result {letter}: {', '.join(f'rank {run.rank} {run.when}' for run in group)}")
+    if is_common and len(classes) == 2 and len(classes[0]) == 1:
+        lines.append("Most ranks' steps are not what comes of running them again: replay_fn is not the step any more.")
+        return Judgement((), "\n".join(lines), is_noise=True)
     is_alone = len({run.rank for run in runs}) == 1
     if len(agreeing) < 2 and not (is_alone and len(right) > 1):
-        return _undecided(lines, classes)
-    wrong = [run for group in classes if group is not right for run in group]
-    culprits = tuple(sorted({run.rank for run in wrong}))
-    lines.append(f"Right by majority: {ranks_text(agreeing)}. {_kinds(wrong, right)}")
+        is_split = len(classes) == 2 and classes[0][0].rank != classes[1][0].rank
+        lines.append(_SPLIT if is_split else "No two ranks agree: the step is not deterministic.")
+        return Judgement((), "\n".join(lines), is_noise=not is_split)
+    culprits = tuple(sorted({run.rank for group in classes for run in group if group is not right}))
+    lines.append(f"Right by majority: {ranks_text(agreeing)}.")
+    for rank in culprits:
+        often = "was wrong once and right once: a transient fault of its hardware, or a race"
+        if rank not in agreeing:
+            often = f"is wrong each time: a lasting fault of its hardware, or {_ONLY_THERE}"
+        lines.append(f"Rank {rank} {often}.")
     return Judgement(culprits, "\n".join(lines))
 
 
-def _rounding_text(owner: int, runs: Sequence[Run]) -> str:
-    return (
-        f"the micro-batch of rank {owner}, run {len(runs)} times, does not give the same gradients each time. Programs "
-        "that torch.compile made round otherwise from one to the next, and their norms differ by no more than "
-        "that may come to, so it is nobody's fault. From now on peers' gradients are "
-        "compared by their norms, with room for it; smaller faults are not seen."
-    )
-
-
-def _all_at_once_text(owner: int) -> str:
-    return (
-        f"most ranks' steps are not what comes of running them again, which every rank finds alike (of rank {owner}'s, "
-        "to begin with). That is no fault of one rank: from this step on the program does something that replay_fn "
-        "does not. It is measured anew at the next time."
-    )
-
-
-def _classes(runs: Sequence[Run], same: Callable[[Any, Any], bool]) -> list[list[Run]]:
-    found: list[list[Run]] = []
-    for run in runs:
-        place = next((one for one in found if same(one[0].result, run.result)), None)
-        if place is None:
-            found.append([run])
-        else:
-            place.append(run)
-    return found
-
-
-def _runs_text(runs: Sequence[Run]) -> str:
-    return ", ".join(f"rank {run.rank} {run.when}" for run in runs)
-
-
-def _kinds(wrong: Sequence[Run], right: Sequence[Run]) -> str:
-    """One sentence for each rank that was wrong: every time, or now and then."""
-    sentences = []
-    for rank in sorted({run.rank for run in wrong}):
-        if any(run.rank == rank for run in right):
-            sentences.append(
-                f"Rank {rank} was wrong once and right once: a transient fault of its hardware, or a race."
-            )
-        else:
-            sentences.append(
-                f"Rank {rank} is wrong each time: a lasting fault of its hardware, or something that only it holds "
-                "outside of parameters, buffers, batch and random state."
-            )
-    return " ".join(sentences)
-
-
-def _undecided(lines: list[str], classes: Sequence[Sequence[Run]]) -> Judgement:
-    """No two ranks agree."""
-    if len(classes) == 2 and classes[0][0].rank != classes[1][0].rank:
-        lines.append(
-            "Each rank repeats itself and they disagree: one of the two is wrong each time, and a third rank would "
-            "have to decide; or their devices or libraries differ."
-        )
-        return Judgement((), "\n".join(lines))
-    lines.append("No two ranks agree, and some do not repeat themselves: the step is not deterministic.")
-    return Judgement((), "\n".join(lines), is_noise=True)
+_ONLY_THERE = "something that only it holds outside of parameters, buffers, batch and random state"
+_SPLIT = (
+    "Each rank repeats itself and they disagree: one of the two is wrong each time, and a third rank would have to "
+    "decide; or their devices or libraries differ."
+)
 
 
 # -- why: the micro-batch of an alarm ---------------------------------------------------------------------------------
@@ -584,10 +452,9 @@ def explain_alarm(
 
     def run() -> dict[str, Any]:
         with checkpoints.redirected() as values:
-            gradients = reruns.run(packet).gradients
+            reruns.run(packet)
         floats = [(index, float(value)) for index, value in values]  # (checkpoint, value)
-        bad = is_abnormal(values) if rank == owner else None
-        return {"digests": GradientDigests.of(gradients).digests, "values": floats, "bad": bad}
+        return {"values": floats, "bad": is_abnormal(values) if rank == owner else None}
 
     packet = hand_out(gathered, rank == owner, owner, packed)
     if "error" in packet:
@@ -598,47 +465,39 @@ def explain_alarm(
 
 
 def _explanation(owner: int, peer: int, answers: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> str:
-    errors = {
-        rank: f"Rank {rank} could not run the micro-batch again: {answer['error']}"
-        for rank, answer in answers.items()
-        if "error" in answer
-    }
-    if owner in errors:
-        return errors[owner]
-    here, differing, wrong_there = answers[owner]["runs"], None, None
-    if peer != owner and peer not in errors:
-        there = answers[peer]["runs"][0]
-        is_same = torch.equal(here[0]["digests"], there["digests"])
-        differing = None if is_same else _first_difference(here[0], there)
-        wrong_there = differing is None
+    if "error" in answers[owner]:
+        return f"Rank {owner} could not run the micro-batch again: {answers[owner]['error']}"
+    here, there = answers[owner]["runs"], answers[peer].get("runs")
+    difference = None if there is None else _first_difference(here[0]["values"], there[0]["values"])
+    wrong_there = None if there is None or peer == owner else difference is None
     cause = cause_of([run["bad"] for run in here], wrong_there)
     again = f"Run again on rank {owner}, the micro-batch gives "
     if cause is Cause.TRANSIENT:
         return again + "normal values: a transient fault of its hardware, or a race."
     again += "such a value again"
-    if cause is Cause.UNDECIDED and peer == owner:
-        return again + "; there is no other rank to tell hardware from software."
+    if there is None:
+        return f"{again}. Rank {peer} could not run it: {answers[peer]['error']}"
     if cause is Cause.UNDECIDED:
-        return f"{again}. {errors[peer]}"
-    if differing is None:
+        return again + "; there is no other rank to tell hardware from software."
+    if difference is None:
         return f"{again}, and so it does on rank {peer}: software or data, not hardware."
-    index, value, other = differing
+    index, value, other = difference
     return (
         f"{again}, and on rank {peer} it does not: hardware of rank {owner}, or something that only "
         f"it holds. {names[index]} has {value:.4g} on rank {owner} and {other:.4g} on rank {peer}."
     )
 
 
-def _first_difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[int, float, float] | None:
-    """(checkpoint, the value here, the value there) of the first ones that are not about the same; NaN for none."""
-    finite = [abs(value) for _, value in (*here["values"], *there["values"]) if math.isfinite(value)]
-    for mine, theirs in itertools.zip_longest(here["values"], there["values"]):
-        if mine is None:
-            return theirs[0], math.nan, theirs[1]
-        if theirs is None or mine[0] != theirs[0]:
-            return (*mine, math.nan)
-        if not _is_about(mine[1], theirs[1], _ATOL * max(finite, default=0.0)):
-            return (*mine, theirs[1])
+def _first_difference(
+    here: Sequence[tuple[int, float]], there: Sequence[tuple[int, float]]
+) -> tuple[int, float, float] | None:
+    """Return (checkpoint, the value here, the value there) of the first that are not about equal; NaN for none."""
+    room = _ATOL * max((abs(value) for _, value in (*here, *there) if math.isfinite(value)), default=0.0)
+    for mine, other in itertools.zip_longest(here, there):
+        index, value = mine or (other[0], math.nan)
+        is_paired = bool(mine and other) and mine[0] == other[0]
+        if not is_paired or not _is_about(value, other[1], room):
+            return index, value, other[1] if other and index == other[0] else math.nan
     return None
 
 

@@ -93,7 +93,7 @@ def test_a_gradient_on_some_ranks_only_points_at_the_loop() -> None:
 def test_a_difference_that_is_gone_at_the_second_look_blames_a_digest() -> None:
     message = Divergence("parameter", "p", HELD).message
     assert (
-        "A second look at it found no difference.\nNo other tensor differs.\nSo a digest was computed wrongly"
+        "A second comparison found no difference.\nNo other tensor differs.\nSo a digest was computed wrongly"
         in message
     )
 

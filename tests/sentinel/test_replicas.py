@@ -243,7 +243,7 @@ def test_other_shapes_and_other_orders_are_named(three_ranks: RankPool) -> None:
     divergence, _ = once(three_ranks, "other_order")
     assert divergence is not None
     assert divergence.culprit_ranks == (1,)
-    assert "  ranks 0, 2: parameter b at this place\n  rank 1: parameter a at this place\n" in divergence.message
+    assert "  ranks 0, 2: first b\n  rank 1: first a\n" in divergence.message
 
 
 def test_a_rank_that_cannot_copy_what_differs_is_an_error_on_all(two_ranks: RankPool) -> None:
