@@ -23,23 +23,20 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from types import SimpleNamespace, TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_module_registration_hook,
-)
 
 from ddpstats._base.lazy import refuse_without_values
 from ddpstats._base.text import holders_lines
 from ddpstats._observe.gradients import ForwardBegins, unwrapped
-from ddpstats._observe.torch_compat import copy_each, version_of
+from ddpstats._observe.torch_compat import buffers_of, copy_each, version_of
 from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.gather import gather_trees
-from ddpstats._rerun.state import Autocast, RandomState as RandomState, buffer_places, device_of
+from ddpstats._rerun.state import Autocast, RandomState as RandomState, device_of
 from ddpstats.errors import ConfigError
 
 
@@ -61,11 +58,11 @@ class MicroBatch:
     batch: Any
     random: RandomState
     autocast: Autocast | None = None
-    loss: torch.Tensor | None = None
-    factor: torch.Tensor | None = None
+    loss: Tensor | None = None
+    factor: Tensor | None = None
     changed: tuple[str, ...] = ()
     compiled: bool = True
-    _tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    _tensors: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def look_for_changes(self) -> bool:
         """Whether some tensor was changed in place since the micro-batch began."""
@@ -91,7 +88,7 @@ class StepRecord:
     def __init__(self, model: torch.nn.Module) -> None:
         self.module = module = unwrapped(model)
         self.micro_batches: list[MicroBatch] = []
-        self.buffers: dict[str, torch.Tensor] | None = None
+        self.buffers: dict[str, Tensor] | None = None
         self.copies = False
         self._current: MicroBatch | None = None
         self._copies = BufferCopies(module)
@@ -129,7 +126,6 @@ class StepRecord:
     def close(self) -> None:
         """Take the hook away. Idempotent."""
         self._handle.remove()
-        self._copies.close()
         self.clear()
 
     def _about_to_run(self, compiled: bool) -> None:
@@ -145,61 +141,35 @@ class StepRecord:
 
 
 class BufferCopies:
-    """A copy of every buffer of a module, taken anew into the same memory as long as the buffers stay the same ones."""
+    """Copies of a module's buffers, in the same memory as long as shapes stay. Modules that come later are left out."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
-        self._known: list[torch.Tensor] = []
-        self._copies: dict[str, torch.Tensor] = {}
-        self._twins: list[torch.Tensor] = []
-        self._outdated = True
-        reference = weakref.ref(self)
+        self._owners = [(f"{name}." if name else "", buffers_of(owner)) for name, owner in module.named_modules()]
+        self._copies: dict[str, Tensor] = {}
 
-        def registered(module: torch.nn.Module, name: str, value: Any) -> None:
-            copies = reference()
-            if copies is not None:
-                copies._outdated = True
-
-        # Walking all modules costs more than the copies: only where some module got a buffer or a module.
-        self._handles = [
-            register_module_buffer_registration_hook(registered),
-            register_module_module_registration_hook(registered),
-        ]
-
-    def take(self) -> dict[str, torch.Tensor]:
-        """Name -> copy, as of now. The next call overwrites them. Local."""
+    def take(self) -> dict[str, Tensor]:
+        """Return the copies by name, as of now; a shared buffer has one name. The next call overwrites them. Local."""
+        known: dict[int, tuple[str, Tensor]] = {}
+        for prefix, buffers in self._owners:
+            for key, buffer in buffers.items():
+                if buffer is not None:
+                    known.setdefault(id(buffer), (prefix + key, buffer))
         with torch.no_grad():
-            if self._outdated or not self._is_as_known():
-                self._learn()
-            if self._twins:
-                copy_each(self._twins, self._known)
+            self._copies = {name: self._memory_for(name, buffer) for name, buffer in known.values()}
+            if known:
+                copy_each(list(self._copies.values()), [buffer for _, buffer in known.values()])
         return self._copies
 
-    def close(self) -> None:
-        """Take the hooks away. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _is_as_known(self) -> bool:
-        return all(owner.get(key) is buffer for owner, key, buffer in self._places) and all(
-            buffer.shape == twin.shape for buffer, twin in zip(self._known, self._twins, strict=True)
-        )
-
-    def _learn(self) -> None:
-        self._outdated = False
-        places = list(buffer_places(self._module))
-        self._places = [place[:3] for place in places]
-        known = {name: buffer for _, _, buffer, name in places}
-        self._copies = {name: torch.empty_like(buffer) for name, buffer in known.items()}
-        self._known, self._twins = list(known.values()), list(self._copies.values())
+    def _memory_for(self, name: str, buffer: Tensor) -> Tensor:
+        copy = self._copies.get(name)
+        kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (copy, buffer) if tensor is not None]
+        return copy if copy is not None and kinds[0] == kinds[1] else torch.empty_like(buffer)
 
 
 class _Keeping:
     """Makes new containers, so that a key taken out later is still there, around the leaves themselves, or copies.
 
-    What cannot be made anew is kept itself: a list or tuple of a class of its own, what lies inside itself, and what is
-    nested too deeply.
+    A container that cannot be made again is kept itself: a list of a class of its own, or one that contains itself.
 
     Attributes:
         tensors: those that were not copied, each with its version.
@@ -207,41 +177,22 @@ class _Keeping:
 
     def __init__(self, copies: bool) -> None:
         self._copies = copies
-        self.tensors: list[tuple[torch.Tensor, int]] = []
+        self.tensors: list[tuple[Tensor, int]] = []
 
     def keep(self, value: Any, around: tuple[int, ...] = ()) -> Any:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return self._tensor(value)
-        if is_endless(value, around):
-            return value
-        around = (*around, id(value))
-        if isinstance(value, Mapping):
-            return {key: self.keep(item, around) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return self._sequence(value, around)
-        if is_dataclass(value) and not isinstance(value, type):
-            return self._dataclass(value, around)
+        container = _open(value, around)
+        if container is not None:
+            _, items, make = container
+            return make([self.keep(item, (*around, id(value))) for item in items])
         return value.copy() if type(value).__module__ == "numpy" and hasattr(value, "copy") else value
 
-    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+    def _tensor(self, value: Tensor) -> Tensor:
         if self._copies or value.is_inference():  # which counts no versions
             return value.detach().clone()
         self.tensors.append((value, version_of(value)))
         return value
-
-    def _sequence(self, value: list[Any] | tuple[Any, ...], around: tuple[int, ...]) -> Any:
-        items = [self.keep(item, around) for item in value]
-        if type(value) is list:
-            return items
-        if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_fields")):
-            return tuple.__new__(type(value), items)  # a named one may have a __new__ of its own
-        return value
-
-    def _dataclass(self, value: Any, around: tuple[int, ...]) -> Any:
-        twin = copy.copy(value)
-        for name in set_fields(value):
-            object.__setattr__(twin, name, self.keep(getattr(value, name), around))
-        return twin
 
 
 @dataclass(frozen=True)
@@ -285,32 +236,28 @@ W = TypeVar("W", bound="StepWatch")
 _MOST_STEPS = 10**15
 
 
-class Owner(Protocol[T_co]):
-    """The object that handed out the micro-batch, and hears of its begin and end."""
-
-    def _begin(self, running: Any, batch: Any, /) -> T_co:
-        """What the context gives. Raises where a micro-batch cannot begin now."""
-
-    def _end(self, error: BaseException | None, /) -> BaseException | None:
-        """The micro-batch ended, or raised ``error``. Returns what to raise in place of that; None leaves it."""
-
-
 class Running(Generic[T_co]):
-    """Around the forward and backward pass of one micro-batch; entered once."""
+    """The context of one micro-batch's forward and backward pass; entered once.
 
-    def __init__(self, owner: Owner[T_co], batch: Any) -> None:
+    Args:
+        owner: a `StepWatch`. Its ``_begin(running, batch)`` returns what the context gives; its ``_end(error)`` what to
+            raise in place of the error, or None.
+    """
+
+    def __init__(self, owner: Any, batch: Any) -> None:
         self._owner, self._batch, self._entered = owner, batch, False
 
     def __enter__(self) -> T_co:
         if self._entered:
             raise ConfigError("this micro_batch() was entered before; each micro-batch takes one of its own")
         batch, self._batch, self._entered = self._batch, None, True
-        return self._owner._begin(self, batch)
+        value: T_co = self._owner._begin(self, batch)
+        return value
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        other = self._owner._end(error)
+        other: BaseException | None = self._owner._end(error)
         if other is not None:
             raise other from error
 
@@ -436,33 +383,47 @@ def walk(value: Any, path: str = "batch", around: tuple[int, ...] = ()) -> Itera
 
     ``around``: the ids of the containers that ``value`` is in.
     """
-    items = None if is_endless(value, around) else _items(value)
-    if items is None:
+    container = _open(value, around)
+    if container is None:
         yield path, value
         return
-    for step, item in items:
+    steps, items, _ = container
+    for step, item in zip(steps, items, strict=True):
         yield from walk(item, path + step, (*around, id(value)))
 
 
-def _items(value: Any) -> Iterable[tuple[str, Any]] | None:
-    """Return the items of a container, each with its step of the path; None for a leaf."""
+def _open(
+    value: Any, around: tuple[int, ...]
+) -> tuple[Iterable[str], Sequence[Any], Callable[[list[Any]], Any]] | None:
+    """Return a container's steps of the path, its items, and what makes one of other items; None for a leaf."""
+    if len(around) > _MOST_DEEP or id(value) in around:
+        return None
+    kind = type(value)
     if isinstance(value, Mapping):
-        return ((f"[{key!r}]", item) for key, item in value.items())
-    names = getattr(type(value), "_fields", None)
-    if isinstance(value, tuple) and isinstance(names, tuple) and len(names) == len(value):
-        return ((f".{name}", item) for name, item in zip(names, value, strict=True))
+        entries = dict(value.items())
+        return (f"[{key!r}]" for key in entries), list(entries.values()), partial(_dict, list(entries))
+    if isinstance(value, tuple) and isinstance(getattr(kind, "_fields", None), tuple):
+        # a named one may have a __new__ of its own
+        return (f".{name}" for name in kind._fields), value, lambda items: tuple.__new__(kind, items)
     if isinstance(value, (list, tuple)):
-        return ((f"[{index}]", item) for index, item in enumerate(value))
-    if type(value) is SimpleNamespace:  # represents a dataclass in a bundle
-        return ((f".{name}", item) for name, item in vars(value).items())
-    if is_dataclass(value) and not isinstance(value, type):
-        return ((f".{name}", getattr(value, name)) for name in set_fields(value))
-    return None
+        make = kind if kind in (list, tuple) else lambda items: value
+        return (f"[{index}]" for index in range(len(value))), value, make
+    if kind is not SimpleNamespace and (not is_dataclass(value) or isinstance(value, type)):
+        return None
+    # a bundle represents a dataclass as a namespace
+    names = list(vars(value)) if kind is SimpleNamespace else set_fields(value)
+    return (f".{name}" for name in names), [getattr(value, name) for name in names], partial(_twin, value, names)
 
 
-def is_endless(value: Any, around: tuple[int, ...]) -> bool:
-    """Return whether a value contains itself, or lies too deep to be stored."""
-    return len(around) > _MOST_DEEP or id(value) in around
+def _dict(keys: list[Any], items: list[Any]) -> dict[Any, Any]:
+    return dict(zip(keys, items, strict=True))
+
+
+def _twin(value: Any, names: list[str], items: list[Any]) -> Any:
+    twin = copy.copy(value)
+    for name, item in zip(names, items, strict=True):
+        object.__setattr__(twin, name, item)
+    return twin
 
 
 def set_fields(value: Any) -> list[str]:

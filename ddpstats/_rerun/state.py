@@ -139,20 +139,17 @@ class RandomState:
     def to_plain(self) -> dict[str, Any]:
         """Return the state as tensors, lists and numbers."""
         version, words, gauss = self.python
-        plain: dict[str, Any] = {
+        numpy = None
+        if self.numpy is not None and self.numpy["bit_generator"] == "MT19937":
+            state = self.numpy["state"]
+            numpy = {**self.numpy, "state": {"key": state["key"].tolist(), "pos": int(state["pos"])}}
+        return {
             "python": {"version": version, "words": list(words), "gauss": gauss},
+            "numpy": numpy,
             "torch_cpu": self.torch_cpu,
             "torch_device": self.torch_device,
             "device": str(self.device),
-            "numpy": None,
         }
-        if self.numpy is not None and self.numpy["bit_generator"] == "MT19937":
-            kept = {name: self.numpy[name] for name in ("has_gauss", "gauss")}
-            key, pos = self.numpy["state"]["key"], self.numpy["state"]["pos"]
-            # as a list: torch may have been built for another numpy, and not be able to read an array
-            words = torch.tensor(key.tolist(), dtype=torch.int64, device="cpu")
-            plain["numpy"] = {**kept, "key": words, "pos": int(pos)}
-        return plain
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any], device: torch.device | None = None) -> RandomState:
@@ -165,10 +162,12 @@ class RandomState:
         """
         taken_on = torch.device(plain["device"])
         device = taken_on if device is None else device
-        python = plain["python"]
+        python, numpy = plain["python"], plain["numpy"]
+        if numpy is not None and not 0 <= numpy["state"]["pos"] <= len(numpy["state"]["key"]) == _MT19937_WORDS:
+            raise ValueError("numpy's generator has no such state")  # and would read beyond its memory
         return cls(
             (int(python["version"]), tuple(int(word) for word in python["words"]), python["gauss"]),
-            None if plain["numpy"] is None else _numpy_state(plain["numpy"]),
+            numpy,
             plain["torch_cpu"],
             device,
             plain["torch_device"] if device.type == taken_on.type else None,
@@ -181,21 +180,6 @@ def numpy_or_none() -> Any:
         return importlib.import_module("numpy")
     except ImportError:
         return None
-
-
-def _numpy_state(plain: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the state as numpy takes it. Raises ValueError and the like for anything else."""
-    key, numpy = plain["key"], numpy_or_none()
-    if key.shape != (_MT19937_WORDS,):
-        raise ValueError(f"{_MT19937_WORDS} words are expected, not {tuple(key.shape)}")
-    if numpy is None:
-        return None
-    return {
-        "bit_generator": "MT19937",
-        "state": {"key": numpy.array(key.tolist(), dtype="uint32"), "pos": int(plain["pos"])},
-        "has_gauss": int(plain["has_gauss"]),
-        "gauss": float(plain["gauss"]),
-    }
 
 
 # -- switches ---------------------------------------------------------------------------------------------------------

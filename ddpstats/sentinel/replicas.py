@@ -547,9 +547,7 @@ class Unit:
     def close(self) -> None:
         """Take all hooks away. Idempotent."""
         self.forget()
-        if self._buffers is not None:
-            self._buffers.close()
-            self._buffers = None
+        self._buffers = None
 
     def _about_to_run(self, compiled: bool) -> None:
         self.forget()

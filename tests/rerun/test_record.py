@@ -193,7 +193,6 @@ def test_a_buffer_that_two_modules_share_has_one_name() -> None:
     assert list(copies.take()) == [name for name, _ in model.named_buffers()] == ["0.mask"]
     model[1]._buffers["mask"] = torch.zeros(2)  # as Module.to does
     assert list(copies.take()) == ["0.mask", "1.mask"]
-    copies.close()
 
 
 def test_a_change_in_place_is_found_and_later_batches_are_copied() -> None:
@@ -247,11 +246,8 @@ def test_buffers_that_come_go_and_are_replaced() -> None:
     assert copies.take()["0.running_mean"].tolist() == [7, 7]
     model[0].register_buffer("extra", torch.ones(1))
     assert copies.take()["0.extra"].tolist() == [1]
-    model.append(nn.BatchNorm1d(3))
-    assert "1.running_var" in copies.take()
     del model[0].extra
     assert "0.extra" not in copies.take()
-    copies.close()
 
 
 def test_autocast_is_noted_where_the_module_is_called() -> None:
