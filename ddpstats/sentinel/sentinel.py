@@ -45,10 +45,9 @@ _SHOWN_RANKS = 4
 
 
 @dataclass(frozen=True)
-class Options:
-    """Arguments of `Sentinel`, and the settings of the thresholds."""
+class Options(SentinelSettings):
+    """The arguments of `Sentinel`."""
 
-    settings: SentinelSettings
     checkpoints: Sequence[Selector] | None
     digest_every_steps: int
     replay_every_steps: int
@@ -60,51 +59,39 @@ class Options:
     ignore: Sequence[str]
 
     def check(self, model: Any) -> None:
-        """Raises `ConfigError`, which names the argument and what it may be. Thresholds look at their own."""
+        """Raise `ConfigError`, which names the argument and what it may be."""
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model={type(model).__name__}: a torch.nn.Module is needed")
         check_count("digest_every_steps", self.digest_every_steps, 0)
         check_count("replay_every_steps", self.replay_every_steps, 0)
         check_count("checksum_steps", self.checksum_steps, 1)
+        check_flag("matmul_checksum", self.matmul_checksum)
         if self.replay_fn is not None and not callable(self.replay_fn):
             raise ConfigError(f"replay_fn={self.replay_fn!r} must be a function (module, batch) that returns the loss")
         if self.replay_every_steps and self.replay_fn is None:
             raise ConfigError("replay_every_steps= needs replay_fn=: a function (module, batch) that returns the loss")
         if type(self.replay_tolerance) not in (int, float) or not 0 <= self.replay_tolerance < 1:
             raise ConfigError(f"replay_tolerance={self.replay_tolerance!r} must be a number from 0 to below 1")
-        check_flag("matmul_checksum", self.matmul_checksum)
         if self.scaler is not None and not (hasattr(self.scaler, "get_scale") and hasattr(self.scaler, "is_enabled")):
             raise ConfigError(f"scaler={self.scaler!r} must be a torch.amp.GradScaler")
-        _check_patterns(model, self.ignore)
+        if not isinstance(self.ignore, (list, tuple)) or not all(isinstance(pattern, str) for pattern in self.ignore):
+            raise ConfigError(f"ignore={self.ignore!r} must be a list of patterns, such as ['*.running_mean']")
+        inner = unwrapped(model)
+        names = [name for name, _ in (*inner.named_parameters(), *inner.named_buffers())]
+        for pattern in self.ignore:
+            if not fnmatch.filter(names, pattern):
+                raise ConfigError(f"ignore={self.ignore!r}: {pattern!r} fits no parameter or buffer of the model")
 
-    def to_tree(self, names: Sequence[str]) -> dict[str, Any]:
-        """What all ranks must have alike. For `gather_trees`. ``names``: of the checkpoints."""
-        settings = self.settings
+    def to_tree(self, checkpoint_names: Sequence[str]) -> dict[str, Any]:
+        """Return what must be the same on all ranks, for `gather_trees`."""
+        names_crc = zlib.crc32(repr(checkpoint_names).encode())
         return {
-            "mode": settings.mode,
-            "detector": settings.detector,
-            "upper_thresh": list(settings.upper),
-            "sigma_thresh": list(settings.sigma),
-            "digest_every_steps": self.digest_every_steps,
-            "replay_every_steps": self.replay_every_steps,
-            "replay_fn": None if self.replay_fn is None else "given",
-            "replay_tolerance": float(self.replay_tolerance),
-            "matmul_checksum": self.matmul_checksum,
-            "checksum_steps": self.checksum_steps,
-            "scaler": None if self.scaler is None else "given",
+            **vars(self),
+            "replay_fn": self.replay_fn is not None,
+            "scaler": self.scaler is not None,
             "ignore": list(self.ignore),
-            "checkpoints": f"{len(names)} (CRC-32 of their names {zlib.crc32(repr(names).encode()):08x})",
+            "checkpoints": f"{len(checkpoint_names)} (CRC-32 of their names {names_crc:08x})",
         }
-
-
-def _check_patterns(model: nn.Module, ignore: Any) -> None:
-    if isinstance(ignore, str) or not isinstance(ignore, Sequence) or not all(isinstance(one, str) for one in ignore):
-        raise ConfigError(f"ignore={ignore!r} must be a list of patterns, such as ['*.running_mean']")
-    inner = unwrapped(model)
-    names = [name for name, _ in (*inner.named_parameters(), *inner.named_buffers())]
-    for pattern in ignore:
-        if not fnmatch.filter(names, pattern):
-            raise ConfigError(f"ignore={list(ignore)!r}: {pattern!r} fits no parameter or buffer of the model")
 
 
 class Setup:
@@ -119,7 +106,7 @@ class Setup:
         self.model, self.options = model, replace(options, replay_fn=None)
         self.ranks, self.rank = sentinel._ranks, sentinel._rank
         self.scale = scale = functools.partial(scale_of, options.scaler)
-        self.checkpoints = Checkpoints(unwrapped(model), options.checkpoints, RULES[options.settings.detector].value_of)
+        self.checkpoints = Checkpoints(unwrapped(model), options.checkpoints, RULES[options.detector].value_of)
         self.matmul = MatmulChecksum(options.checksum_steps if options.matmul_checksum else 0)
         self.record: StepRecord | None = None
         self.reruns: Reruns | None = None
@@ -136,11 +123,6 @@ def _replay(sentinel: Callable[[], Sentinel | None], module: nn.Module, batch: A
     return owner._options.replay_fn(module, batch)
 
 
-def _thresholds(setup: Setup) -> Detector:
-    settings, before_rerun = setup.options.settings, setup.matmul.before_rerun
-    return Thresholds(setup.checkpoints, settings, setup.rank, setup.ranks, setup.scale, setup.reruns, before_rerun)
-
-
 def _replica_digests(setup: Setup) -> Detector | None:
     every_steps = setup.options.digest_every_steps
     return ReplicaDigests(setup.model, setup.options.ignore, every_steps) if every_steps else None
@@ -151,11 +133,11 @@ def _peer_replay(setup: Setup) -> Detector | None:
     if not every_steps or setup.reruns is None:
         return None
     replay = PeerReplay(setup.model, setup.reruns, setup.ranks, setup.rank, setup.options.replay_tolerance)
-    return PeerReplayDetector(replay, every_steps, raises=setup.options.settings.mode >= 2)
+    return PeerReplayDetector(replay, every_steps, raises=setup.options.mode >= 2)
 
 
 DETECTORS: list[Callable[[Setup], Detector | None]] = [
-    _thresholds,
+    Thresholds,
     _replica_digests,
     _peer_replay,
     lambda setup: setup.matmul,  # the last one: it opens after an alarm of any other
@@ -241,8 +223,8 @@ class Sentinel(StepWatch):
     ) -> None:
         settings, notes = read_settings(mode, detector, upper_thresh, sigma_thresh, os.environ)
         self._options = Options(
-            settings,
-            checkpoints,
+            **vars(settings),
+            checkpoints=checkpoints,
             digest_every_steps=digest_every_steps,
             replay_every_steps=replay_every_steps,
             replay_fn=replay_fn,
@@ -281,11 +263,8 @@ class Sentinel(StepWatch):
                 self._detectors.append(detector)
 
     def _closing(self) -> list[Callable[[], None]]:
-        closing = [detector.close for detector in self._detectors]
-        if self._setup is not None:
-            closing.append(self._setup.checkpoints.close)
-            closing += [self._setup.record.close] if self._setup.record is not None else []
-        return closing
+        record = self._setup.record if self._setup is not None else None
+        return [*(detector.close for detector in self._detectors), *([record.close] if record is not None else [])]
 
     def micro_batch(self, batch: Any) -> Running[MicroBatch | None]:
         """A context manager around the forward and backward pass of one micro-batch; needed for replay only. Local.
@@ -429,7 +408,7 @@ class Sentinel(StepWatch):
         return verdict
 
     def _advice(self, verdict: SentinelVerdict) -> list[str]:
-        mode, culprits, first = self._options.settings.mode, verdict.culprit_ranks, self._first_alarm
+        mode, culprits, first = self._options.mode, verdict.culprit_ranks, self._first_alarm
         lines = [f"Rank {rank} is {self._where[rank]}." for rank in culprits[:_SHOWN_RANKS]]
         if first is not None and mode == 1:
             where = f" on {ranks_text(first.culprit_ranks)}" if first.culprit_ranks else ""
@@ -443,7 +422,7 @@ class Sentinel(StepWatch):
 
     def _alarm(self, verdict: SentinelVerdict) -> SentinelAlarm | None:
         """What every rank raises over that verdict, if anything."""
-        if verdict.ok or self._options.settings.mode < 2:
+        if verdict.ok or self._options.mode < 2:
             return None
         return SentinelAlarm(
             verdict.message, step=verdict.step, layers=verdict.layers, culprit_ranks=verdict.culprit_ranks

@@ -1,48 +1,27 @@
-"""Mode, detector and thresholds of the sentinel: from arguments, environment variables and defaults. Pure.
+"""Layer 1 on one rank: sizes of activation gradients, compared with thresholds, and logged.
 
-1. Each setting has three places, and the first that holds it wins: the argument, the ``DDPSTATS_SENTINEL_*`` variable,
-   the ``NPU_ASD_*`` variable that MindSpore and torch_npu read. An empty variable holds nothing.
-2. A bad argument is an error: somebody is there to read it.
-3. A bad variable is a warning, as in MindSpore, and says what is used instead: jobs that were started with it there
-   start here, too. A bad mode turns the sentinel off; bad thresholds fall back to the default, both of them.
-4. Thresholds in a variable are two integers ``first,second``. What is below 3 becomes 3; then the first one has to be
-   the larger one.
+1. `read_settings` reads mode, detector and thresholds: each from the argument, or else the ``DDPSTATS_SENTINEL_*``
+   variable, or else the ``NPU_ASD_*`` variable that MindSpore and torch_npu read, or else the default. An empty
+   variable does not count. A bad argument is an error. A bad variable is a warning, as in MindSpore, and says what is
+   used instead: jobs that were started with it there start here, too.
+2. Gradients leave a value each at the checkpoints (`activations`), on the device, and no thread waits for it.
+3. `Thresholds` compares all values of the step with its memory of the steps before: one vector of values per
+   micro-batch, and per further call of a module in it. One tensor is read, once, and a GradScaler's scale besides.
+4. The memory stays as it is until `Thresholds.conclude`: a step that is not applied is not learned from.
 
-What healthy values of a checkpoint look like: two detectors, as pure functions of tensors.
+A `Rule` is what a detector computes from n values at once, as pure functions of tensors. Values are float32, and so is
+the arithmetic; everything stays on their device. A checkpoint without a value keeps its memory.
 
-A checkpoint gives one value per check, a size of its gradient. A detector remembers a few numbers per checkpoint and
-gives each value a level: 0 normal, 1 an error, 2 a warning. For n checkpoints at once:
-
-1. `Rule.value_of` makes a 0-d value of a gradient, as it passes in the backward pass.
-2. `Rule.check` compares n values with what is remembered, and returns levels and the new memory. The old memory stays
-   as it is: a caller that stops there, or asks again, drops the new one. A checkpoint without a value keeps its memory.
-3. `Rule.table` packs values, the memory they were compared with, and levels into one tensor, to be read at once.
-
-Everything stays on the device of the values, and nothing here waits for it. Values are float32, and so is arithmetic.
-
-``V2`` is the algorithm of CANN's SilentCheckV2 operator, which MindSpore's feature value detection and torch_npu use.
+"v2" is the algorithm of CANN's SilentCheckV2 operator, which MindSpore's feature value detection and torch_npu use.
 Where its documentation is silent: comparisons are strict, a jump counts upwards and downwards, and a value that is an
-error does not widen the range, because a wide range hides the next error.
-
-``V3`` is the algorithm that torch_npu (since 7.1) and MindSpore (since 2.7.1) run on the host.
-
-Values that are not normal: lines in the log, what ranks tell each other of them, and what that comes to. Pure.
-
-For the detector "v2" the lines are those of CANN's SilentCheckV2 operator to the letter, after a prefix that says which
-rank and which checkpoint: scripts that search device logs for them find these, too. For "v3" they have the fields of
-the lines that torch_npu and MindSpore write.
-
-Layer 1 on one rank: the values of a step's checkpoints, judged, and logged.
-
-1. Gradients leave a value each at the checkpoints (`activations`), on the device, and nobody waits for it.
-2. `Thresholds.look` judges all values of the step: one vector of values per micro-batch, and per further
-   call of a module in it. One tensor is read, once, and a GradScaler's scale besides.
-3. The memory of the detector is as before until `Thresholds.conclude`: a step that is not applied is not learnt from.
+error does not widen the range, because a wide range hides the next error. "v3" is the algorithm that torch_npu (since
+7.1) and MindSpore (since 2.7.1) run on the host. For "v2" the log lines are those of CANN's operator to the letter,
+after a prefix that says which rank and which checkpoint: scripts that search device logs for them find these, too. For
+"v3" they have the fields of the lines that torch_npu and MindSpore write.
 
 A GradScaler multiplies the loss, and with it every gradient, so values are divided by its scale. Where a gradient is
 not finite then, the scaler leaves the step out and takes a smaller scale, as it has to: that is no alarm, unless it
-goes on for `_MOST_SKIPS` steps. float16 without a scaler that is known here has a scale nobody knows: the layer is off,
-and says so.
+goes on for `_MOST_SKIPS` steps. float16 without a known scaler has an unknown scale: the layer is off, and says so.
 """
 
 from __future__ import annotations
@@ -51,53 +30,60 @@ import logging
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ddpstats._base.config import SENTINEL_MODE, SENTINEL_SIGMA_THRESH, SENTINEL_UPPER_THRESH, check_choice
-from ddpstats._rerun.run import Reruns
 from ddpstats.errors import ConfigError
-from ddpstats.sentinel.activations import Checkpoints, Values
+from ddpstats.sentinel.activations import Values
 from ddpstats.sentinel.peer_replay import explain_alarm
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict, finding_of
 
-Algorithm = Literal["v2", "v3"]
-Pair = tuple[float, float]
+if TYPE_CHECKING:
+    from ddpstats.sentinel.sentinel import Setup
 
+_logger = logging.getLogger("ddpstats")
+
+Pair = tuple[float, float]
+State = tuple[Tensor, ...]
+
+NORMAL, ERROR, WARNING = 0, 1, 2
+
+_MODES = (0, 1, 2, 3)
 _MODE_NAMES = (SENTINEL_MODE, "NPU_ASD_ENABLE")
 _UPPER_NAMES = (SENTINEL_UPPER_THRESH, "NPU_ASD_UPPER_THRESH")
 _SIGMA_NAMES = (SENTINEL_SIGMA_THRESH, "NPU_ASD_SIGMA_THRESH")
-
-_MODES = (0, 1, 2, 3)
-_UPPER: Mapping[Algorithm, Pair] = {"v2": (1e6, 1e4), "v3": (1e6, 100.0)}
 _SIGMA: Pair = (1e5, 5e3)
-_MIN_STEPS: Mapping[Algorithm, int] = {"v2": 100, "v3": 10}
 _SMALLEST = 3.0
+_PAIR = re.compile(r"\s*([+-]?\d+)\s*,\s*([+-]?\d+)\s*", re.ASCII)
 
-_INTEGER = re.compile(r"\s*[+-]?\d+\s*", re.ASCII)
+_DECAY = 0.99
+_MOST_SKIPS = 16  # from the scale that a GradScaler begins with down to 1
+_SILENT_STEPS = 3
 
 
 @dataclass(frozen=True)
 class SentinelSettings:
-    """What `read_settings` found.
+    """What `read_settings` read.
 
     Attributes:
         mode: 0 off; 1 report and go on; 2 report and stop; 3 as 2, and report normal values, too.
-        detector: "v2" judges an L2 norm by fixed thresholds, "v3" a squared maximum by multiples of its own average.
-        upper: level 1 and level 2. For "v2" in the unit of the value; for "v3" multiples of the average.
-        sigma: level 1 and level 2 of a jump, in widths of the range seen so far; of no use to "v3".
-        min_steps: the jump test of "v2" begins after so many checks; "v3" judges after so many normal values.
+        detector: "v2" compares an L2 norm with fixed thresholds, "v3" a squared maximum with its own average.
+        upper_thresh: level 1 and level 2. For "v2" in the unit of the value; for "v3" multiples of the average.
+        sigma_thresh: level 1 and level 2 of a jump, in widths of the range so far; "v3" does not use it.
+        min_steps: the jump test of "v2" begins after so many checks; "v3" compares after so many normal values.
     """
 
     mode: int
-    detector: Algorithm
-    upper: Pair
-    sigma: Pair
-    min_steps: int = 100
+    detector: str
+    upper_thresh: Pair
+    sigma_thresh: Pair
+    min_steps: int
 
 
 def read_settings(
@@ -106,265 +92,210 @@ def read_settings(
     upper_thresh: Pair | None,
     sigma_thresh: Pair | None,
     environ: Mapping[str, str],
-) -> tuple[SentinelSettings, tuple[str, ...]]:
-    """The settings that count, and a warning for each variable that is not used as it stands. Local.
+) -> tuple[SentinelSettings, list[str]]:
+    """Return the settings that count, and a warning for each variable that is not used as it is written. Local.
 
-    Args:
-        mode: 0 to 3; None: as the environment says.
-        detector: "v2" or "v3".
-        upper_thresh: two numbers above 0, the first one larger; None: as the environment says.
-        sigma_thresh: likewise; looked at, and then not used, where ``detector`` is "v3".
-        environ: ``os.environ``, or what is to stand in its place.
-
-    Raises:
-        ConfigError: an argument is none of these.
+    An argument that is None leaves its setting to ``environ`` (``os.environ``). Raises `ConfigError` for a bad one.
     """
-    check_choice("detector", detector, get_args(Algorithm))
-    kind = cast(Algorithm, detector)
-    warnings: list[str] = []
-    sigma_names = _SIGMA_NAMES if kind == "v2" else ()
-    settings = SentinelSettings(
-        mode=_mode(mode, environ, warnings),
-        detector=kind,
-        upper=_thresholds("upper_thresh", upper_thresh, _UPPER_NAMES, _UPPER[kind], environ, warnings),
-        sigma=_thresholds("sigma_thresh", sigma_thresh, sigma_names, _SIGMA, environ, warnings),
-        min_steps=_MIN_STEPS[kind],
-    )
-    return settings, tuple(warnings)
+    check_choice("detector", detector, list(RULES))
+    rule, notes = RULES[detector], list[str]()
+    if mode is None:
+        mode = _mode_of(environ, notes)
+    elif type(mode) is not int or mode not in _MODES:
+        raise ConfigError(f"mode={mode!r} is not understood; legal values: {', '.join(map(str, _MODES))}")
+    if upper_thresh is None:
+        upper_thresh = _pair_of(environ, _UPPER_NAMES, rule.upper_thresh, notes)
+    if sigma_thresh is None:
+        sigma_thresh = _pair_of(environ, _SIGMA_NAMES, _SIGMA, notes) if detector == "v2" else _SIGMA
+    upper, sigma = _checked("upper_thresh", upper_thresh), _checked("sigma_thresh", sigma_thresh)
+    return SentinelSettings(mode, detector, upper, sigma, rule.min_steps), notes
 
 
-def _mode(given: object, environ: Mapping[str, str], warnings: list[str]) -> int:
-    if given is not None:
-        if isinstance(given, bool) or not isinstance(given, int) or given not in _MODES:
-            raise ConfigError(f"mode={given!r} is not understood; legal values: {', '.join(map(str, _MODES))}")
-        return given
+def _mode_of(environ: Mapping[str, str], notes: list[str]) -> int:
     name, text = _first_set(_MODE_NAMES, environ)
-    if name is None:
-        warnings.append(
-            f"no mode is set: the sentinel is off; pass mode=1, 2 or 3, or set {SENTINEL_MODE} to one of them"
-        )
-        return 0
-    number = float(text) if _INTEGER.fullmatch(text) else math.nan
-    if number not in _MODES:
-        warnings.append(f"{name}={text!r} is not one of 0, 1, 2 and 3: 0 is used, so the sentinel is off")
-        return 0
-    return int(number)
+    if not text:
+        notes.append(f"no mode is set: the sentinel is off; pass mode=1, 2 or 3, or set {SENTINEL_MODE} to one of them")
+    elif text in map(str, _MODES):
+        return int(text)
+    else:
+        notes.append(f"{name}={text!r} is not one of 0, 1, 2 and 3: 0 is used, so the sentinel is off")
+    return 0
 
 
-def _thresholds(
-    argument: str,
-    given: object,
-    names: tuple[str, ...],
-    default: Pair,
-    environ: Mapping[str, str],
-    warnings: list[str],
-) -> Pair:
-    if given is not None:
-        return _checked(argument, given)
+def _pair_of(environ: Mapping[str, str], names: Sequence[str], default: Pair, notes: list[str]) -> Pair:
+    """Return two integers; what is below `_SMALLEST` becomes that."""
     name, text = _first_set(names, environ)
-    if name is None:
+    if not text:
         return default
-    found, trouble = _parsed(text, default)
-    if trouble:
-        warnings.append(f"{name}={text!r}: {trouble}; {found[0]:.0f},{found[1]:.0f} is used instead")
-    return found
-
-
-def _first_set(names: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str | None, str]:
-    for name in names:
-        text = environ.get(name, "").strip()
-        if text:
-            return name, text
-    return None, ""
-
-
-def _parsed(text: str, default: Pair) -> tuple[Pair, str]:
-    """The thresholds, and what is wrong with ``text``; nothing is where that is empty."""
-    parts = text.split(",")
-    if len(parts) != 2 or not all(_INTEGER.fullmatch(part) for part in parts):
-        return default, "these are not two integers with a comma between them"
-    written = (float(parts[0]), float(parts[1]))
-    if math.inf in written:
-        return default, "this is too large"
+    match = _PAIR.fullmatch(text)
+    written = (float(match[1]), float(match[2])) if match else (math.nan, math.nan)
     first, second = max(written[0], _SMALLEST), max(written[1], _SMALLEST)
-    if not first > second:
-        return default, f"the first threshold must be above the second one, and both at least {_SMALLEST:.0f}"
-    return (first, second), "" if (first, second) == written else f"a threshold is at least {_SMALLEST:.0f}"
-
-
-def _checked(argument: str, given: Any) -> Pair:
-    try:
-        first, second = given
-        if isinstance(first, (bool, str)) or isinstance(second, (bool, str)):
-            raise TypeError
-        pair = (float(first), float(second))
-    except (TypeError, ValueError, OverflowError):
-        pair = (math.nan, math.nan)
-    if not math.inf > pair[0] > pair[1] > 0:
-        raise ConfigError(
-            f"{argument}={given!r} is not understood; legal values: two finite numbers above 0, the first one larger"
+    used = (first, second) if math.inf > first > second else default
+    if used != written:
+        notes.append(
+            f"{name}={text!r} is not two integers with a comma between them, the first above the second and both at "
+            f"least {_SMALLEST:.0f}; {used[0]:.0f},{used[1]:.0f} is used instead"
         )
-    return pair
+    return used
 
 
-NORMAL, ERROR, WARNING = 0, 1, 2
-
-State = tuple[Tensor, ...]
-
-_DECAY = 0.99
+def _first_set(names: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
+    texts = ((name, environ.get(name, "").strip()) for name in names)
+    return next(((name, text) for name, text in texts if text), ("", ""))
 
 
-class Rule(Protocol):
-    """A detector. One object serves any number of memories."""
+def _checked(argument: str, pair: Any) -> Pair:
+    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(type(part) in (int, float) for part in pair)
+    if not is_pair or not 1e300 >= pair[0] > pair[1] > 0:
+        raise ConfigError(
+            f"{argument}={pair!r} is not understood; legal values: two finite numbers above 0, the first one larger"
+        )
+    return float(pair[0]), float(pair[1])
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """What the columns of `table` are: "value", then the memory, then "checks" and "level"."""
 
-    def value_of(self, gradient: Tensor) -> Tensor:
-        """The value of a gradient of any shape and real floating dtype: 0-d float32 on its device; 0 where empty."""
+# -- the detectors: pure functions of tensors -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one detector computes. It serves any number of memories.
+
+    Attributes:
+        start: name -> what a checkpoint remembers before any check: "pre" is the last value, and "checks" counts; what
+            begins with an integer is counted in float64.
+        upper_thresh, min_steps: defaults of `SentinelSettings`.
+        lines: level -> the log lines, as formats of the fields of `Check` and `SentinelSettings`.
+        value_of: the value of a gradient of any shape and real floating dtype: 0-d float32 on its device; 0 if empty.
+        compare: returns which values are an error, which a warning, and the new memory between "pre" and "checks".
+    """
+
+    start: Mapping[str, float]
+    upper_thresh: Pair
+    min_steps: int
+    lines: Mapping[int, Sequence[str]]
+    value_of: Callable[[Tensor], Tensor]
+    compare: Callable[[Tensor, Tensor, State, SentinelSettings], tuple[Tensor, Tensor, State]]
 
     def fresh(self, n: int, device: torch.device | str) -> State:
-        """The memory of n checkpoints before any check; tensors of length n."""
+        """Return the memory of n checkpoints before any check: tensors of length n."""
+        return tuple(
+            torch.full((n,), start, dtype=torch.float64 if isinstance(start, int) else torch.float32, device=device)
+            for start in self.start.values()
+        )
 
     def check(self, values: Tensor, seen: Tensor, state: State, settings: SentinelSettings) -> tuple[Tensor, State]:
-        """Judge one value per checkpoint.
+        """Compare n values with n memories. Return int8 levels, 0 where not ``seen``, and the new state.
 
         Args:
             values: float32 ``[n]``, not negative; anything where not ``seen``.
             seen: bool ``[n]``: which checkpoints have a value.
             state: of `fresh` or of the last check; it is not changed.
-            settings: their thresholds.
-
-        Returns:
-            int8 ``[n]`` levels, 0 where not ``seen``; and the new state.
         """
+        error, warning, memory = self.compare(values, seen, state, settings)
+        levels = torch.where(error, ERROR, warning.to(torch.int8) * WARNING) * seen
+        return levels, (torch.where(seen, values, state[0]), *memory, state[-1] + seen)
 
     def table(self, values: Tensor, levels: Tensor, state: State) -> Tensor:
-        """float64 ``[n, len(columns)]``; ``state`` as it was before that check."""
+        """Return value, memory before the check, and level in float64 ``[n, ...]``. An empty range is shown as 0."""
+        memory = [column.double().nan_to_num(0.0, 0.0, 0.0) for column in state[1:]]
+        return torch.stack([values.double(), state[0].double(), *memory, levels.double()], dim=1)
 
 
-class V2State(NamedTuple):
-    """Per checkpoint: the last value, the range of all values, how many there were. The range begins empty."""
-
-    pre: Tensor
-    low: Tensor
-    high: Tensor
-    checks: Tensor
-
-
-class V2:
-    """An L2 norm, against fixed thresholds, and its jumps, against the range of its past."""
-
-    columns = ("value", "pre", "min", "max", "checks", "level")
-
-    def value_of(self, gradient: Tensor) -> Tensor:
-        norm: Tensor
-        if gradient.dtype is torch.float32:
-            norm = torch.linalg.vector_norm(gradient)
-        elif gradient.dtype is torch.float64:
-            norm = torch.linalg.vector_norm(gradient).float()
-        else:  # summed in float32: squares of bfloat16 lose their digits, those of float16 overflow
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        return norm
-
-    def fresh(self, n: int, device: torch.device | str) -> V2State:
-        low = torch.full((n,), math.inf, dtype=torch.float32, device=device)
-        return V2State(pre=torch.zeros_like(low), low=low, high=-low, checks=_counts(n, device))
-
-    def check(self, values: Tensor, seen: Tensor, state: State, settings: SentinelSettings) -> tuple[Tensor, V2State]:
-        pre, low, high, checks = state
-        spread = high - low
-        # Nothing is a jump from nowhere, nor where the past has no width.
-        jumps = (checks >= settings.min_steps) & (spread > 0) & (pre < math.inf)
-        jump = torch.where(jumps, (values - pre).abs() / spread, 0)
-        # The negation makes an error of NaN, too.
-        error = ~(values <= _limit(settings.upper[0])) | (jump > _limit(settings.sigma[0]))
-        warning = (values > _limit(settings.upper[1])) | (jump > _limit(settings.sigma[1]))
-        learnt = torch.where(seen & ~error, values, math.nan)  # which fmin and fmax pass over
-        state = V2State(
-            pre=torch.where(seen, values, pre),
-            low=torch.fmin(low, learnt),
-            high=torch.fmax(high, learnt),
-            checks=checks + seen,
-        )
-        return _levels(error, warning, seen), state
-
-    def table(self, values: Tensor, levels: Tensor, state: State) -> Tensor:
-        pre, low, high, checks = state
-        empty = low > high  # shown as zeros, which the operator's own buffer begins with
-        low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
-        return _columns([values, pre, low, high], [checks, levels.double()])
+def _l2_norm(gradient: Tensor) -> Tensor:
+    if gradient.dtype in (torch.float32, torch.float64):
+        norm: Tensor = torch.linalg.vector_norm(gradient).float()
+    else:  # summed in float32: squares of bfloat16 lose their digits, those of float16 overflow
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return norm
 
 
-class V3State(NamedTuple):
-    """Per checkpoint: the last value, the moving average of normal values, how many of these, and of all."""
-
-    pre: Tensor
-    average: Tensor
-    normal: Tensor
-    checks: Tensor
-
-
-class V3:
-    """The square of the largest magnitude, against multiples of its own moving average."""
-
-    columns = ("value", "pre", "avg", "normal", "checks", "level")
-
-    def value_of(self, gradient: Tensor) -> Tensor:
-        if gradient.numel() == 0:
-            return torch.zeros((), dtype=torch.float32, device=gradient.device)
-        low, high = torch.aminmax(gradient)  # a norm of order infinity is ten times slower on the CPU
-        return torch.maximum(-low, high).to(torch.float32).square()
-
-    def fresh(self, n: int, device: torch.device | str) -> V3State:
-        pre = torch.zeros(n, dtype=torch.float32, device=device)
-        return V3State(pre=pre, average=pre, normal=_counts(n, device), checks=_counts(n, device))
-
-    def check(self, values: Tensor, seen: Tensor, state: State, settings: SentinelSettings) -> tuple[Tensor, V3State]:
-        pre, average, normal, checks = state
-        # The average began at 0: so much of it is there by now.
-        filled = (1 - torch.pow(_DECAY, normal)).float()
-        judged = (normal >= settings.min_steps) & (average != 0)
-        mean = torch.where(judged, average / filled, math.inf)  # which nothing is a multiple of
-        excess = torch.minimum(values, (values - pre).abs())  # a high value that stays is an error only once
-        error = ~(values < math.inf) | (excess > mean * _limit(settings.upper[0]))
-        warning = values > mean * _limit(settings.upper[1])
-        # A zero says nothing of the size of other values: the layer had no part in the loss.
-        learnt = seen & (values != 0) & ~(error | warning)
-        state = V3State(
-            pre=torch.where(seen, values, pre),
-            average=torch.where(learnt, average * _DECAY + values * (1 - _DECAY), average),
-            normal=normal + learnt,
-            checks=checks + seen,
-        )
-        return _levels(error, warning, seen), state
-
-    def table(self, values: Tensor, levels: Tensor, state: State) -> Tensor:
-        pre, average, normal, checks = state
-        return _columns([values, pre, average], [normal, checks, levels.double()])
+def _compare_v2(values: Tensor, seen: Tensor, state: State, settings: SentinelSettings) -> tuple[Tensor, Tensor, State]:
+    """Compare with fixed thresholds, and the jump since the last value with the range of the past."""
+    pre, low, high, checks = state
+    spread = high - low
+    # Nothing is a jump from nowhere, nor where the past has no width.
+    jumps = (checks >= settings.min_steps) & (spread > 0) & (pre < math.inf)
+    jump = torch.where(jumps, (values - pre).abs() / spread, 0)
+    # The negation makes an error of NaN, too.
+    error = ~(values <= _limit(settings.upper_thresh[0])) | (jump > _limit(settings.sigma_thresh[0]))
+    warning = (values > _limit(settings.upper_thresh[1])) | (jump > _limit(settings.sigma_thresh[1]))
+    learned = torch.where(seen & ~error, values, math.nan)  # which fmin and fmax pass over
+    return error, warning, (torch.fmin(low, learned), torch.fmax(high, learned))
 
 
-RULES: Mapping[Algorithm, Rule] = {"v2": V2(), "v3": V3()}
+def _squared_maximum(gradient: Tensor) -> Tensor:
+    if gradient.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=gradient.device)
+    low, high = torch.aminmax(gradient)  # a norm of order infinity is ten times slower on the CPU
+    return torch.maximum(-low, high).to(torch.float32).square()
+
+
+def _compare_v3(values: Tensor, seen: Tensor, state: State, settings: SentinelSettings) -> tuple[Tensor, Tensor, State]:
+    """Compare with multiples of the moving average of normal values."""
+    pre, average, normal, _ = state
+    # The average began at 0: so much of it is there by now.
+    filled = (1 - torch.pow(_DECAY, normal)).float()
+    has_past = (normal >= settings.min_steps) & (average != 0)
+    mean = torch.where(has_past, average / filled, math.inf)  # which nothing is a multiple of
+    excess = torch.minimum(values, (values - pre).abs())  # a high value that stays is an error only once
+    error = ~(values < math.inf) | (excess > mean * _limit(settings.upper_thresh[0]))
+    warning = values > mean * _limit(settings.upper_thresh[1])
+    # A zero says nothing of the size of other values: the layer had no part in the loss.
+    learned = seen & (values != 0) & ~(error | warning)
+    average = torch.where(learned, average * _DECAY + values * (1 - _DECAY), average)
+    return error, warning, (average, normal + learned)
 
 
 def _limit(threshold: float) -> float:
-    """Nothing is above infinity, which a large number would become in float32."""
+    """Return what a float32 can be above; a large number would become infinity there."""
     return min(threshold, torch.finfo(torch.float32).max)
 
 
-def _counts(n: int, device: torch.device | str) -> Tensor:
-    """Zeros; whole numbers in float64, as `Rule.table` wants them."""
-    return torch.zeros(n, dtype=torch.float64, device=device)
+_V2_VALUES = "val = [{value:f}], pre_val = [{pre:f}], min_val = [{min:f}], max_val = [{max:f}], step = [{checks:.0f}]"
+_V2_CONSTANTS = (
+    "c_min_steps = [{min_steps}], c_thresh_l1 = [{upper_thresh[0]:f}], c_coeff_l1 = [{sigma_thresh[0]:f}], "
+    "c_thresh_l2 = [{upper_thresh[1]:f}], c_coeff_l2 = [{sigma_thresh[1]:f}]"
+)
+# The nine blanks, and no comma before the mode, are the operator's own.
+_V2_ALARM = f"input message: {_V2_VALUES},         {_V2_CONSTANTS} npu_asd_detect = [{{mode}}]."
+_V3_VALUES = (  # six significant digits: squares of gradients are far from 1
+    "value [{value:g}], previous value [{pre:g}], history avg [{avg:g}], "
+    "bp time [step {step}, micro-batch {micro_batch}], normal count [{normal:.0f}]."
+)
+
+RULES: Mapping[str, Rule] = {
+    "v2": Rule(
+        {"pre": 0.0, "min": math.inf, "max": -math.inf, "checks": 0},
+        (1e6, 1e4),
+        100,
+        {
+            NORMAL: [f"{_V2_VALUES}.", f"{_V2_CONSTANTS}, npu_asd_detect = [{{mode}}]"],
+            ERROR: [f"SilentCheck get L1 Error, {_V2_ALARM}"],
+            WARNING: [f"SilentCheck get L2 Warning, {_V2_ALARM}"],
+        },
+        _l2_norm,
+        _compare_v2,
+    ),
+    "v3": Rule(
+        {"pre": 0.0, "avg": 0.0, "normal": 0, "checks": 0},
+        (1e6, 100.0),
+        10,
+        {
+            NORMAL: [
+                f"A value is normal: param name [{{checkpoint}}], {_V3_VALUES}",
+                "upper_thresh1 = [{upper_thresh[0]:g}], upper_thresh2 = [{upper_thresh[1]:g}], "
+                "min_steps = [{min_steps}], mode = [{mode}]",
+            ],
+            ERROR: [f"A grad-norm spike may happen: param name [{{checkpoint}}], abnormal {_V3_VALUES}"],
+            WARNING: [f"A value is suspect, and not learnt from: param name [{{checkpoint}}], {_V3_VALUES}"],
+        },
+        _squared_maximum,
+        _compare_v3,
+    ),
+}
 
 
-def _levels(error: Tensor, warning: Tensor, seen: Tensor) -> Tensor:
-    return torch.where(error, ERROR, warning.to(torch.int8) * WARNING) * seen
-
-
-def _columns(singles: list[Tensor], doubles: list[Tensor]) -> Tensor:
-    """Stacked by dtype first: tensors of several dtypes in one call cost three times as much."""
-    return torch.cat([torch.stack(singles, dim=1).double(), torch.stack(doubles, dim=1)], dim=1)
+# -- one rank's checks, and what all ranks conclude -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -376,11 +307,9 @@ class Check:
         checkpoint: name of the module.
         step: of the training; the first one is 0.
         micro_batch: of the step; the first one is 0.
-        level: 0 normal, 1 an error, 2 a warning.
+        level: `NORMAL`, `ERROR` or `WARNING`.
         value: of the gradient there.
-        state: what was remembered before this check. For "v2" ``pre``, ``min`` and ``max``; for "v3" ``pre``, ``avg``
-            and ``normal``.
-        checks: of this checkpoint before this one.
+        state: name -> what was remembered before this check, as in `Rule.start`.
     """
 
     rank: int
@@ -390,184 +319,78 @@ class Check:
     level: int
     value: float
     state: Mapping[str, float]
-    checks: int
 
 
-def error_line(check: Check, settings: SentinelSettings) -> str:
-    """Of a value of level 1."""
-    if settings.detector == "v3":
-        return f"{_prefix(check)}A grad-norm spike may happen: {_v3_fields(check, 'abnormal value')}."
-    return _prefix(check) + _v2_alarm("L1 Error", check, settings)
-
-
-def warning_line(check: Check, settings: SentinelSettings) -> str:
-    """Of a value of level 2."""
-    if settings.detector == "v3":
-        return f"{_prefix(check)}A value is suspect, and not learnt from: {_v3_fields(check)}."
-    return _prefix(check) + _v2_alarm("L2 Warning", check, settings)
-
-
-def info_lines(check: Check, settings: SentinelSettings) -> tuple[str, str]:
-    """Of a normal value: what was compared, and the constants."""
-    if settings.detector == "v3":
-        values, constants = f"A value is normal: {_v3_fields(check)}.", _v3_constants(settings)
-    else:
-        values, constants = f"{_v2_values(check)}.", f"{_v2_constants(settings)}, {_v2_mode(settings)}"
-    return _prefix(check) + values, _prefix(check) + constants
-
-
-def _prefix(check: Check) -> str:
-    return f"[rank {check.rank}] [{check.checkpoint}] "
-
-
-def _v2_alarm(what: str, check: Check, settings: SentinelSettings) -> str:
-    # The nine blanks, and no comma before the mode, are the operator's own.
-    return (
-        f"SilentCheck get {what}, input message: {_v2_values(check)},         "
-        f"{_v2_constants(settings)} {_v2_mode(settings)}."
-    )
-
-
-def _v2_values(check: Check) -> str:
-    state = check.state
-    return (
-        f"val = [{check.value:f}], pre_val = [{state['pre']:f}], min_val = [{state['min']:f}], "
-        f"max_val = [{state['max']:f}], step = [{check.checks}]"
-    )
-
-
-def _v2_constants(settings: SentinelSettings) -> str:
-    return (
-        f"c_min_steps = [{settings.min_steps}], "
-        f"c_thresh_l1 = [{settings.upper[0]:f}], c_coeff_l1 = [{settings.sigma[0]:f}], "
-        f"c_thresh_l2 = [{settings.upper[1]:f}], c_coeff_l2 = [{settings.sigma[1]:f}]"
-    )
-
-
-def _v2_mode(settings: SentinelSettings) -> str:
-    return f"npu_asd_detect = [{settings.mode}]"
-
-
-def _v3_fields(check: Check, value: str = "value") -> str:
-    """Six significant digits: squares of gradients are far from 1."""
-    state = check.state
-    return (
-        f"param name [{check.checkpoint}], {value} [{check.value:g}], previous value [{state['pre']:g}], "
-        f"history avg [{state['avg']:g}], bp time [step {check.step}, micro-batch {check.micro_batch}], "
-        f"normal count [{state['normal']:.0f}]"
-    )
-
-
-def _v3_constants(settings: SentinelSettings) -> str:
-    return (
-        f"upper_thresh1 = [{settings.upper[0]:g}], upper_thresh2 = [{settings.upper[1]:g}], "
-        f"min_steps = [{settings.min_steps}], mode = [{settings.mode}]"
-    )
+def log_lines(check: Check, settings: SentinelSettings) -> list[str]:
+    """Return the lines of one check: one of an error or a warning; two of a normal value, the last its constants."""
+    fields = {**vars(check), **check.state, **vars(settings)}
+    lines = RULES[settings.detector].lines[check.level]
+    return [f"[rank {check.rank}] [{check.checkpoint}] {line.format(**fields)}" for line in lines]
 
 
 def alarm_tree(errors: Sequence[Check]) -> dict[str, Any] | None:
-    """The first value of level 1 on this rank, and how many followed it; None without any. For `gather_trees`."""
+    """Return the first error of this rank in words, for `gather_trees`; None without any."""
     if not errors:
         return None
-    return {**asdict(errors[0]), "more": len({check.checkpoint for check in errors}) - 1}
+    first, others = errors[0], len({check.checkpoint for check in errors}) - 1
+    memory = ", ".join(f"{name} {value:g}" for name, value in first.state.items() if name != "checks")
+    text = (
+        f"{first.checkpoint}, micro-batch {first.micro_batch}: value {first.value:g} after "
+        f"{first.state['checks']:.0f} checks ({memory})"
+    )
+    text += f"; {others} more checkpoints after it" if others else ""
+    return {"name": first.checkpoint, "text": text, "value": first.value, "micro_batch": first.micro_batch}
 
 
 def threshold_finding(trees: Mapping[int, dict[str, Any] | None]) -> SentinelFinding | None:
-    """``trees``: of `alarm_tree`, by rank."""
-    found = {rank: tree for rank, tree in trees.items() if tree is not None}
-    more = []
-    if len(found) == len(trees) > 1:
-        more = ["All ranks see it: parameters, data or software first; one faulty device does not reach all at once."]
+    """Return what all ranks conclude from `alarm_tree` of each."""
+    abnormal = {rank: tree for rank, tree in trees.items() if tree is not None}
+    more = ["All ranks see it: parameters, data or software first; one faulty device does not reach all at once."]
     what = "a gradient of an activation is far from normal, before any reduction of gradients"
-    told = {rank: {"name": tree["checkpoint"], "text": _words(tree), **tree} for rank, tree in found.items()}
-    return finding_of("thresholds", what, told, more)
-
-
-def _words(tree: Mapping[str, Any]) -> str:
-    state = ", ".join(f"{name} {value:g}" for name, value in tree["state"].items())
-    more = f"; {tree['more']} more checkpoints after it" if tree["more"] else ""
-    return (
-        f"{tree['checkpoint']}, micro-batch {tree['micro_batch']}: value {tree['value']:g} after "
-        f"{tree['checks']} checks ({state}){more}"
-    )
-
-
-_logger = logging.getLogger("ddpstats")
-
-_KEPT_ORDERS = 64
-_MOST_SKIPS = 16  # from the scale that a GradScaler begins with down to 1
-_SILENT_STEPS = 3
+    return finding_of("thresholds", what, abnormal, more if len(abnormal) == len(trees) > 1 else [])
 
 
 class Thresholds(Detector):
-    """Layer 1: judges this rank's values.
+    """Layer 1: compares this rank's values."""
 
-    Args:
-        checkpoints: where values come from.
-        rank: this one, global.
-        ranks: of the group.
-        scale: of the GradScaler, now; None where there is none, or it is off.
-        reruns: to find out why a value is not normal; None without.
-        before_rerun: called before that.
-    """
-
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        settings: SentinelSettings,
-        rank: int,
-        ranks: Sequence[int],
-        scale: Callable[[], float | None],
-        reruns: Reruns | None,
-        before_rerun: Callable[[], None],
-    ) -> None:
-        self.checkpoints, self.warnings = checkpoints, checkpoints.warnings
-        self._settings, self._rank, self._ranks, self._scale = settings, rank, ranks, scale
-        self._reruns, self._before_rerun = reruns, before_rerun
-        self._rule = RULES[settings.detector]
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._settings, self._checkpoints = setup, setup.options, setup.checkpoints
+        self._rule = RULES[self._settings.detector]
+        self.warnings = self._checkpoints.warnings
         self._alarmed: frozenset[int] = frozenset()  # the ranks with an alarm in the step before
         self._state: State | None = None
         self._next: State | None = None
-        self._places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self._is_off = False
         self._skips = 0  # steps in a row that the GradScaler left out
         self._silent = 0  # steps without any value, from the first one on
 
     def begin(self) -> None:
-        self.checkpoints.begin()
+        self._checkpoints.begin()
 
     def end(self, failed: bool) -> None:
-        if failed:
-            self.checkpoints.discard()
-        else:
-            self.checkpoints.end()
+        self._checkpoints.end(failed)
 
     def suspicious(self, step: int) -> Any:
-        checks = self.look(step)
-        self.log(checks)
+        """Return the first error, and log what is not normal; in mode 3 normal values, too."""
+        checks = self._checks(step)
+        for check in checks:
+            level = {ERROR: logging.ERROR, WARNING: logging.WARNING, NORMAL: logging.INFO}[check.level]
+            for line in log_lines(check, self._settings):
+                _logger.log(level, "%s", line)
+            if check.level == ERROR and self._settings.mode >= 2:
+                break  # the training stops here
         return alarm_tree([check for check in checks if check.level == ERROR])
 
     def findings(self, exam: Exam) -> list[SentinelFinding]:
-        finding = threshold_finding(exam.evidence)
+        finding, setup = threshold_finding(exam.evidence), self._setup
         before, self._alarmed = self._alarmed, frozenset(finding.culprit_ranks if finding else ())
-        if finding is None:
-            return []
         fresh = sorted(self._alarmed - before)
-        if fresh and self._reruns is not None:
-            self._before_rerun()
-            exam.notes.append(
-                explain_alarm(
-                    exam.gathered,
-                    self._reruns,
-                    self._ranks,
-                    self._rank,
-                    fresh[0],
-                    exam.evidence[fresh[0]]["micro_batch"],
-                    self.is_abnormal,
-                    self.checkpoints,
-                )
-            )
-        return [finding]
+        if fresh and setup.reruns is not None:
+            setup.matmul.before_rerun()
+            micro_batch = exam.evidence[fresh[0]]["micro_batch"]
+            asked = (exam.gathered, setup.reruns, setup.ranks, setup.rank, fresh[0], micro_batch)
+            exam.notes.append(explain_alarm(*asked, self._has_error, self._checkpoints))
+        return [] if finding is None else [finding]
 
     def conclude(self, verdict: SentinelVerdict | None) -> None:
         """A step that is not applied is not part of the past."""
@@ -576,61 +399,67 @@ class Thresholds(Detector):
         self._next = None
 
     def close(self) -> None:
-        self.checkpoints.close()
+        self._checkpoints.close()
 
-    def look(self, step: int) -> list[Check]:
-        """What is not normal in this step, in the order of the backward pass; in mode 3 every check.
+    def _checks(self, step: int) -> list[Check]:
+        """Return what is not normal in this step, in the order of the backward pass; in mode 3 every check.
 
         Reads one tensor from the device, and with a GradScaler its scale, too.
         """
-        micro_batches = self.checkpoints.take()
-        scale = self._scale()
-        if self._is_off or self._lacks_scale(scale):
+        micro_batches, scale = self._checkpoints.take(), self._setup.scale()
+        if self._lacks_scale(scale):
             return []
-        state, tables, where = self._state, list[Tensor](), list[tuple[int, tuple[int, ...]]]()
+        state, tables, calls = self._state, list[Tensor](), list[tuple[int, dict[int, Tensor]]]()
         for micro, values in enumerate(micro_batches):
-            for indices, column in _calls(values):
-                _, state, table = self._judged(indices, column, state, scale)
+            for call in _calls(values):
+                _, state, table = self._compared(call, state, scale)
                 tables.append(table)
-                where.append((micro, indices))
+                calls.append((micro, call))
         self._next = state
         self._notice_silence(bool(tables))
-        if not tables:
-            return []
-        rows: list[list[list[float]]] = torch.stack(tables).tolist()
-        checks = self._checks(step, rows, where, is_scaled=scale is not None)
-        self._skips = self._skips + 1 if any(not math.isfinite(check.value) for check in checks) else 0
-        gives_up = self._skips >= _MOST_SKIPS
-        return [_as_error(check) if gives_up else check for check in checks if gives_up or not _is_skipped(check)]
+        checks, all_finite = list[Check](), True
+        rows: list[list[list[float]]] = torch.stack(tables).tolist() if tables else []
+        for by_checkpoint, (micro, call) in zip(rows, calls, strict=True):
+            for index in call:
+                value, *memory, level = by_checkpoint[index]
+                all_finite &= math.isfinite(value)
+                if level != NORMAL or (self._settings.mode == 3 and math.isfinite(value)):
+                    remembered = dict(zip(self._rule.start, memory, strict=True))
+                    name, rank = self._checkpoints.names[index], self._setup.rank
+                    checks.append(Check(rank, name, step, micro, int(level), value, remembered))
+        self._skips = 0 if all_finite else self._skips + 1
+        return checks
 
-    def is_abnormal(self, values: Values) -> bool:
-        """Whether any of these, of a step that was run once more, is of level 1. Local."""
-        state, scale = self._state, self._scale()
-        for indices, column in _calls(values):
-            levels, state, _ = self._judged(indices, column, state, scale)
+    def _has_error(self, values: Values) -> bool:
+        """Return whether any value of a rerun of this step is an error. Local."""
+        state, scale = self._state, self._setup.scale()
+        for call in _calls(values):
+            levels, state, _ = self._compared(call, state, scale)
             if bool((levels == ERROR).any()):
                 return True
         return False
 
-    def log(self, checks: Sequence[Check]) -> None:
-        """Lines of `look`'s checks; where an error stops the training, none comes after the first one."""
-        for check in checks:
-            if check.level == ERROR:
-                _logger.error("%s", error_line(check, self._settings))
-                if self._settings.mode >= 2:
-                    return
-            elif check.level == NORMAL:
-                for line in info_lines(check, self._settings):
-                    _logger.info("%s", line)
-            else:
-                _logger.warning("%s", warning_line(check, self._settings))
+    def _compared(
+        self, call: Mapping[int, Tensor], state: State | None, scale: float | None
+    ) -> tuple[Tensor, State, Tensor]:
+        """Return levels, the memory afterwards, and the table of at most one value of each checkpoint."""
+        count = len(self._checkpoints.names)
+        state = state or self._rule.fresh(count, next(iter(call.values())).device)
+        device = state[0].device  # a model may be on several
+        missing = torch.full((), -1.0, device=device)
+        column = [call.get(index, missing).to(device, non_blocking=True) for index in range(count)]
+        values = torch.stack(column)
+        seen = ~(values < 0)
+        if scale is not None:
+            values = values / (scale if self._settings.detector == "v2" else scale * scale)
+            if self._skips < _MOST_SKIPS - 1:
+                seen = seen & values.isfinite()
+        levels, after = self._rule.check(values, seen, state, self._settings)
+        return levels, after, self._rule.table(values, levels, state)
 
     def _notice_silence(self, has_values: bool) -> None:
-        """Once: a sentinel that sees nothing must not look like one that finds nothing."""
-        if has_values or self._silent < 0:
-            self._silent = -1
-            return
-        self._silent += 1
+        """Warn once: a sentinel that sees nothing must not look like one that finds nothing."""
+        self._silent = -1 if has_values or self._silent < 0 else self._silent + 1
         if self._silent == _SILENT_STEPS:
             warnings.warn(
                 f"Sentinel: no checkpoint has given a value in the first {_SILENT_STEPS} steps on this rank. Is the "
@@ -640,7 +469,7 @@ class Thresholds(Detector):
             )
 
     def _lacks_scale(self, scale: float | None) -> bool:
-        if self.checkpoints.in_float16 and scale is None and not self._is_off:
+        if self._checkpoints.in_float16 and scale is None and not self._is_off:
             self._is_off = True
             warnings.warn(
                 "Sentinel: gradients are float16, or of an autocast to it, and there is no enabled scaler=, so their "
@@ -650,68 +479,14 @@ class Thresholds(Detector):
             )
         return self._is_off
 
-    def _judged(
-        self, indices: tuple[int, ...], column: list[Tensor], state: State | None, scale: float | None
-    ) -> tuple[Tensor, State, Tensor]:
-        """Levels, the memory afterwards, and the table of one value each of some checkpoints."""
-        device = column[0].device
-        state = state or self._rule.fresh(len(self.checkpoints.names), device)
-        device = state[0].device
-        values, seen = self._spread(indices, column, device)
-        if scale is not None:
-            values = values / (scale if self._settings.detector == "v2" else scale * scale)
-            seen = seen & values.isfinite()
-        levels, after = self._rule.check(values, seen, state, self._settings)
-        return levels, after, self._rule.table(values, levels, state)
 
-    def _spread(self, indices: tuple[int, ...], column: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-        """One value per checkpoint, and which of them there are."""
-        known = self._places.get(indices)
-        if known is None:
-            if len(self._places) >= _KEPT_ORDERS:  # layers that are left out at random
-                self._places.clear()
-            places = torch.tensor(indices, device=device)
-            seen = torch.zeros(len(self.checkpoints.names), dtype=torch.bool, device=device)
-            known = self._places[indices] = places, seen.index_fill(0, places, True)
-        try:
-            stacked = torch.stack(column)
-        except RuntimeError:  # a model on several devices
-            stacked = torch.stack([value.to(device, non_blocking=True) for value in column])
-        values = torch.zeros(len(self.checkpoints.names), device=device)
-        return values.index_copy_(0, known[0], stacked.to(device)), known[1]
-
-    def _checks(
-        self, step: int, rows: list[list[list[float]]], where: list[tuple[int, tuple[int, ...]]], *, is_scaled: bool
-    ) -> list[Check]:
-        """Those that are to be heard of, and those that the GradScaler is to deal with: normal, and not finite."""
-        everything = self._settings.mode == 3
-        names, columns = self.checkpoints.names, self._rule.columns
-        found = []
-        for table, (micro, indices) in zip(rows, where, strict=True):
-            for index in indices:
-                value, *memory, checks, level = table[index]
-                if level != NORMAL or everything or (is_scaled and not math.isfinite(value)):
-                    state = dict(zip(columns[1:-2], memory, strict=True))
-                    found.append(Check(self._rank, names[index], step, micro, int(level), value, state, int(checks)))
-        return found
-
-
-def _is_skipped(check: Check) -> bool:
-    return check.level == NORMAL and not math.isfinite(check.value)
-
-
-def _as_error(check: Check) -> Check:
-    return replace(check, level=ERROR) if _is_skipped(check) else check
-
-
-def _calls(values: Values) -> list[tuple[tuple[int, ...], list[Tensor]]]:
-    """One entry for the first value of each checkpoint, one for the second values of those called twice, ..."""
-    found: list[tuple[list[int], list[Tensor]]] = []
-    times: dict[int, int] = {}
+def _calls(values: Values) -> list[dict[int, Tensor]]:
+    """Return index -> value: of the first call of each checkpoint, of the second calls of those called twice, ..."""
+    calls: list[dict[int, Tensor]] = []
+    times: Counter[int] = Counter()
     for index, value in values:
-        time = times[index] = times.get(index, -1) + 1
-        if time == len(found):
-            found.append(([], []))
-        found[time][0].append(index)
-        found[time][1].append(value)
-    return [(tuple(indices), column) for indices, column in found]
+        if times[index] == len(calls):
+            calls.append({})
+        calls[times[index]][index] = value
+        times[index] += 1
+    return calls
