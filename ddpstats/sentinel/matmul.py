@@ -1,19 +1,18 @@
-"""Every matrix product of this process, shown to a listener.
+"""Layer 4, the matmul checksum: every matrix product is checked, forward and backward, on the rank that computes it.
 
-Whatever multiplies matrices in torch (``@``, ``torch.matmul``, ``einsum``, ``nn.Linear``, attention written out), in
-the forward or the backward pass, in any thread, under autocast, in inference mode, comes down to one of four operators
-of aten: ``mm``, ``addmm``, ``bmm``, ``baddbmm``. While somebody listens, each of them, and its variant with ``out=``,
-has a kernel of ours at the dispatch key BackendSelect. That is tried below autograd and before the kernels of all
-devices, and aten leaves it empty for these operators, so nothing is overridden and removing ours restores everything.
-No other operator pays. Our kernel
+How products are seen. Whatever multiplies matrices in torch (``@``, ``torch.matmul``, ``einsum``, ``nn.Linear``,
+attention written out), in the forward or the backward pass, in any thread, under autocast, in inference mode, comes
+down to one of four operators of aten: ``mm``, ``addmm``, ``bmm``, ``baddbmm``. While a `ChecksumWindow` is open, each
+of them, and its variant with ``out=``, has a kernel of ours at the dispatch key BackendSelect. That is tried below
+autograd and before the kernels of all devices, and aten leaves it empty for these operators, so nothing is overridden
+and removing ours restores everything. No other operator pays. Our kernel hands the operator on to the kernel of the
+tensors' device, which computes what it always computes, and then checks the result. What a check multiplies itself is
+not checked.
 
-1. hands the operator on to the kernel of the tensors' device, which computes what it always computes;
-2. shows the listener the arguments and the result as a `Product`. What the listener multiplies itself is not shown.
-
-A kernel may not be taken away while another thread is about to enter it, and torch does not say when (`Kernels`). So
-`uninstall` only stops the listening: our kernels stay parked, hand on, and cost each product some microseconds, until
-`tidy` finds them parked for 5 seconds and removes them. `install` takes parked kernels into use again. A forked child
-has parked kernels and no listener.
+A kernel may not be removed while another thread is about to enter it, and torch does not say when (`Kernels`). So where
+the last window closes our kernels stay parked, hand on, and cost each product some microseconds, until `tidy` finds
+them parked for 5 seconds and removes them. The next window takes parked kernels into use again. A forked child has
+parked kernels and no window.
 
 Not seen: products inside fused kernels (``scaled_dot_product_attention``, ``_native_multi_head_attention``,
 convolutions, recurrent networks), matrix times vector (``mv``, ``dot``), the variants in place (``addmm_``, which lose
@@ -21,36 +20,26 @@ an operand) and with ``out_dtype``, results written over an operand or into its 
 sparse, nested or quantized, integers and complex numbers, what ``alpha=0`` leaves out, and a CUDA graph while it is
 captured or replayed.
 
-`install` tries a product of two rows, and refuses a torch that does not show it (``ConfigError``). Run on torch 2.13,
-CPU. Where torch does not tell which kernels it uses, `tidy` removes nothing.
+A window tries a product of two rows when it installs the kernels, and refuses a torch that does not show it
+(``ConfigError``). Run on torch 2.13, CPU. Where torch does not tell which kernels it uses, `tidy` removes nothing.
 
-The steps of the matmul checksum.
+How a product is checked. For C = A @ B the sum of a row of C is also A times the row sums of B, which costs little next
+to the product. An element that was computed wrong, or whose bits changed since, breaks that equality. A row is summed
+in blocks of 1,024 columns (256 of halves), so that one element counts among few.
 
-1. `doubtful_rows`: rows of a product in which a block of columns has a sum that the operands deny.
-2. `faults_in`: those computed again in float64, what is wrong in them, and whether it is so each time.
-
-Matmul checksum: every matrix product inside a window is checked, forward and backward, on the rank that computes it.
-
-For C = A @ B the sum of a row of C is also A times the row sums of B, which costs little next to the product. An
-element that was computed wrong, or whose bits changed since, breaks that equality. A row is summed in blocks of 1,024
-columns (256 of halves), so that one element counts among few. Of each product that `ddpstats.sentinel.matmul`
-shows,
-
-1. `doubtful_rows` finds the rows of C where the two sums differ by more than rounding explains in
-   healthy products: a few units of the last place of the row's norm. Sums that cancel exceed that without any fault, so
-   where there are many such rows they are looked at again with the magnitudes of A and B in place of those of C;
-2. `faults_in` settles it: it computes the doubtful rows again in float64 and judges each element
-   alone. An element is faulty if it is further from the exact value than any order of summation can bring it, or if the
-   same kernel on the same operands now gives other bits that lie at least four times closer. So a false alarm of step 1
-   costs time only;
+1. `doubtful_rows` finds the rows of C where the two sums differ by more than rounding explains in healthy products: a
+   few units of the last place of the row's norm. Sums that cancel exceed that without any fault, so where there are
+   many such rows they are compared again with the magnitudes of A and B in place of those of C;
+2. `faults_in` settles it: it computes the doubtful rows again in float64 and judges each element by itself. An element
+   is faulty if it is further from the exact value than any order of summation can bring it, or if the same kernel on
+   the same operands now gives other bits that lie at least four times closer. A false alarm of step 1 costs time only;
 3. a fault that the same kernel does not repeat is called transient, one that it repeats sticky.
 
 Nothing is judged where healthy hardware may give anything: in elements with an operand that is not finite (a mask of
--inf, an overflow in an earlier layer) or whose sum of magnitudes overflows. Nor is a product of which another thread
-has changed a tensor meanwhile.
+-inf, an overflow in an earlier layer) or whose sum of magnitudes overflows.
 
 What cannot be found: a change that is small beside the rounding of its block of columns; an operand that was wrong
-before the product began; what the door does not see. Shares of flipped bits that were found, one bit of one element of
+before the product began; what is not seen. Shares of flipped bits that were found, one bit of one element of
 (8, 256) @ (256, n) of normally distributed numbers, by field of the number:
 
 ===================  =========  =========  =========  =======================================================
@@ -67,6 +56,7 @@ bfloat16, fraction        0.34       0.20       0.18  the lowest 3 of 7 bits; mo
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -86,7 +76,6 @@ from ddpstats._observe.torch_compat import (
     next_kernel,
     no_dispatch_no_grad,
     unseen,
-    version_of,
 )
 from ddpstats._reduction.read import is_capturing
 from ddpstats.errors import ConfigError
@@ -103,7 +92,6 @@ class Product(NamedTuple):
         result, left, right: the program's own tensors, (m, n), (m, k) and (k, n); of bmm and baddbmm a batch of them.
         addend: anything that broadcasts to ``result``; None where nothing is added.
         again: computes the result once more, by the same kernel, into a tensor of its own.
-        versions: of the result (after the product) and the operands (before it); None of tensors without versions.
     """
 
     op: str
@@ -114,86 +102,60 @@ class Product(NamedTuple):
     beta: float
     alpha: float
     again: Callable[[], Tensor]
-    versions: tuple[int, ...] | None = None
-
-    def was_changed(self) -> bool:
-        """Another thread has written into a tensor of the product since: its elements say nothing any more."""
-        operands = [self.left, self.right] if self.addend is None else [self.addend, self.left, self.right]
-        return self.versions is not None and _versions((self.result, *operands)) != self.versions
 
 
-Listener = Callable[[Product], None]
-"""Called in the thread that multiplies, below autograd. Must change no tensor. What it raises, the program gets."""
+# -- kernels ----------------------------------------------------------------------------------------------------------
 
 _OPS = ("mm", "addmm", "bmm", "baddbmm")
 _PARKED_SEC = 5.0
 
-_listener: Listener | None = None
+_windows: tuple[ChecksumWindow, ...] = ()
+_lock = threading.RLock()
 _kernels: Kernels | None = None
-_parked_at_sec: float | None = None  # since when nobody listens, while our kernels are there
+_parked_at_sec: float | None = None  # since when no window is open, while our kernels are there
+_here = threading.local()  # is_checking: this thread is inside of a check
 
 
-class _InThisThread(threading.local):
-    listening = False  # this thread is inside the listener
+def _set_windows(windows: tuple[ChecksumWindow, ...]) -> None:
+    """Check for these from now on. Products under way in other threads may still be checked for those before."""
+    global _windows, _kernels, _parked_at_sec
+    with _lock:
+        if windows and _kernels is None:
+            ours = {op: _kernel(op, "default") for op in _OPS} | {f"{op}.out": _kernel(op, "out") for op in _OPS}
+            _kernels = Kernels("aten", "BackendSelect", ours, with_keys=True)
+        _windows = windows
+        _parked_at_sec = None if windows or _kernels is None else time.monotonic()
 
 
-_here = _InThisThread()
-
-
-def install(listener: Listener) -> None:
-    """Show ``listener`` all products of this process from now on. Raises ``ConfigError`` on a torch that hides them."""
-    global _listener, _kernels, _parked_at_sec
-    assert _listener is None
-    if _kernels is None:
-        ours = {op: _kernel(op, "default") for op in _OPS} | {f"{op}.out": _kernel(op, "out") for op in _OPS}
-        _kernels, _parked_at_sec = Kernels("aten", "BackendSelect", ours, with_keys=True), time.monotonic()
-    why = unseen(_sees_a_product)
-    if why is not None:
-        uninstall()
-        raise ConfigError(
-            f"torch {torch.__version__} does not show its matrix products to the sentinel ({why}). It was checked "
-            "on torch 2.13: install that version, or run without the matmul checksum."
-        )
-    _listener, _parked_at_sec = listener, None
-
-
-def uninstall() -> None:
-    """Park: nobody listens any more. Products under way in other threads may still be shown. Idempotent."""
-    global _listener, _parked_at_sec
-    if _kernels is not None and _parked_at_sec is None:
-        _parked_at_sec = time.monotonic()
-    _listener = None
-
-
-def tidy() -> None:
-    """Remove our kernels where they have been parked for 5 seconds. Restores everything."""
+def _tidy() -> None:
     global _kernels, _parked_at_sec
-    is_due = _parked_at_sec is not None and time.monotonic() - _parked_at_sec >= _PARKED_SEC
-    if is_due and kernel_at is not None and _kernels is not None:
-        _kernels.remove()
-        _kernels = _parked_at_sec = None
+    with _lock:
+        is_due = _parked_at_sec is not None and time.monotonic() - _parked_at_sec >= _PARKED_SEC
+        if is_due and kernel_at is not None and _kernels is not None:
+            _kernels.remove()
+            _kernels = _parked_at_sec = None
 
 
 def _after_fork() -> None:
-    global _here
-    uninstall()
-    _here = _InThisThread()
+    """Close all windows in the child: another thread of the parent may have held the lock."""
+    global _lock
+    _lock = threading.RLock()
+    _set_windows(())
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 def _sees_a_product() -> bool:
-    global _listener
-    seen: list[Product] = []
-    _listener = seen.append
+    window = ChecksumWindow()
+    _set_windows((window,))
     try:
         with no_dispatch_no_grad():
             ones = torch.ones(2, 2, device="cpu")
             torch.mm(ones, ones)
     finally:
-        _listener = None
-    return len(seen) >= 1  # other threads multiply, too
+        _set_windows(())
+    return window.checked + window.unchecked > 0
 
 
 def _kernel(op: str, overload: str) -> Callable[..., Any]:
@@ -203,26 +165,19 @@ def _kernel(op: str, overload: str) -> Callable[..., Any]:
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         keys = keys & below
-        listener = _listener
-        if listener is None or _here.listening:
-            return redispatch(keys, *args, **kwargs)
-        versions = _versions(args)
         result = redispatch(keys, *args, **kwargs)
-        out = kwargs.pop("out", None)
-        product = _product(op, lambda: functional(keys, *args, **kwargs), result, args, versions, out=out, **kwargs)
-        if product is not None:
-            _show(listener, product)
+        if _windows and not getattr(_here, "is_checking", False):
+            out = kwargs.pop("out", None)
+            product = _product(op, lambda: functional(keys, *args, **kwargs), result, args, out=out, **kwargs)
+            if product is not None:
+                _here.is_checking = True
+                try:
+                    _check(product)
+                finally:
+                    _here.is_checking = False
         return result
 
     return kernel
-
-
-def _show(listener: Listener, product: Product) -> None:
-    _here.listening = True
-    try:
-        listener(product)
-    finally:
-        _here.listening = False
 
 
 def _product(
@@ -230,27 +185,22 @@ def _product(
     again: Callable[[], Tensor],
     result: Tensor,
     args: tuple[Tensor, ...],
-    versions: tuple[int, ...] | None,
     *,
     out: Tensor | None,
     beta: float = 1.0,
     alpha: float = 1.0,
 ) -> Product | None:
-    """None where the operands cannot be checked, or nothing is multiplied."""
+    """Return None where the operands cannot be checked, or nothing is multiplied."""
     *added, left, right = args
-    addend = added[0] if added and beta != 0 else None
     if not all(map(_is_plain, (result, left, right, *added))) or not result.dtype == left.dtype == right.dtype:
         return None
     if alpha == 0 or left.shape[-1] == 0:
         return None
     if not result.is_cpu and is_capturing():
         return None  # a check reads the device, which a capture does not survive
-    if out is not None and any(_share_memory(out, one) for one in args):
+    if out is not None and out.untyped_storage().data_ptr() in [arg.untyped_storage().data_ptr() for arg in args]:
         return None  # an operand may be overwritten
-    of_result = _versions((result,))
-    if versions is not None and of_result is not None:
-        versions = of_result + versions[-3 if addend is not None else -2 :]
-    return Product(op, result, left, right, addend, beta, alpha, again, versions if of_result is not None else None)
+    return Product(op, result, left, right, added[0] if added and beta != 0 else None, beta, alpha, again)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -258,16 +208,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return plain and tensor.dtype in DTYPES
 
 
-def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """None where a tensor has no version: one of inference mode."""
-    if any(tensor.is_inference() for tensor in tensors):
-        return None
-    return tuple(map(version_of, tensors))
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
+# -- rows whose sums the operands deny --------------------------------------------------------------------------------
 
 # In units of rounding of the norm of a row of C: the checksum's own float32 sums; the rounding of C's elements,
 # which only halves have beside that. Products of random numbers stay below 40 nearly always; to settle a row costs
@@ -373,6 +314,8 @@ def _precision_of(backend: Any) -> str:
 _PRECISIONS = {"ieee": 0.0, "none": 0.0, "tf32": 2.0**-11}
 
 
+# -- what is wrong in them --------------------------------------------------------------------------------------------
+
 _BLOCK_ROWS = 256
 _BLOCK_ELEMENTS = 1 << 22  # of B, in float64 at a time: 32 MiB
 
@@ -382,7 +325,7 @@ _USUAL = 8.0
 
 @dataclass(frozen=True)
 class MatmulFault:
-    """A row of a matrix product that healthy hardware does not compute.
+    """A row of a matrix product, or a block of its columns, that healthy hardware does not compute.
 
     Attributes:
         op: "mm", "addmm", "bmm" or "baddbmm".
@@ -391,8 +334,8 @@ class MatmulFault:
         index: the first wrong element of the row: (row, column), of bmm and baddbmm (batch, row, column).
         got: its value.
         expected: its value computed in float64.
-        wrong: how many elements of the row are wrong.
-        transient: the same kernel computed the element right when it was asked again; else the fault is sticky.
+        wrong: how many elements are wrong.
+        transient: the same kernel computed the element right when it was asked again; otherwise the fault is sticky.
         backward: it happened in a backward pass.
     """
 
@@ -408,95 +351,61 @@ class MatmulFault:
 
 
 def faults_in(product: Product, doubtful: Tensor) -> Iterator[MatmulFault]:
-    """The faulty rows among the ``doubtful`` ones (as of `doubtful_rows`), each computed again in float64."""
-    repeated: list[Tensor] = []
-
-    def again() -> Tensor:
-        if not repeated:
-            repeated.append(product.again())
-        return repeated[0]
-
-    most_rows = max(1, min(_BLOCK_ROWS, _BLOCK_ELEMENTS // product.result.shape[-1]))
-    for batch, rows in _rows_by_batch(doubtful):
-        for at in range(0, len(rows), most_rows):
-            yield from _faults_of_block(product, batch, rows[at : at + most_rows], again)
-
-
-def _rows_by_batch(doubtful: Tensor) -> Iterator[tuple[int | None, Tensor]]:
-    if doubtful.dim() == 1:
-        yield None, doubtful.nonzero().flatten()
-        return
-    for batch in doubtful.any(-1).nonzero().flatten().tolist():
-        yield batch, doubtful[batch].nonzero().flatten()
-
-
-@dataclass(frozen=True)
-class _Judged:
-    """A block of elements, each tensor of shape (rows, columns): the verdicts, and the values in float64."""
-
-    wrong: Tensor
-    transient: Tensor
-    got: Tensor
-    exact: Tensor
+    """Yield the faulty rows among the ``doubtful`` ones (as of `doubtful_rows`), each computed again in float64."""
+    again = functools.cache(product.again)
+    k, n = product.right.shape[-2:]
+    rows_at_once = max(1, min(_BLOCK_ROWS, _BLOCK_ELEMENTS // n))
+    width = max(1, _BLOCK_ELEMENTS // max(k, 1))
+    batched = doubtful if doubtful.dim() == 2 else doubtful.unsqueeze(0)
+    for batch in batched.any(-1).nonzero().flatten().tolist():
+        at = batch if doubtful.dim() == 2 else ...  # all of a product without a batch
+        for rows in torch.split(batched[batch].nonzero().flatten(), rows_at_once):
+            for first in range(0, n, width):
+                yield from _faults_of_block(product, at, rows, slice(first, first + width), again)
 
 
 def _faults_of_block(
-    product: Product, batch: int | None, rows: Tensor, again: Callable[[], Tensor]
+    product: Product, batch: Any, rows: Tensor, columns: slice, again: Callable[[], Tensor]
 ) -> Iterator[MatmulFault]:
-    k, n = product.right.shape[-2:]
-    width = max(1, _BLOCK_ELEMENTS // max(k, 1))
-    parts = [_judge(product, batch, rows, slice(at, at + width), again) for at in range(0, n, width)]
-    wrong = torch.cat([part.wrong for part in parts], -1)
-    for place in wrong.any(-1).nonzero().flatten().tolist():
-        column = int(wrong[place].nonzero()[0])
-        part, within = parts[column // width], (place, column % width)
-        index = (int(rows[place]), column)
-        yield MatmulFault(
-            op=product.op,
-            shape=(product.left.shape[-2], k, n),
-            dtype=dtype_name(product.result.dtype),
-            index=index if batch is None else (batch, *index),
-            got=part.got[within].item(),
-            expected=part.exact[within].item(),
-            wrong=int(wrong[place].sum()),
-            transient=bool(part.transient[within]),
-            backward=in_backward(),
-        )
+    """Yield the faults in these rows and columns. ``batch``: indexes all but the last two dimensions."""
 
+    def block_of(result: Tensor) -> Tensor:
+        return result[batch][rows, columns].double()
 
-def _judge(product: Product, batch: int | None, rows: Tensor, columns: slice, again: Callable[[], Tensor]) -> _Judged:
-    def part_of(result: Tensor) -> Tensor:
-        return (result if batch is None else result[batch])[rows, columns].double()
-
-    left, right = (one if batch is None else one[batch] for one in (product.left, product.right))
-    left, right = left[rows].double(), right[:, columns].double()
+    left, right = product.left[batch][rows].double(), product.right[batch][:, columns].double()
     multiplied = (left @ right) * product.alpha
     magnitude = (left.abs() @ right.abs()) * abs(product.alpha)
     exact = multiplied
     common = _common_error(product, multiplied, magnitude, left, right)
     if product.addend is not None:
-        added = part_of(product.addend.expand_as(product.result)) * product.beta
+        added = block_of(product.addend.expand_as(product.result)) * product.beta
         exact, magnitude = multiplied + added, magnitude + added.abs()
         common += unit(product.result.dtype) * (exact.abs() + 2 * added.abs())  # beta may be rounded, too
-    got = part_of(product.result)
-    return _verdicts(product, got, exact, magnitude, common, lambda: part_of(again()))
-
-
-def _verdicts(
-    product: Product, got: Tensor, exact: Tensor, magnitude: Tensor, common: Tensor, again: Callable[[], Tensor]
-) -> _Judged:
-    """Of each element. ``common``: an error that no order of summation changes, from rounding operands and results."""
-    growth = product.left.shape[-1] + 4  # additions, each of which rounds a partial sum
+    got = block_of(product.result)
+    growth = left.shape[-1] + 4  # additions, each of which rounds a partial sum
     rounding = unit(wide_of(product.result.dtype)) * magnitude
     bound = growth * rounding + common
     error = _distance(got, exact)
     unusual = _can_be_judged(product, exact, magnitude) & (error > min(growth, _USUAL) * rounding + common)
     if not bool(unusual.any()):
-        return _Judged(unusual, unusual, got, exact)
-    repeated = again()
+        return
+    repeated = block_of(again())
     changed, drift = repeated != got, _distance(repeated, exact)
     wrong = unusual & ((error > bound) | (changed & (4 * drift <= error)))
-    return _Judged(wrong, changed & (drift <= bound), got, exact)
+    transient = changed & (drift <= bound)
+    for row in wrong.any(-1).nonzero().flatten().tolist():
+        column = int(wrong[row].nonzero()[0])
+        yield MatmulFault(
+            op=product.op,
+            shape=(product.left.shape[-2], left.shape[-1], product.right.shape[-1]),
+            dtype=dtype_name(product.result.dtype),
+            index=(*([] if batch is ... else [batch]), int(rows[row]), columns.start + column),
+            got=got[row, column].item(),
+            expected=exact[row, column].item(),
+            wrong=int(wrong[row].sum()),
+            transient=bool(transient[row, column]),
+            backward=in_backward(),
+        )
 
 
 def _common_error(product: Product, multiplied: Tensor, magnitude: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -525,6 +434,8 @@ def _distance(one: Tensor, other: Tensor) -> Tensor:
     return (one - other).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
+# -- windows ----------------------------------------------------------------------------------------------------------
+
 _MOST_FAULTS = 16
 
 
@@ -543,27 +454,29 @@ class ChecksumWindow:
     """
 
     def __init__(self) -> None:
-        self.faults: list[MatmulFault] = []
-        self.fault_count = 0
         self.checked = 0
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.faults: list[MatmulFault] = []
+        self.fault_count = self.unchecked = 0
         self.problem: Exception | None = None
-        self.unchecked = 0
 
     @property
     def is_open(self) -> bool:
-        """Never in a forked child: there its parent's windows are closed."""
+        """Return whether it checks; never in a forked child, where its parent's windows are closed."""
         return self in _windows
 
     @property
     def has_news(self) -> bool:
-        """Whether there are faults or a problem to `take`."""
+        """Return whether there are faults or a problem to `take`."""
         return self.fault_count > 0 or self.problem is not None
 
     def take(self) -> tuple[list[MatmulFault], int, Exception | None, int]:
-        """The faults so far, their count, the problem, and how many products went unchecked; all begin anew."""
+        """Return faults, their count, problem, and how many products went unchecked, since the last call."""
         with _lock:
             taken = self.faults, self.fault_count, self.problem, self.unchecked
-            self.faults, self.fault_count, self.problem, self.unchecked = [], 0, None, 0
+            self._begin_anew()
         return taken
 
     def open(self) -> None:
@@ -572,12 +485,15 @@ class ChecksumWindow:
         Raises:
             ConfigError: this torch does not show its matrix products.
         """
-        global _windows
         with _lock:
-            if self not in _windows:
-                if not _windows:
-                    install(_check)
-                _windows = (*_windows, self)
+            why = None if _windows else unseen(_sees_a_product)
+            if why is not None:
+                raise ConfigError(
+                    f"torch {torch.__version__} does not show its matrix products to the sentinel ({why}). It was "
+                    "checked on torch 2.13: install that version, or run without the matmul checksum."
+                )
+            if not self.is_open:
+                _set_windows((*_windows, self))
 
     def close(self) -> None:
         """Stop checking. Idempotent.
@@ -585,12 +501,9 @@ class ChecksumWindow:
         For some seconds after the last window closed each product still pays some microseconds; then, at the next
         `tidy`, nothing is left behind.
         """
-        global _windows
         with _lock:
-            if self in _windows:
-                _windows = tuple(window for window in _windows if window is not self)
-                if not _windows:
-                    uninstall()
+            if self.is_open:
+                _set_windows(tuple(window for window in _windows if window is not self))
 
     @staticmethod
     def tidy() -> None:
@@ -598,8 +511,7 @@ class ChecksumWindow:
 
         At once would be too soon: another thread may be about to multiply through what is taken away.
         """
-        with _lock:
-            tidy()
+        _tidy()
 
     def __enter__(self) -> ChecksumWindow:
         self.open()
@@ -609,32 +521,14 @@ class ChecksumWindow:
         self.close()
 
 
-_windows: tuple[ChecksumWindow, ...] = ()
-_lock = threading.RLock()
-
-
-def _close_after_fork() -> None:
-    """Another thread of the parent may have held the lock."""
-    global _windows, _lock
-    _windows, _lock = (), threading.RLock()
-
-
-os.register_at_fork(after_in_child=_close_after_fork)
-
-
 def _check(product: Product) -> None:
-    """What the door shows. Must not raise: the program is in the middle of a step."""
+    """Check for all windows. It must not raise: the program is in the middle of a step."""
     faults: list[MatmulFault] = []
     count, problem = 0, None
     try:
         rows = doubtful_rows(product)
-        if rows is not None:
-            for fault in faults_in(product, rows):
-                count += 1
-                if count <= _MOST_FAULTS:
-                    faults.append(fault)
-        if count and product.was_changed():
-            faults, count = [], 0
+        for count, fault in enumerate(() if rows is None else faults_in(product, rows), start=1):
+            faults += [fault] if count <= _MOST_FAULTS else []
     except Exception as error:
         problem = error.with_traceback(None)  # whose frames hold the operands
     with _lock:
