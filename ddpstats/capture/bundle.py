@@ -33,9 +33,9 @@ from ddpstats._base import config
 from ddpstats._base.files import make_private_directory, replace_file
 from ddpstats._base.text import count_of
 from ddpstats._base.version import __version__
+from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.gather import gather_trees
 from ddpstats._rerun import codec
-from ddpstats.capture._peers import Peers
 from ddpstats.capture.manifest import (
     BUNDLE_NAME,
     MANIFEST,
@@ -53,7 +53,7 @@ from ddpstats.capture.manifest import (
     write_manifest,
 )
 from ddpstats.capture.parts import ModelPart, PartSource, RankPart, Shard, plain_ranks
-from ddpstats.capture.verdict import CaptureFinding, CaptureVerdict
+from ddpstats.capture.verdict import CaptureVerdict
 from ddpstats.errors import BundleError, RankMissing
 
 T = TypeVar("T")
@@ -296,7 +296,7 @@ class BundleWriter:
     """
 
     def __init__(
-        self, dirpath: Path, keep: int, max_bytes: int | None, group: Any, peers: Peers, finding: CaptureFinding
+        self, dirpath: Path, keep: int, max_bytes: int | None, group: Any, peers: Channel, finding: CaptureVerdict
     ) -> None:
         self._dirpath, self._keep, self._max_bytes = dirpath, keep, max_bytes
         self.group, self.peers, self._finding = group, peers, finding
@@ -473,7 +473,7 @@ class AloneBundle:
         source: PartSource,
         error: Exception,
         step: int,
-        peers: Peers,
+        peers: Channel,
         keep: int = 3,
         max_bytes: int | None = None,
     ) -> None:

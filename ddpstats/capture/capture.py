@@ -1,27 +1,30 @@
 """`NaNCapture`: one optimizer step after the other, watched and kept, and judged by all ranks together.
 
-1. `micro_batch` keeps the batch and the random state (`step_record`) and watches the gradients as they arrive, before
+1. `micro_batch` keeps the batch and the random state (`_rerun.record`) and watches the gradients as they arrive, before
    they are reduced (`_observe.gradients`).
-2. `check` asks of all ranks (`_ask`), alone or with others in one all_reduce: on how many was something not finite, now
-   or before the reduce? On none: the step is forgotten.
-3. Otherwise all ranks tell what they saw, come to one verdict (`verdict`), write their parts of a bundle (`bundle`),
-   and with ``attribute=True`` look for the cause by running the step again (`_attribution`).
-4. A rank that raises inside `micro_batch` will not come to `check`: it says so through the store (`_peers`), and writes
-   what it has.
+2. `check` asks all ranks (`_ask`), alone or with others in one all_reduce: on how many was something not finite, now or
+   before the reduce? On none: the step is forgotten.
+3. Otherwise all ranks gather what they saw, come to one verdict (`verdict`), write their files of a bundle (`bundle`),
+   and with ``attribute=True`` look for the cause by running the step again.
+4. A rank that raises inside `micro_batch` writes its part into a bundle of its own, and a note into the group's store.
+   It may catch the exception and go on: its next call takes the note back. Otherwise the other ranks miss it, in
+   `check` or because their connection to it breaks, and their `RankMissing` has the note's text.
 """
 
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import torch
 
-from ddpstats._base import marks
+from ddpstats._base import config, marks
 from ddpstats._base.config import check_choice, check_count
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.text import ranks_text
@@ -32,15 +35,26 @@ from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.codec import CannotStore, to_plain
 from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step, scale_of
 from ddpstats._rerun.run import Reruns
-from ddpstats.capture._peers import Peers
-from ddpstats.capture.attribution import attribute_cause
 from ddpstats.capture.bundle import AloneBundle, BundleWriter
 from ddpstats.capture.manifest import bundle_name
 from ddpstats.capture.parts import PartSource
-from ddpstats.capture.verdict import CaptureFinding, CaptureVerdict, Policy, Report, find, report_of
-from ddpstats.errors import BundleError, ConfigError
+from ddpstats.capture.verdict import CaptureVerdict, Policy, Report, find, find_cause, report_of
+from ddpstats.errors import BundleError, ConfigError, RankMissing
 
 _logger = logging.getLogger("ddpstats")
+_POLICY_TEXT = {
+    "stop": "on_nonfinite='stop': every rank should stop before its optimizer takes this step.",
+    "skip": "on_nonfinite='skip': every rank should leave this step out and go on.",
+    "continue": "on_nonfinite='continue': every rank takes the step as it is.",
+}
+_LOST = (
+    "gloo/transport",  # the file in which gloo raises, for all that happens to a connection (torch 2.13)
+    "ncclremoteerror",
+    "closed by remote peer",
+    "communicator was aborted",
+    "collective operation timeout",
+)
+"""What gloo and NCCL say of a connection to another rank that broke."""
 
 
 class NaNCapture(StepWatch):
@@ -118,21 +132,23 @@ class NaNCapture(StepWatch):
         self._watch = GradientWatch(model)
         self._record = StepRecord(model)
         self._source = PartSource(self._watch, self._record, scaler, store_batch)
-        self._peers = Peers(channel_of(group))
+        self._channel = channel_of(group)
         self._scaler_skips = 0
-        self._captured_before = False  # in the step before this one
+        self._has_captured = False  # in the step before this one
         self._batches_checked = False
-        self._closes(self._watch.close, self._record.close, self._peers.close)
+        self._closes(self._watch.close, self._record.close)
 
     @property
     def step(self) -> int:
-        """The number of the step under way: counted from 0, or on from what `check` was last told."""
+        """The number of the step under way: counted from 0, or on from what `check` was last given."""
         return self._step
 
     def micro_batch(self, batch: Any) -> _RunningMicroBatch:
-        """A context manager around the forward and backward pass of one micro-batch. Local.
+        """Return a context manager around the forward and backward pass of one micro-batch. Local.
 
-        It gives a `MicroBatch`, whose ``loss`` the caller may set: replay then compares it.
+        It gives a `MicroBatch`, whose ``loss`` the caller may set: replay then compares it. A micro-batch that an
+        exception leaves is no part of the step. The program may catch it and go on, and calls `check` for this step as
+        all ranks do; where a rank leaves out that call, its next one is paired with the others' call for this step.
 
         Args:
             batch: what the step works on, in nested dicts, lists, tuples and dataclasses: tensors (kept by reference),
@@ -140,7 +156,7 @@ class NaNCapture(StepWatch):
 
         Raises:
             ConfigError: inside another micro-batch, or after `close`.
-            RankMissing: in place of the broken connection's error, where another rank raised inside its micro-batch.
+            RankMissing: in place of a broken connection's error, where another rank raised inside its micro-batch.
         """
         return _RunningMicroBatch(self, batch)
 
@@ -168,22 +184,36 @@ class NaNCapture(StepWatch):
     # -- as a question, by itself or among others ----------------------------------------------------------------------
 
     def _ask(self, step: int | None) -> tuple[float, float]:
-        """(whether settings are still to be agreed on, whether this rank saw anything wrong)"""
+        """Return whether settings are still to be agreed on, and whether this rank saw anything wrong."""
         self._refuse_to_judge()
         if step is not None:
             self._step = checked_step(step, self._method)
+        self._channel.note("")
+        self._wait_for_device()
         return float(not self._agreed), float(self._look())
 
+    def _wait_for_device(self) -> None:
+        """Wait until the device has done the step, in which it may wait for a rank that does not come.
+
+        Raises:
+            RankMissing: it has not by the timeout, or another rank has given up.
+        """
+        device = self._record.device
+        if device.type != "cpu":
+            event = torch.Event(device)
+            event.record()
+            self._channel.wait_until(event.query, "the step on the device", config.timeout_sec(None))
+
     def _answer(self, sums: Sequence[float], group: Any) -> CaptureVerdict:
-        strangers, seen = sums
+        newcomers, seen = sums
         try:
-            if strangers:
+            if newcomers:
                 self._agree_on_settings()
             verdict = self._settle() if seen else CaptureVerdict(self._step)
         finally:
             self._drop()
         if not seen:
-            self._scaler_skips, self._captured_before = 0, False
+            self._scaler_skips, self._has_captured = 0, False
         self._step += 1
         return verdict
 
@@ -191,17 +221,16 @@ class NaNCapture(StepWatch):
 
     def _begin(self, running: _RunningMicroBatch, batch: Any) -> MicroBatch:
         self._refuse_micro_batch()
-        self._peers.refuse_if_ended()
-        found = self._record.begin(batch)
+        self._channel.note("")
+        micro = self._record.begin(batch)
         if not self._batches_checked:
-            self._check_batch(found)
+            self._check_batch(micro)
         self._watch.begin()
-        self._peers.enter()
         self._running = running
-        return found
+        return micro
 
     def _check_batch(self, micro: MicroBatch) -> None:
-        """Once: can it be stored? `check` says so on every rank if not: here, one rank alone would know."""
+        """Look once whether a batch can be stored. If not, `check` raises on every rank; here, one alone would know."""
         self._batches_checked = True
         if self._store_batch:
             try:
@@ -210,41 +239,52 @@ class NaNCapture(StepWatch):
                 self._problem = error
 
     def _end(self, error: BaseException | None) -> BaseException | None:
-        """What to raise in place of ``error``; None leaves that."""
+        """Return what to raise in place of ``error``; None leaves that."""
         self._running = None
-        self._peers.leave()
         try:
             self._watch.end()
             self._record.end()
-        except Exception as problem:  # the program's own error comes first; every rank hears of this one in `check`
-            self._problem = problem
+        except Exception as problem:
+            self._problem = problem if error is None else self._problem  # the program's own error comes first
         if error is None:
             return None
-        told = self._peers.explain(error)
-        if told is None and isinstance(error, Exception) and not self._peers.is_lost_connection(error):
-            self._leave(error)
-        return told
+        try:
+            if isinstance(error, Exception) and not isinstance(error, RankMissing):
+                if is_lost_connection(error):
+                    return self._channel.explain(error)
+                self._write_alone(error)
+            return None
+        finally:
+            self._forget_micro_batch()
+
+    def _forget_micro_batch(self) -> None:
+        self._record.micro_batches.pop()
+        del self._watch.arrivals[len(self._record.micro_batches) :]
 
     def _discard(self) -> None:
         self._end(None)
-        self._record.micro_batches.pop()
-        self._watch.arrivals.pop()
+        self._forget_micro_batch()
 
-    def _leave(self, error: Exception) -> None:
-        """This rank raised and its peers must not wait for it. What it has is written without them."""
-        where = f"step {self._step}, micro-batch {len(self._record.micro_batches) - 1}"
-        path = self.dirpath / bundle_name(self._step, datetime.now(timezone.utc), int(self._peers.rank))
-        bundle = AloneBundle(path, self._source, error, self._step, self._peers, self._keep, self._max_bytes)
+    def _write_alone(self, error: Exception) -> None:
+        """Write what this rank has of the step, and a note for the ranks that may miss it."""
+        path = self.dirpath / bundle_name(self._step, datetime.now(timezone.utc), self._rank)
+        bundle = AloneBundle(path, self._source, error, self._step, self._channel, self._keep, self._max_bytes)
         bundle.write()
-        self._peers.announce(error, where, bundle.directory)
-        note = bundle.finish()
+        where = f"step {self._step}, micro-batch {len(self._record.micro_batches) - 1}"
+        last = traceback.extract_tb(error.__traceback__)[-1:]
+        site = "".join(f" ({frame.filename}:{frame.lineno})" for frame in last)
+        lines = [f"{ranks_text([self._rank])} raised in {where}: {type(error).__name__}: {error}{site}"]
+        if bundle.directory is not None:
+            lines.append(f"What it had of that step: {bundle.directory}")
+        self._channel.note("\n".join(lines))
+        text = bundle.finish()
         if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(note)
+            error.add_note(text)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """Whether this rank saw anything wrong. An error while looking is kept, and `_told` raises it on all ranks."""
+        """Return whether this rank saw anything wrong. `_report` raises an error while looking on all ranks."""
         if self._problem is not None:
             return True
         try:
@@ -264,59 +304,63 @@ class NaNCapture(StepWatch):
             "max_scaler_skips": self._max_scaler_skips,
             "attribute": self._step_fn is not None,
         }
-        self._agree_on(settings, "Every rank must make it alike.")
+        self._agree_on(settings, "Every rank must make it with the same ones.")
 
     def _settle(self) -> CaptureVerdict:
-        """Some rank saw something: all tell what, and do the same."""
-        told = self._gathered(self._told, "what each rank saw")
-        _refuse_problems(told)
-        reports = {rank: Report.from_tree(tree["report"]) for rank, tree in told.items()}
+        """Come to a verdict with all ranks, of which some saw something."""
+        trees = self._gathered(self._report, "what each rank saw")
+        _refuse_problems(trees)
+        reports = {rank: msgspec.convert(tree["report"], Report) for rank, tree in trees.items()}
         self._scaler_skips += any(report.scale is not None for report in reports.values())
-        finding = find(reports, self._scaler_skips, self._max_scaler_skips)
-        if finding.kind in ("ok", "scaler_skip"):
-            self._captured_before = False
-            return finding.verdict(self._policy, None)
-        if self._captured_before:  # what follows from it would only push the first bundle out
-            verdict = finding.verdict(self._policy, None, ("Not captured: the step before this one was.",))
+        verdict = find(reports, self._scaler_skips, self._max_scaler_skips)
+        if verdict.ok:
+            self._has_captured = False
+            return verdict
+        if self._has_captured:  # what follows from it would only push the first bundle out
+            verdict = self._decided(verdict, None, ["Not captured: the step before this one was."])
         else:
-            verdict = self._captured(finding)
-        self._captured_before = True
+            verdict = self._captured(verdict)
+        self._has_captured = True
         marks.publish(verdict.kind, verdict.message, step=verdict.step, ranks=tuple(map(int, verdict.culprit_ranks)))
-        if self._peers.rank == min(self._peers.ranks):
+        if self._rank == min(self._ranks):
             _logger.error("%s", verdict.message)
         return verdict
 
-    def _captured(self, finding: CaptureFinding) -> CaptureVerdict:
+    def _decided(self, verdict: CaptureVerdict, bundle: Path | None, notes: Sequence[str]) -> CaptureVerdict:
+        """Add what to do, and the lines about the bundle."""
+        message = "\n".join([verdict.message, *notes, _POLICY_TEXT[self._policy]])
+        stop, skip = self._policy == "stop", self._policy != "continue"
+        return replace(verdict, bundle=bundle, should_stop=stop, should_skip=skip, message=message)
+
+    def _captured(self, verdict: CaptureVerdict) -> CaptureVerdict:
         """Write a bundle, look for the cause, and say all of it."""
-        bundling = BundleWriter(self.dirpath, self._keep, self._max_bytes, self._group, self._peers, finding)
-        bundling.write(self._source)
-        verdict = bundling.finish(finding.verdict(self._policy, bundling.directory, bundling.notes()))
+        writer = BundleWriter(self.dirpath, self._keep, self._max_bytes, self._group, self._channel, verdict)
+        writer.write(self._source)
+        verdict = writer.finish(self._decided(verdict, writer.directory, writer.notes()))
         if self._step_fn is None:
             return verdict
         reruns = Reruns(self._record, self._step_fn, "step_fn", lambda: scale_of(self._scaler) or 1.0)
-        cause = attribute_cause(
-            reruns, self._norms(), self._gathered, self._rank, finding, bundling.model_writers, bundling.directory
-        )
+        cause = find_cause(reruns, self._norms(), self._gathered, self._rank, verdict, writer.model_writers)
         if cause is None:
             return verdict
-        return bundling.amended(replace(verdict, attribution=cause, message=f"{verdict.message}\n{cause}"))
+        return writer.amended(replace(verdict, attribution=cause, message=f"{verdict.message}\n{cause}"))
 
     def _norms(self) -> dict[str, torch.Tensor]:
-        """Norms of the gradients by name; none of several micro-batches, where gradients may be reduced already."""
+        """Return norms by name; none of several micro-batches, where gradients may be reduced already."""
         arrivals = self._watch.arrivals
         norms = arrivals[0].norms() if len(arrivals) == 1 else None
         return {} if norms is None else dict(zip(self._watch.names, norms, strict=True))
 
-    def _told(self) -> dict[str, Any]:
-        """What this rank saw. Raises what went wrong here; then every rank raises it."""
+    def _report(self) -> dict[str, Any]:
+        """Return what this rank saw. Raises what went wrong here; then every rank raises it."""
         if isinstance(self._problem, CannotStore):
             return {"problem": str(self._problem)}
         if self._problem is not None:
             raise self._problem
-        return {"report": report_of(self._watch, self._scaler, self._step).to_tree()}
+        return {"report": asdict(report_of(self._watch, self._scaler, self._step))}
 
     def _drop(self) -> None:
-        """The step is over, whatever became of it."""
+        """Let go of the step, which is over."""
         self._problem = None
         self._record.clear()
         self._watch.forget()
@@ -337,5 +381,11 @@ def _refuse_problems(details: Mapping[int, Mapping[str, Any]]) -> None:
     if problems:
         lines = ["a batch cannot be stored in a bundle:"]
         lines += [f"  {ranks_text([rank])}: {text}" for rank, text in problems.items()]
-        lines.append("Hand micro_batch() what can be stored, or leave batches out: NaNCapture(..., store_batch=False).")
+        lines.append("Give micro_batch() what can be stored, or leave batches out: NaNCapture(..., store_batch=False).")
         raise BundleError("\n".join(lines), ranks=problems)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether an error is of the connection to another rank, and not of this rank's own step."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in _LOST)

@@ -1,21 +1,39 @@
-"""From what every rank saw in one step to the verdict that all of them return. Pure, but for `report_of`."""
+"""The verdict of all ranks on one step, and the cause of a gradient that is not finite.
+
+1. `report_of` says what one rank saw; `find` makes one verdict of all reports, and is pure.
+2. `find_cause` runs the step again: on the culprit twice, on the module in use, then once on the next replica with the
+   same parameters (`_rerun.blame`). Where losses and norms that were finite then are others now, ``step_fn`` is not the
+   step that was trained, and the cause cannot be found. Finite now: a race or a transient fault. Finite on the replica:
+   the culprit's device, or what its process holds beside the state that was sent. Otherwise software or data.
+
+Parameters, buffers, gradients and random state of the training stay as they are. A step that communicates cannot be run
+by one rank: it is stopped before its first collective, and the text says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from ddpstats._base.text import ranks_text, shorten
-from ddpstats._observe.gradient_norms import BackwardNorms, measure
+from ddpstats._observe.gradient_norms import measure
 from ddpstats._observe.gradients import GradientWatch
-from ddpstats._rerun.record import scale_of
+from ddpstats._rerun.blame import Cause, Gathered, blame, cause_of, from_rank_on, hand_out
+from ddpstats._rerun.record import scale_of, walk
+from ddpstats._rerun.run import Rerun, Reruns
 
 Policy = Literal["stop", "skip", "continue"]
 Kind = Literal["ok", "nonfinite", "overflow", "scaler_skip", "scaler_skips"]
 
 _SHOWN_NAMES = 4
+_RTOL = 1e-3  # atomic additions on a GPU come in another order each time
+_ATOL = 1e-5  # of the largest norm: what should cancel to nothing does so up to noise
 
 
 @dataclass(frozen=True)
@@ -80,7 +98,7 @@ class Report:
         micro_batches: how many it had.
         bad: before the reduce, by backward pass.
         reduced: names of gradients that are not finite now.
-        sees_local: False where gradients are sharded, and reduced before anybody can look.
+        sees_local: False where gradients are sharded, and reduced before they can be seen.
         scale: of a GradScaler that is in use; None without.
         step: by its own count.
         exchanged: the backward passes after which gradients were reduced.
@@ -96,122 +114,87 @@ class Report:
     exchanged: tuple[int, ...] = ()
     unseen: tuple[str, ...] = ()
 
-    def to_tree(self) -> dict[str, Any]:
-        """As `gather_trees` carries it."""
-        return asdict(self)
-
-    @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> Report:
-        return cls(**{**tree, "bad": tuple(NonFiniteGradients(**one) for one in tree["bad"])})
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the gradients that were not finite before the reduce."""
+        return _union(tuple(name for name, _ in bad.gradients) for bad in self.bad)
 
 
 def report_of(watch: GradientWatch, scaler: Any, step: int) -> Report:
-    """What ``watch`` saw since the step began. Local; waits for the device."""
+    """Return what ``watch`` saw since the step began. Local; waits for the device."""
     bad, exchanged, arrived = [], [], set[int]()
     number = 0
     finite = measure([parameter.grad for parameter in watch.parameters]).isfinite().tolist()
-    reduced = [place for place, fine in enumerate(finite) if not fine]
+    reduced = [index for index, is_finite in enumerate(finite) if not is_finite]
     for micro_batch, arrivals in enumerate(watch.arrivals):
         arrived |= arrivals.indices()
-        seen = zip(arrivals.bad_indices(), arrivals.exchanged, arrivals.shared_with(), strict=True)
-        for places, reduces, shared_with in seen:
-            if places:
-                bad.append(NonFiniteGradients(micro_batch, number, _named(watch, arrivals, places), shared_with))
-            if reduces:
+        norms = arrivals.norms()
+        passes = zip(arrivals.bad_indices(), arrivals.exchanged, arrivals.shared_with(), strict=True)
+        for indices, is_reduced, shared_with in passes:
+            if indices:
+                assert norms is not None
+                named = tuple((watch.names[index], "NaN" if norms[index].isnan() else "Inf") for index in indices)
+                bad.append(NonFiniteGradients(micro_batch, number, named, shared_with))
+            if is_reduced:
                 exchanged.append(number)
             number += 1
     return Report(
         micro_batches=len(watch.arrivals),
         bad=tuple(bad),
-        reduced=tuple(watch.names[place] for place in reduced),
+        reduced=tuple(watch.names[index] for index in reduced),
         sees_local=watch.sees_local,
         scale=scale_of(scaler),
         step=step,
         exchanged=tuple(exchanged),
-        unseen=tuple(watch.names[place] for place in reduced if place not in arrived),
+        unseen=tuple(watch.names[index] for index in reduced if index not in arrived),
     )
 
 
-def _named(watch: GradientWatch, arrivals: BackwardNorms, places: list[int]) -> tuple[tuple[str, str], ...]:
-    norms = arrivals.norms()
-    assert norms is not None
-    return tuple((watch.names[place], "NaN" if norms[place].isnan() else "Inf") for place in places)
-
-
-@dataclass(frozen=True)
-class CaptureFinding:
-    """What the ranks' reports say together, before anything is written or decided."""
-
-    step: int
-    kind: Kind
-    culprit_ranks: tuple[int, ...]
-    parameters: tuple[str, ...]
-    by_rank: Mapping[int, tuple[str, ...]]
-    lines: tuple[str, ...]
-
-    def verdict(self, policy: Policy, bundle: Path | None, notes: Sequence[str] = ()) -> CaptureVerdict:
-        """``notes``: lines about the bundle."""
-        if self.kind in ("ok", "scaler_skip"):
-            return CaptureVerdict(self.step, self.kind, message="\n".join(self.lines))
-        stop, skip = policy == "stop", policy in ("stop", "skip")
-        message = "\n".join([*self.lines, *notes, _POLICY_TEXT[policy]])
-        return CaptureVerdict(
-            self.step, self.kind, self.culprit_ranks, self.parameters, self.by_rank, bundle, stop, skip, message
-        )
-
-
-_POLICY_TEXT = {
-    "stop": "on_nonfinite='stop': every rank should stop before its optimizer takes this step.",
-    "skip": "on_nonfinite='skip': every rank should leave this step out and go on.",
-    "continue": "on_nonfinite='continue': every rank takes the step as it is.",
-}
-
-
-def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int) -> CaptureFinding:
-    """What happened in this step.
+def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int) -> CaptureVerdict:
+    """Return what happened in this step, before anything is written or decided.
 
     Args:
         reports: of all ranks, by global rank.
         scaler_skips: how many steps in a row, with this one, a GradScaler had to skip.
         max_scaler_skips: from how many on that is a capture.
     """
-    step = next(iter(reports.values())).step
-    seen = {rank: _names(report) for rank, report in reports.items() if report.bad}
-    parameters = _union([*seen.values(), *(report.reduced for report in reports.values())])
+    first = next(iter(reports.values()))
+    parameters = _union([*(report.names for report in reports.values()), *(r.reduced for r in reports.values())])
     if not parameters:
-        return CaptureFinding(step, "ok", (), (), {}, ())
+        return CaptureVerdict(first.step)
     own = _without_spread(_without_inherited(reports))
-    by_rank = {rank: _names(report) for rank, report in own.items() if report.bad}
-    if any(report.scale is not None for report in reports.values()):
-        return _scaled(step, own, by_rank, parameters, scaler_skips, max_scaler_skips)
-    if by_rank:
-        culprits = tuple(by_rank)
-        lines = [f"step {step}: the gradients of {ranks_text(culprits)} are not finite, before any reduction:"]
-        lines += [*_culprit_lines(own), *_other_lines([rank for rank in reports if rank not in by_rank], seen)]
-        return CaptureFinding(step, "nonfinite", culprits, _union(by_rank.values()), by_rank, tuple(lines))
-    if seen:
-        names = shorten(parameters, _SHOWN_NAMES)
-        lines = [f"step {step}: gradients are not finite on {ranks_text(seen)}: {names}.", _SPREAD]
-        return CaptureFinding(step, "nonfinite", (), parameters, {}, tuple(lines))
-    return _without_culprit(step, reports, parameters)
+    by_rank = {rank: report.names for rank, report in own.items() if report.bad}
+    scale = next((report.scale for report in reports.values() if report.scale is not None), None)
+    if scale is None and not by_rank:
+        return _without_culprit(first.step, reports, parameters)
+    lines = [f"step {first.step}: the gradients of {ranks_text(by_rank)} are not finite, before any reduction:"]
+    kind: Kind = "nonfinite"
+    if scale is not None:  # under a GradScaler gradients overflow now and then by design
+        text = f"step {first.step}: gradients are not finite at scale {scale:g}, and GradScaler skips the step"
+        if scaler_skips < max_scaler_skips:
+            return CaptureVerdict(first.step, "scaler_skip", message=text)
+        lines = [f"{text}, for the {scaler_skips}th time in a row: this is not about the scale."]
+        kind = "scaler_skips"
+    lines += [_culprit_line(rank, report) for rank, report in own.items() if report.bad]
+    finite = [rank for rank, report in reports.items() if not report.bad]
+    spread = [rank for rank, report in reports.items() if report.bad and rank not in by_rank]
+    if finite:
+        lines.append(f"The gradients of {ranks_text(finite)} were finite.")
+    if spread:
+        lines.append(f"Those of {ranks_text(spread)} had been reduced with others' before they could be seen.")
+    names = _union(by_rank.values()) or parameters
+    return CaptureVerdict(first.step, kind, tuple(by_rank), names, by_rank, message="\n".join(lines))
 
 
-_SPREAD = (
-    "When they could be seen, the program may have reduced them, or what they are made from: a collective of its "
-    "own ran before them (in a hook, a backward() or a forward pass). Which rank they come from is not known."
-)
-
-
-def _other_lines(others: Sequence[int], seen: Mapping[int, Any]) -> list[str]:
-    fine, reached = [rank for rank in others if rank not in seen], [rank for rank in others if rank in seen]
-    lines = [f"The gradients of {ranks_text(fine)} were finite."] if fine else []
-    if reached:
-        lines.append(f"Those of {ranks_text(reached)} had been reduced with others' before they could be seen.")
-    return lines
+def _culprit_line(rank: int, report: Report) -> str:
+    first = report.bad[0]
+    kinds = " and ".join(sorted({kind for _, kind in first.gradients}))
+    names = shorten([name for name, _ in first.gradients], _SHOWN_NAMES)
+    return f"  rank {rank}: {kinds} in {names}, first in micro-batch {first.micro_batch} of {report.micro_batches}"
 
 
 def _without_spread(reports: Mapping[int, Report]) -> Mapping[int, Report]:
-    """What a rank may have got from another one is not its own; it is, if one that communicated as well was fine."""
+    """Drop what a rank may have received from another; unless one that communicated as well was finite."""
     bad = {rank for rank, report in reports.items() if report.bad}
     spread = {rank for rank in bad if _may_have_spread(reports[rank].bad[0].shared_with, bad, reports)}
     return {rank: replace(report, bad=()) if rank in spread else report for rank, report in reports.items()}
@@ -223,7 +206,7 @@ def _may_have_spread(shared_with: Sequence[int], bad: Collection[int], reports: 
 
 
 def _without_inherited(reports: Mapping[int, Report]) -> Mapping[int, Report]:
-    """Where gradients are reduced after each backward pass, one rank's NaN is in those of all from then on."""
+    """Drop what came of an earlier reduce: one rank's NaN is in the gradients of all ranks from then on."""
     spread = [
         number
         for report in reports.values()
@@ -239,73 +222,130 @@ def _without_inherited(reports: Mapping[int, Report]) -> Mapping[int, Report]:
     }
 
 
-def _without_culprit(step: int, reports: Mapping[int, Report], parameters: tuple[str, ...]) -> CaptureFinding:
-    shown = shorten(parameters, _SHOWN_NAMES)
-    holders = [rank for rank, report in reports.items() if report.reduced]
-    if not all(report.sees_local for report in reports.values()):
-        lines = [
-            f"step {step}: gradients are not finite: {shown} (in the shards of {ranks_text(holders)}).",
-            "They are sharded, and reduced before anybody can look: which rank they come from is not known.",
-        ]
-        return CaptureFinding(step, "nonfinite", (), parameters, {}, tuple(lines))
-    if all(set(report.reduced) <= set(report.unseen) for report in reports.values()):
-        lines = [
-            f"step {step}: gradients are not finite on {ranks_text(holders)}: {shown}.",
-            "No rank saw them arrive, so nobody knows whose they were: backward() belongs inside of micro_batch().",
-        ]
-        return CaptureFinding(step, "nonfinite", (), parameters, {}, tuple(lines))
-    lines = [
-        f"step {step}: every rank's own gradients were finite, but what came out of the reduction is not, on "
-        f"{ranks_text(holders)}: {shown}.",
-        "No rank is the culprit: a sum or a compressing communication hook overflowed"
-        + (", or memory of these ranks was damaged." if len(holders) < len(reports) else "."),
-    ]
-    return CaptureFinding(step, "overflow", (), parameters, {}, tuple(lines))
+def _without_culprit(step: int, reports: Mapping[int, Report], parameters: tuple[str, ...]) -> CaptureVerdict:
+    kind: Kind = "nonfinite"
+    holders = [rank for rank, report in reports.items() if report.bad or report.reduced]
+    where = f"on {ranks_text(holders)}: {shorten(parameters, _SHOWN_NAMES)}."
+    head = f"step {step}: gradients are not finite {where}"
+    if any(report.bad for report in reports.values()):
+        why = (
+            "When they could be seen, the program may have reduced them, or what they are made from: a collective of "
+            "its own ran before them (in a hook, a backward() or a forward pass). Which rank they come from is not "
+            "known."
+        )
+    elif not all(report.sees_local for report in reports.values()):
+        why = "They are sharded, and reduced before they can be seen: which rank they come from is not known."
+    elif all(set(report.reduced) <= set(report.unseen) for report in reports.values()):
+        why = "No rank saw them arrive: backward() belongs inside of micro_batch()."
+    else:
+        kind = "overflow"
+        head = (
+            f"step {step}: every rank's own gradients were finite, but what the reduction made of them is not, {where}"
+        )
+        why = "No rank is the culprit: a sum or a compressing communication hook overflowed"
+        why += ", or memory of these ranks was damaged." if len(holders) < len(reports) else "."
+    return CaptureVerdict(step, kind, (), parameters, message=f"{head}\n{why}")
 
 
-def _scaled(
-    step: int,
-    reports: Mapping[int, Report],
-    by_rank: Mapping[int, tuple[str, ...]],
-    parameters: tuple[str, ...],
-    scaler_skips: int,
-    max_scaler_skips: int,
-) -> CaptureFinding:
-    """Under a GradScaler gradients overflow now and then by design; again and again they do not."""
-    scales = {rank: report.scale for rank, report in reports.items()}
-    differ = len(set(scales.values())) > 1
-    lines = [f"step {step}: gradients are not finite at scale {_one_or_all(scales)}, and GradScaler skips the step"]
-    if differ:
-        lines.append("The ranks' scales differ: their parameters will, too. Every rank must unscale and update alike.")
-    if scaler_skips < max_scaler_skips:
-        return CaptureFinding(step, "scaler_skip", (), (), {}, tuple(lines))
-    lines[0] += f", for the {scaler_skips}th time in a row: this is not about the scale."
-    lines += _culprit_lines(reports)
-    return CaptureFinding(step, "scaler_skips", tuple(by_rank), parameters, by_rank, tuple(lines))
-
-
-def _culprit_lines(reports: Mapping[int, Report]) -> list[str]:
-    lines = []
-    for rank, report in reports.items():
-        if report.bad:
-            first = report.bad[0]
-            where = f", first in micro-batch {first.micro_batch} of {report.micro_batches}"
-            kinds = sorted({what for _, what in first.gradients})
-            names = tuple(name for name, _ in first.gradients)
-            lines.append(f"  rank {rank}: {' and '.join(kinds)} in {shorten(names, _SHOWN_NAMES)}{where}")
-    return lines
-
-
-def _names(report: Report) -> tuple[str, ...]:
-    return _union([tuple(name for name, _ in one.gradients) for one in report.bad])
-
-
-def _union(parts: Any) -> tuple[str, ...]:
+def _union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for part in parts for name in part))
 
 
-def _one_or_all(scales: Mapping[int, float | None]) -> str:
-    values = list(dict.fromkeys(scales.values()))
-    if len(values) == 1:
-        return f"{values[0]:g}"
-    return ", ".join(f"{scale} (rank {rank})" for rank, scale in scales.items())
+# -- the cause --------------------------------------------------------------------------------------------------------
+
+
+def find_cause(
+    reruns: Reruns,
+    norms: Mapping[str, Tensor],
+    gathered: Gathered,
+    rank: int,
+    verdict: CaptureVerdict,
+    model_writers: Mapping[int, int],
+) -> str | None:
+    """Return the cause in words; None where no rank is the culprit. Collective: two gathers.
+
+    Args:
+        norms: of this rank's gradients, by name, where they are of one micro-batch alone; empty otherwise.
+        gathered: every rank's tree by global rank; collective.
+        model_writers: ranks that have the same one have the same parameters.
+    """
+    if not verdict.culprit_ranks:
+        return None
+    culprit = verdict.culprit_ranks[0]
+    replicas = [other for other in model_writers if model_writers[other] == model_writers[culprit]]
+    peers = from_rank_on(replicas, culprit)[1:]
+    finite = [other for other in peers if other not in verdict.culprit_ranks]
+    peer = next(iter([*finite, *peers]), None)
+
+    def packed() -> dict[str, Any]:
+        micro_batches = reruns.micro_batches
+        losses = [None if micro.loss is None else torch.as_tensor(micro.loss).sum().item() for micro in micro_batches]
+        bad = [
+            f"{path} of micro-batch {index}"
+            for index, micro in enumerate(micro_batches)
+            for path, leaf in walk(micro.batch)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all())
+        ]
+        return {**reruns.pack(micro_batches), "losses": losses, "norms": dict(norms), "bad": bad, "host": reruns.place}
+
+    packet = hand_out(gathered, rank == culprit, culprit, packed)
+    if "error" in packet:
+        return f"Cause not found: rank {culprit} could not send the step: {packet['error']}"
+
+    def run() -> dict[str, Any]:
+        rerun = reruns.run(packet)
+        finite = measure(rerun.gradients).isfinite().tolist()
+        nonfinite = [name for name, is_finite in zip(reruns.names, finite, strict=True) if not is_finite]
+        return {"nonfinite": nonfinite, "difference": _difference(packet, rerun, reruns.names)}
+
+    answers = blame(gathered, rank, culprit, () if peer is None else (peer,), run)
+    if "error" in answers[culprit]:
+        return f"Cause not found: rank {culprit} could not run the step again: {answers[culprit]['error']}"
+    runs = answers[culprit]["runs"]
+    if all(run["difference"] for run in runs):
+        return (
+            f"Cause not found: step_fn is not the step that was trained: run again on rank {culprit} from the same "
+            f"state, {runs[0]['difference']}. Let it return what backward() was called on, before a GradScaler's scale."
+        )
+    answer = {"error": "no other rank has the same parameters"} if peer is None else answers[peer]
+    nonfinite_there = None if "error" in answer else answer["runs"][0]["nonfinite"]
+    cause = cause_of([run["nonfinite"] for run in runs], nonfinite_there)
+    if cause is Cause.TRANSIENT:
+        count = sum(not run["nonfinite"] for run in runs)
+        return (
+            f"Cause: a race or a transient fault on rank {culprit}, unless step_fn leaves out what made them: run "
+            f"again from the same state, its gradients were finite in {count} of {len(runs)} runs."
+        )
+    again = f"run again from the same state, rank {culprit} gets non-finite gradients again"
+    if cause is Cause.HARDWARE:
+        return (
+            f"Cause: hardware of rank {culprit} ({packet['host']}), or something that only rank {culprit} holds "
+            f"outside of parameters, buffers, batch and random state: {again}, and rank {peer} gets finite ones from "
+            "these."
+        )
+    lines = [f"Cause: software or data: {again}, and so does rank {peer}."]
+    if cause is Cause.UNDECIDED:
+        lines = [f"Cause: {again}; no peer could run it: {answer['error']}."]
+    if packet["bad"]:
+        lines.append(f"The batch itself is not finite: {shorten(packet['bad'], _SHOWN_NAMES)}.")
+    if verdict.bundle is not None:
+        lines.append(
+            f"To see whether more digits would have been enough: ddpstats replay {verdict.bundle} "
+            f"--model MODULE:FUNCTION --step MODULE:FUNCTION --rank {culprit} --precision fp32"
+        )
+    return "\n".join(lines)
+
+
+def _difference(packet: Mapping[str, Any], rerun: Rerun, names: Sequence[str]) -> str | None:
+    """Return in words what was finite in the step and is another number now."""
+    for index, (before, loss) in enumerate(zip(packet["losses"], rerun.losses, strict=True)):
+        after = loss.sum().item()
+        if before is not None and math.isfinite(before) and not math.isclose(before, after, rel_tol=_RTOL):
+            return f"micro-batch {index}: the loss was {before:g}, and is {after:g}"
+    norms = dict(zip(names, measure(rerun.gradients).tolist(), strict=True))
+    finite = {name: norm.item() for name, norm in packet["norms"].items() if norm.isfinite() and name in norms}
+    atol = _ATOL * max(finite.values(), default=0.0)
+    for name, before in finite.items():
+        if not math.isclose(before, norms[name], rel_tol=_RTOL, abs_tol=max(atol, 0.0)):
+            return f"micro-batch 0: the gradient of {name} had norm {before:g}, and has {norms[name]:g}"
+    return None

@@ -29,7 +29,6 @@ from tests.training import Batch, Hooks, Trained, rank
 
 BatchOf = Callable[[int, int], Batch]
 LossOf = Callable[[nn.Module, Batch], Tensor]
-LIVES_ON_SEC = 60.0
 
 
 def make_model() -> nn.Module:
@@ -300,13 +299,10 @@ def full_disk(dirpath: str) -> list[CaptureVerdict]:
 def raises_in_forward(dirpath: str, how: str) -> tuple[str, float]:
     """Rank 1 raises in step 1; return what rank 0 raises, and how many seconds later.
 
-    ``how``: rank 1 "ends" while rank 0 waits in DDP, or rank 0 waits "in check", or rank 1 "lives on": then it returns
-    how long rank 0 has lived.
+    ``how``: rank 1 "ends" while rank 0 waits in DDP, or rank 0 waits "in check".
     """
     group = dist.new_group([0, 1])
-    pids = torch.zeros(2, dtype=torch.long)
-    pids[rank()] = os.getpid()
-    dist.all_reduce(pids)
+    dist.barrier()
     module = make_model() if how == "in check" else DistributedDataParallel(make_model(), process_group=group)
     begun: list[float] = []
 
@@ -321,20 +317,9 @@ def raises_in_forward(dirpath: str, how: str) -> tuple[str, float]:
     except ValueError:
         if how == "ends":
             os._exit(7)
-        if how == "lives on":
-            _wait_for_end_of(int(pids[0]))
-            return "", time.monotonic() - begun[1]
     except RankMissing as error:
         return str(error), time.monotonic() - begun[1]
     return "", 0.0
-
-
-def _wait_for_end_of(pid: int) -> None:
-    deadline = time.monotonic() + LIVES_ON_SEC
-    with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.kill(pid, 0)
-            time.sleep(0.05)
 
 
 def other_settings(dirpath: str) -> CaptureVerdict:

@@ -104,7 +104,7 @@ def source_of(dirpath: Path | str, model: torch.nn.Module) -> Iterator[tuple[Par
     with NaNCapture(dirpath, model=model, optimizer=optimizer) as capture:
         with capture.micro_batch(batch_of(0)):
             pass
-        yield capture._source, capture._peers
+        yield capture._source, capture._channel
 
 
 def sharded_raise(dirpath: str) -> str:

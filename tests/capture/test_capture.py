@@ -23,8 +23,7 @@ from tests.threads import lasting_threads
 
 NAN, INF = float("nan"), float("inf")
 NAMES = ["--model", "tests.capture.capture_runs:make_model", "--step", "tests.capture.capture_runs:noisy_step"]
-EXPLAINED_SEC, ENDED_SEC = 2.0, 6.0
-"""How soon a rank must learn that another raised: where its connection breaks, and where nothing breaks it."""
+EXPLAINED_SEC = 2.0  # how soon a rank must learn that another one raised and ended
 slow = pytest.mark.slow
 
 
@@ -287,14 +286,6 @@ def test_a_rank_that_raises_stops_the_others_within_seconds(tmp_path: Path, how:
     assert str(bundle) in text
     manifest = manifest_of(bundle)
     assert (manifest["reason"], manifest["ranks_present"], manifest["culprit_ranks"]) == ("exception", [1], [1])
-
-
-@slow
-def test_a_rank_that_raised_and_lives_on_does_not_hold_the_others(tmp_path: Path) -> None:
-    first, second = run_ranks(runs.raises_in_forward, 2, str(tmp_path), "lives on", timeout_sec=90)
-    assert first.exit_code == 1
-    assert "rank 1 raised in step 1" in str(first.error)
-    assert second.value[1] < 2 * ENDED_SEC + 5
 
 
 # -- alone, and wrong arguments ---------------------------------------------------------------------------------------

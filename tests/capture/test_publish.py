@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ddpstats import BundleError, RankMissing, cli
-from ddpstats.capture._peers import Peers
+from ddpstats._ranks.calls import Channel
 from ddpstats.capture.bundle import AloneBundle, Bundle
 from ddpstats.capture.manifest import bundle_name
 from ddpstats.testing import RankPool, run_ranks
@@ -115,7 +115,7 @@ def written_alone(directory: Path, monkeypatch: pytest.MonkeyPatch, fails: str =
         raise FULL
 
     with runs.source_of(directory.parent, torch.nn.Linear(4, 1)) as (source, _):
-        peers = cast(Peers, SimpleNamespace(rank=1, ranks=(0, 1)))
+        peers = cast(Channel, SimpleNamespace(rank=1, ranks=(0, 1)))
         bundle = AloneBundle(directory, source, runs.BOOM, 7, peers, **limits)
         if fails == "its part":
             monkeypatch.setattr("ddpstats.capture.bundle.write_part", full)
