@@ -305,9 +305,10 @@ def find_cause(
     if all(run["difference"] for run in runs):
         return (
             f"Cause not found: step_fn is not the step that was trained: run again on rank {culprit} from the same "
-            f"state, {runs[0]['difference']}. Let it return what backward() was called on, before a GradScaler's scale."
+            f"state, {runs[0]['difference']}. Let it return what backward() was called on, before a GradScaler's "
+            "scale. Or a fault changed finite numbers, too."
         )
-    answer = {"error": "no other rank has the same parameters"} if peer is None else answers[peer]
+    answer: Mapping[str, Any] = {"error": "no other rank has the same parameters"} if peer is None else answers[peer]
     nonfinite_there = None if "error" in answer else answer["runs"][0]["nonfinite"]
     cause = cause_of([run["nonfinite"] for run in runs], nonfinite_there)
     if cause is Cause.TRANSIENT:

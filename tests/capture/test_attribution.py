@@ -43,14 +43,14 @@ slow = pytest.mark.slow
             *("with_bad_gradient", "another_loss", None, True),
             [
                 *("Cause not found", "step_fn is not the step that was trained"),
-                *("micro-batch 0: the loss was ", "the gradients are finite"),
+                *("micro-batch 0: the loss was ", "Or a fault changed finite numbers, too"),
             ],
         ),
         pytest.param(
             *("tripled_with_bad_part", "plain", None, False),
             [
                 *("Cause not found", "step_fn is not the step that was trained"),
-                *("the gradient of 3.weight had norm ", "and now had norm "),
+                *("the gradient of 3.weight had norm ", ", and has "),
             ],
             marks=slow,
         ),
