@@ -1,4 +1,4 @@
-"""Where a fault comes from: the rank that has it runs its step twice, a peer once, from the same state, in place.
+"""Find where a fault comes from: the rank that has it runs its step twice, a peer once, from the same state, in place.
 
 1. `hand_out`: the owner packs its micro-batches; every rank receives them once.
 2. `blame`: the owner runs them twice, its peers once, at the same time. All ranks gather what came of it.
@@ -29,7 +29,7 @@ _RUNS = 2
 
 
 class Cause(enum.Enum):
-    """Where the fault recurs when the step is run again."""
+    """The ranks on which the fault recurs when the step is run again."""
 
     TRANSIENT = "not each time on the same rank"
     UNDECIDED = "on the same rank, and no other one could run it"
@@ -86,4 +86,4 @@ def blame(
         return {"runs": [run() for _ in range(count)]}
 
     answers = gathered(lambda: attempt(runs), f"the step of rank {owner}, run again")
-    return {one: answers[one] for one in (owner, *peers)}
+    return {asked: answers[asked] for asked in (owner, *peers)}

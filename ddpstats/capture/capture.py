@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
@@ -271,9 +270,7 @@ class NaNCapture(StepWatch):
         bundle = AloneBundle(path, self._source, error, self._step, self._channel, self._keep, self._max_bytes)
         bundle.write()
         where = f"step {self._step}, micro-batch {len(self._record.micro_batches) - 1}"
-        last = traceback.extract_tb(error.__traceback__)[-1:]
-        site = "".join(f" ({frame.filename}:{frame.lineno})" for frame in last)
-        lines = [f"{ranks_text([self._rank])} raised in {where}: {type(error).__name__}: {error}{site}"]
+        lines = [f"rank {self._rank} raised in {where}: {type(error).__name__}: {error}"]
         if bundle.directory is not None:
             lines.append(f"What it had of that step: {bundle.directory}")
         self._channel.note("\n".join(lines))

@@ -38,7 +38,7 @@ _ATOL = 1e-5  # of the largest norm: what should cancel to nothing does so up to
 
 @dataclass(frozen=True)
 class CaptureVerdict:
-    """What `NaNCapture.check` says of one optimizer step: equal on every rank.
+    """The verdict of all ranks on one optimizer step, equal on every rank.
 
     Attributes:
         step: the number of the step.
@@ -67,7 +67,7 @@ class CaptureVerdict:
 
     @property
     def ok(self) -> bool:
-        """Whether the step may be taken. A step that the GradScaler skips by itself may."""
+        """Return whether the step may be taken. A step that the GradScaler skips by itself may."""
         return self.kind in ("ok", "scaler_skip")
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class NonFiniteGradients:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank saw in the step.
+    """One rank's gradients of the step, as it saw them.
 
     Attributes:
         micro_batches: how many it had.
@@ -177,11 +177,8 @@ def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int
         kind = "scaler_skips"
     lines += [_culprit_line(rank, report) for rank, report in own.items() if report.bad]
     finite = [rank for rank, report in reports.items() if not report.bad]
-    spread = [rank for rank, report in reports.items() if report.bad and rank not in by_rank]
     if finite:
         lines.append(f"The gradients of {ranks_text(finite)} were finite.")
-    if spread:
-        lines.append(f"Those of {ranks_text(spread)} had been reduced with others' before they could be seen.")
     names = _union(by_rank.values()) or parameters
     return CaptureVerdict(first.step, kind, tuple(by_rank), names, by_rank, message="\n".join(lines))
 

@@ -220,7 +220,7 @@ class Sharded(NamedTuple):
     parameters: dict[str, Any]
 
 
-def sharded(dirpath: str) -> Sharded:
+def sharded(dirpath: str, **options: Any) -> Sharded:
     from torch.distributed.tensor import DTensor
 
     model, gathered, full_tensor = sharded_model(), 0, DTensor.full_tensor
@@ -234,7 +234,7 @@ def sharded(dirpath: str) -> Sharded:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", counted)
-        verdict = captured(dirpath, model, 1, batch_of=planted({(0, 1, 0): torch.nan})).verdicts[0]
+        verdict = captured(dirpath, model, 1, batch_of=planted({(0, 1, 0): torch.nan}), **options).verdicts[0]
     return Sharded(verdict, gathered, parameters)
 
 

@@ -186,8 +186,10 @@ def test_sharded_gradients_are_nonfinite_without_a_culprit(two_ranks: RankPool, 
 
 @shards_on_cpu
 def test_shards_are_written_by_their_owners_and_joined_by_replay(two_ranks: RankPool, tmp_path: Path) -> None:
-    captured = same(two_ranks.run(runs.sharded, str(tmp_path)).values())
+    options = {"attribute": True, "step_fn": training.loss_of}
+    captured = same(two_ranks.run(runs.sharded, str(tmp_path), **options).values())
     assert captured.gathered == 0
+    assert captured.verdict.attribution is None  # no rank is known to be the culprit
     part = part_of(captured.verdict.bundle, "model-rank00001.safetensors")
     assert part["parameters"]["0.weight"].shape == (4, 6)
     assert part["shards"]["0.weight"] == {"shape": [8, 6], "offsets": [4, 0]}
