@@ -406,7 +406,7 @@ def test_ranks_that_waited_in_earlier_collectives_do_not_count_as_waiting(clock:
         each.poll()  # all waited, in a collective that then succeeded
     with mock.patch.object(BoundedStore, "read_present", wraps=detectors[0].store.read_present) as read:
         assert decide(detectors[0], 5, 10.0).missing == (1, 2)
-    assert read.call_count == 1  # at the deadline, and not again and again
+    assert read.call_count == 2  # answers and notes at the deadline, and not again and again
 
 
 def test_broken_connection_names_the_rank_that_no_other_sees_alive(clock: Clock) -> None:
