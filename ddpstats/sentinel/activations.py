@@ -72,7 +72,7 @@ class Checkpoints:
 
     @property
     def is_open(self) -> bool:
-        """Whether `close` was not called yet."""
+        """Return whether `close` was not called yet."""
         return bool(self._handles)
 
     def begin(self) -> None:
@@ -119,7 +119,9 @@ class Checkpoints:
             return
         self.in_float16 |= gradient.dtype is torch.float16
         value = self._value_of(gradient)
-        if not _has_memory(value):
+        try:
+            value.data_ptr()
+        except RuntimeError:  # inside a transformation of torch.func; it has no meaning outside
             return
         if self._rerun_values is not None:
             self._rerun_values.append((index, value))
@@ -165,15 +167,6 @@ class _GradientHook:
 def _first_wanting_gradient(output: Any) -> Tensor | None:
     leaves = [output] if isinstance(output, Tensor) else (leaf for _, leaf in walk(output))
     return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad), None)
-
-
-def _has_memory(value: Tensor) -> bool:
-    """Return whether a value has any; inside a transformation of ``torch.func`` it has none, and no meaning outside."""
-    try:
-        value.data_ptr()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _default(module: nn.Module) -> tuple[dict[str, nn.Module], tuple[str, ...]]:

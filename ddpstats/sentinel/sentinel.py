@@ -1,4 +1,4 @@
-"""`Sentinel`: a list of detectors, and one step after the other, judged by all ranks together.
+"""`Sentinel`: a list of detectors, and training steps, judged by all ranks together.
 
 1. Each detector of this rank reports what it suspects.
 2. One all_reduce, which is the caller's: does some rank suspect anything? Always, on every rank.
@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import logging
@@ -95,7 +96,7 @@ class Options(SentinelSettings):
 
 
 class Setup:
-    """What detectors are made of. It holds neither the sentinel nor ``replay_fn``, which may hold the sentinel.
+    """Objects that detectors are made of. It holds neither the sentinel nor ``replay_fn``, which may hold the sentinel.
 
     Attributes:
         scale: of the GradScaler, now; None where there is none, or it is off.
@@ -112,15 +113,13 @@ class Setup:
         self.reruns: Reruns | None = None
         if options.replay_fn is not None:
             self.record = StepRecord(model)
-            replay = functools.partial(_replay, weakref.ref(sentinel))
-            self.reruns = Reruns(self.record, replay, "replay_fn", lambda: scale() or 1.0)
-
-
-def _replay(sentinel: Callable[[], Sentinel | None], module: nn.Module, batch: Any) -> Any:
-    owner = sentinel()
-    assert owner is not None
-    assert owner._options.replay_fn is not None
-    return owner._options.replay_fn(module, batch)
+            owner: Any = weakref.proxy(sentinel)
+            self.reruns = Reruns(
+                self.record,
+                lambda module, batch: owner._options.replay_fn(module, batch),
+                "replay_fn",
+                lambda: scale() or 1.0,
+            )
 
 
 def _replica_digests(setup: Setup) -> Detector | None:
@@ -142,7 +141,7 @@ DETECTORS: list[Callable[[Setup], Detector | None]] = [
     _peer_replay,
     lambda setup: setup.matmul,  # the last one: it opens after an alarm of any other
 ]
-"""What makes the detectors of a sentinel that is on; None for one that is not asked for."""
+"""Functions that make the detectors of a sentinel that is on; None for a detector that is not asked for."""
 
 
 def _check_groups(model: nn.Module, ranks: Sequence[int]) -> None:
@@ -159,8 +158,8 @@ def _check_groups(model: nn.Module, ranks: Sequence[int]) -> None:
 class Sentinel(StepWatch):
     """Finds silent data corruption at the rank where it happens, before it reaches the parameters.
 
-    Every rank of ``group`` must make one, alike, and call `step` once per optimizer step. Nothing of the training
-    changes: no random number is drawn, and no gradient or parameter touched.
+    Every rank of ``group`` must make one with the same arguments, and call `step` once per optimizer step. Nothing of
+    the training changes: no random number is drawn, and no gradient or parameter touched.
 
     Args:
         model: the module as it is trained: DistributedDataParallel itself, not what is inside.
@@ -178,8 +177,8 @@ class Sentinel(StepWatch):
         replay_every_steps: layer 3, how often micro-batches are run once more on a peer; 0: on an alarm only.
         replay_fn: ``fn(module, batch)``, of the module inside DistributedDataParallel; returns what ``backward()`` was
             called on, before a GradScaler's scale. It may not communicate.
-        replay_tolerance: the most that norms of a repeated step's gradients may differ by, as a part of the largest
-            one, and be taken for noise or rounding.
+        replay_tolerance: the most that norms of a repeated step's gradients may differ by, as a fraction of the
+            largest, and be taken for noise or rounding.
         matmul_checksum: layer 4: check every matmul for ``checksum_steps`` steps after an alarm.
         scaler: the ``torch.amp.GradScaler``: values are divided by its scale. float16 needs it.
         ignore: patterns (as in `fnmatch`) of parameters and buffers that replicas may hold differently.
@@ -243,28 +242,23 @@ class Sentinel(StepWatch):
         self._evidence: list[Any] = []
         self._detectors: list[Detector] = []
         self._setup: Setup | None = None
-        if settings.mode:
-            try:
-                self._attach(model)
-            except BaseException:  # hooks stay on a model
-                for close in self._closing():
-                    close()
-                raise
-        self._closes(*self._closing())
+        with contextlib.ExitStack() as closing:  # hooks stay on a model
+            if settings.mode:
+                self._attach(model, closing)
+            self._closes(closing.pop_all().close)
         for text in (*notes, *(text for detector in self._detectors for text in detector.warnings)):
             warnings.warn(f"Sentinel: {text}", stacklevel=2)
 
-    def _attach(self, model: nn.Module) -> None:
+    def _attach(self, model: nn.Module, closing: contextlib.ExitStack) -> None:
         _check_groups(model, self._ranks)
-        self._setup = Setup(model, self._options, self)
+        self._setup = setup = Setup(model, self._options, self)
+        if setup.record is not None:
+            closing.callback(setup.record.close)
         for make in DETECTORS:
-            detector = make(self._setup)
+            detector = make(setup)
             if detector is not None:
                 self._detectors.append(detector)
-
-    def _closing(self) -> list[Callable[[], None]]:
-        record = self._setup.record if self._setup is not None else None
-        return [*(detector.close for detector in self._detectors), *([record.close] if record is not None else [])]
+                closing.callback(detector.close)
 
     def micro_batch(self, batch: Any) -> Running[MicroBatch | None]:
         """A context manager around the forward and backward pass of one micro-batch; needed for replay only. Local.
@@ -315,10 +309,13 @@ class Sentinel(StepWatch):
 
     # -- one micro-batch ----------------------------------------------------------------------------------------------
 
+    @property
+    def _record(self) -> StepRecord | None:
+        return None if self._setup is None else self._setup.record
+
     def _begin(self, running: Running[MicroBatch | None], batch: Any) -> MicroBatch | None:
         self._refuse_micro_batch()
-        record = self._setup.record if self._setup is not None else None
-        micro_batch = None if record is None else record.begin(batch)
+        micro_batch = None if self._record is None else self._record.begin(batch)
         for detector in self._detectors:
             detector.begin()
         self._running = running
@@ -326,15 +323,14 @@ class Sentinel(StepWatch):
 
     def _end(self, error: BaseException | None) -> None:
         self._running = None
-        record = self._setup.record if self._setup is not None else None
         try:
             for detector in self._detectors:
                 detector.end(failed=error is not None)
-            if record is not None:
-                record.end()
+            if self._record is not None:
+                self._record.end()
                 if error is not None:
-                    record.micro_batches.pop()
-        except Exception as problem:  # the program's own error comes first; every rank hears of this one in `step`
+                    self._record.micro_batches.pop()
+        except Exception as problem:  # the program's own error comes first; `step` raises this one on every rank
             self._problem = problem
 
     # -- one step, as a question, by itself or among others ------------------------------------------------------------
@@ -344,7 +340,7 @@ class Sentinel(StepWatch):
         self._refuse_to_judge()
         try:
             self._step = self._step if step is None else checked_step(step, self._method)
-        except ConfigError as problem:  # of this rank alone, and the others are about to wait
+        except ConfigError as problem:  # on this rank alone, and the others are about to wait
             self._problem = problem
         try:
             self._evidence = [detector.suspicious(self._step) for detector in self._detectors]
@@ -355,22 +351,17 @@ class Sentinel(StepWatch):
 
     def _answer(self, sums: Sequence[float], group: Any) -> SentinelVerdict:
         disagreeing, suspecting = sums
-        self.verdict, is_judged = SentinelVerdict(self._step), False
+        self.verdict, verdict = SentinelVerdict(self._step), None
         try:
             if disagreeing:
                 self._agree()
-            if self._detectors:
-                self.verdict = self._judged(bool(suspecting))
-            elif self._problem is not None:  # in mode 0 nothing follows in which the others could hear of it
-                raise self._problem
-            is_judged = True
+            self.verdict = verdict = self._judged(bool(suspecting))
         finally:
-            self._conclude(self.verdict if is_judged else None)
+            self._conclude(verdict)
         self._step += 1
-        if not self.verdict.ok:
-            verdict = self.verdict
+        if not verdict.ok:
             marks.publish("sentinel", verdict.message, step=verdict.step, ranks=tuple(map(int, verdict.culprit_ranks)))
-        return self.verdict
+        return verdict
 
     def _drop(self) -> None:
         """The step was not judged, on any rank, also where it was not looked at: it does not count."""
@@ -380,11 +371,13 @@ class Sentinel(StepWatch):
         self._problem, self._evidence = None, []
         for detector in self._detectors:
             detector.conclude(verdict)
-        if self._setup is not None and self._setup.record is not None:
-            self._setup.record.clear()
+        if self._record is not None:
+            self._record.clear()
 
     def _judged(self, is_suspected: bool) -> SentinelVerdict:
-        """Collective."""
+        """Return the verdict. Collective, but in mode 0, where the other ranks could not raise this one's problem."""
+        if not self._detectors and self._problem is not None:
+            raise self._problem
 
         def suspicions() -> list[Any]:
             if self._problem is not None:
@@ -431,6 +424,6 @@ class Sentinel(StepWatch):
     def _agree(self) -> None:
         """Once, in every mode: a rank that is off would leave the others waiting."""
         names = self._setup.checkpoints.names if self._setup is not None else []
-        advice = "Every rank must make it alike, and have the same environment variables."
+        advice = "Every rank must make it with the same arguments, and have the same environment variables."
         trees = self._agree_on(self._options.to_tree(names), advice, where=self._where_text)
         self._where = {rank: tree["where"] for rank, tree in trees.items()}

@@ -33,7 +33,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("ddpstats")
 
 Pair = tuple[float, float]
+T = TypeVar("T")
 State = tuple[Tensor, ...]
 
 NORMAL, ERROR, WARNING = 0, 1, 2
@@ -59,17 +60,25 @@ _MODE_NAMES = (SENTINEL_MODE, "NPU_ASD_ENABLE")
 _UPPER_NAMES = (SENTINEL_UPPER_THRESH, "NPU_ASD_UPPER_THRESH")
 _SIGMA_NAMES = (SENTINEL_SIGMA_THRESH, "NPU_ASD_SIGMA_THRESH")
 _SIGMA: Pair = (1e5, 5e3)
-_SMALLEST = 3.0
+_SMALLEST, _LARGEST = 3.0, 3e38  # a larger number is infinity in float32
 _PAIR = re.compile(r"\s*([+-]?\d+)\s*,\s*([+-]?\d+)\s*", re.ASCII)
 
 _DECAY = 0.99
 _MOST_SKIPS = 16  # from the scale that a GradScaler begins with down to 1
-_SILENT_STEPS = 3
+_MOST_SILENT = 3
+_SILENCE = (
+    f"no checkpoint has given a value in the first {_MOST_SILENT} steps on this rank. Is the model compiled (inside "
+    "torch.compile there are no checkpoints), is step() called after backward(), and does micro_batch() go around it?"
+)
+_UNKNOWN_SCALE = (
+    "gradients are float16, or of an autocast to it, and there is no enabled scaler=, so their scale is not known: the "
+    "thresholds are off on this rank. Pass the GradScaler, or train in bfloat16 or float32."
+)
 
 
 @dataclass(frozen=True)
 class SentinelSettings:
-    """What `read_settings` read.
+    """Mode, detector and thresholds, as `read_settings` read them.
 
     Attributes:
         mode: 0 off; 1 report and go on; 2 report and stop; 3 as 2, and report normal values, too.
@@ -100,56 +109,50 @@ def read_settings(
     check_choice("detector", detector, list(RULES))
     rule, notes = RULES[detector], list[str]()
     if mode is None:
-        mode = _mode_of(environ, notes)
+        modes = {str(number): number for number in _MODES}
+        mode = _from_environ(_MODE_NAMES, environ, modes.get, None, f"one of {', '.join(modes)}", notes)
+        if mode is None:
+            notes.append(f"the sentinel is off: pass mode=1, 2 or 3, or set {SENTINEL_MODE} to one of them")
+            mode = 0
     elif type(mode) is not int or mode not in _MODES:
         raise ConfigError(f"mode={mode!r} is not understood; legal values: {', '.join(map(str, _MODES))}")
+    legal = f"two integers with a comma between them, the first above the second and both at least {_SMALLEST:.0f}"
     if upper_thresh is None:
-        upper_thresh = _pair_of(environ, _UPPER_NAMES, rule.upper_thresh, notes)
+        upper_thresh = _from_environ(_UPPER_NAMES, environ, _pair_in, rule.upper_thresh, legal, notes)
     if sigma_thresh is None:
-        sigma_thresh = _pair_of(environ, _SIGMA_NAMES, _SIGMA, notes) if detector == "v2" else _SIGMA
+        names = _SIGMA_NAMES if detector == "v2" else ()
+        sigma_thresh = _from_environ(names, environ, _pair_in, _SIGMA, legal, notes)
     upper, sigma = _checked("upper_thresh", upper_thresh), _checked("sigma_thresh", sigma_thresh)
     return SentinelSettings(mode, detector, upper, sigma, rule.min_steps), notes
 
 
-def _mode_of(environ: Mapping[str, str], notes: list[str]) -> int:
-    name, text = _first_set(_MODE_NAMES, environ)
-    if not text:
-        notes.append(f"no mode is set: the sentinel is off; pass mode=1, 2 or 3, or set {SENTINEL_MODE} to one of them")
-    elif text in map(str, _MODES):
-        return int(text)
-    else:
-        notes.append(f"{name}={text!r} is not one of 0, 1, 2 and 3: 0 is used, so the sentinel is off")
-    return 0
+def _from_environ(
+    names: Sequence[str],
+    environ: Mapping[str, str],
+    parse: Callable[[str], T | None],
+    default: T,
+    legal: str,
+    notes: list[str],
+) -> T:
+    """Return what the first variable says that is set; the default, with a note, where ``parse`` returns None."""
+    name, text = next(((name, environ[name].strip()) for name in names if environ.get(name, "").strip()), ("", ""))
+    value = parse(text)
+    if text and value is None:
+        notes.append(f"{name}={text!r} is not {legal}: the default is used instead")
+    return default if value is None else value
 
 
-def _pair_of(environ: Mapping[str, str], names: Sequence[str], default: Pair, notes: list[str]) -> Pair:
-    """Return two integers; what is below `_SMALLEST` becomes that."""
-    name, text = _first_set(names, environ)
-    if not text:
-        return default
+def _pair_in(text: str) -> Pair | None:
     match = _PAIR.fullmatch(text)
-    written = (float(match[1]), float(match[2])) if match else (math.nan, math.nan)
-    first, second = max(written[0], _SMALLEST), max(written[1], _SMALLEST)
-    used = (first, second) if math.inf > first > second else default
-    if used != written:
-        notes.append(
-            f"{name}={text!r} is not two integers with a comma between them, the first above the second and both at "
-            f"least {_SMALLEST:.0f}; {used[0]:.0f},{used[1]:.0f} is used instead"
-        )
-    return used
-
-
-def _first_set(names: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
-    texts = ((name, environ.get(name, "").strip()) for name in names)
-    return next(((name, text) for name, text in texts if text), ("", ""))
+    first, second = (float(match[1]), float(match[2])) if match else (0.0, 0.0)
+    return (first, second) if _LARGEST > first > second >= _SMALLEST else None
 
 
 def _checked(argument: str, pair: Any) -> Pair:
     is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(type(part) in (int, float) for part in pair)
-    if not is_pair or not 1e300 >= pair[0] > pair[1] > 0:
-        raise ConfigError(
-            f"{argument}={pair!r} is not understood; legal values: two finite numbers above 0, the first one larger"
-        )
+    if not is_pair or not _LARGEST > pair[0] > pair[1] > 0:
+        legal = f"two numbers above 0 and below {_LARGEST:g}, the first one larger"
+        raise ConfigError(f"{argument}={pair!r} is not understood; legal values: {legal}")
     return float(pair[0]), float(pair[1])
 
 
@@ -158,7 +161,7 @@ def _checked(argument: str, pair: Any) -> Pair:
 
 @dataclass(frozen=True)
 class Rule:
-    """What one detector computes. It serves any number of memories.
+    """Rules of one detector. They serve any number of memories.
 
     Attributes:
         start: name -> what a checkpoint remembers before any check: "pre" is the last value, and "checks" counts; what
@@ -217,8 +220,8 @@ def _compare_v2(values: Tensor, seen: Tensor, state: State, settings: SentinelSe
     jumps = (checks >= settings.min_steps) & (spread > 0) & (pre < math.inf)
     jump = torch.where(jumps, (values - pre).abs() / spread, 0)
     # The negation makes an error of NaN, too.
-    error = ~(values <= _limit(settings.upper_thresh[0])) | (jump > _limit(settings.sigma_thresh[0]))
-    warning = (values > _limit(settings.upper_thresh[1])) | (jump > _limit(settings.sigma_thresh[1]))
+    error = ~(values <= settings.upper_thresh[0]) | (jump > settings.sigma_thresh[0])
+    warning = (values > settings.upper_thresh[1]) | (jump > settings.sigma_thresh[1])
     learned = torch.where(seen & ~error, values, math.nan)  # which fmin and fmax pass over
     return error, warning, (torch.fmin(low, learned), torch.fmax(high, learned))
 
@@ -238,17 +241,12 @@ def _compare_v3(values: Tensor, seen: Tensor, state: State, settings: SentinelSe
     has_past = (normal >= settings.min_steps) & (average != 0)
     mean = torch.where(has_past, average / filled, math.inf)  # which nothing is a multiple of
     excess = torch.minimum(values, (values - pre).abs())  # a high value that stays is an error only once
-    error = ~(values < math.inf) | (excess > mean * _limit(settings.upper_thresh[0]))
-    warning = values > mean * _limit(settings.upper_thresh[1])
+    error = ~(values < math.inf) | (excess > mean * settings.upper_thresh[0])
+    warning = values > mean * settings.upper_thresh[1]
     # A zero says nothing of the size of other values: the layer had no part in the loss.
     learned = seen & (values != 0) & ~(error | warning)
     average = torch.where(learned, average * _DECAY + values * (1 - _DECAY), average)
     return error, warning, (average, normal + learned)
-
-
-def _limit(threshold: float) -> float:
-    """Return what a float32 can be above; a large number would become infinity there."""
-    return min(threshold, torch.finfo(torch.float32).max)
 
 
 _V2_VALUES = "val = [{value:f}], pre_val = [{pre:f}], min_val = [{min:f}], max_val = [{max:f}], step = [{checks:.0f}]"
@@ -300,7 +298,7 @@ RULES: Mapping[str, Rule] = {
 
 @dataclass(frozen=True)
 class Check:
-    """One value of one checkpoint, and what it was compared with.
+    """One value of a checkpoint, and the memory that it was compared with.
 
     Attributes:
         rank: global rank.
@@ -360,9 +358,9 @@ class Thresholds(Detector):
         self._alarmed: frozenset[int] = frozenset()  # the ranks with an alarm in the step before
         self._state: State | None = None
         self._next: State | None = None
-        self._is_off = False
         self._skips = 0  # steps in a row that the GradScaler left out
-        self._silent = 0  # steps without any value, from the first one on
+        self._silent_steps: int | None = 0  # since the first step; None once a value came
+        self._is_off = False
 
     def begin(self) -> None:
         self._checkpoints.begin()
@@ -407,77 +405,49 @@ class Thresholds(Detector):
         Reads one tensor from the device, and with a GradScaler its scale, too.
         """
         micro_batches, scale = self._checkpoints.take(), self._setup.scale()
-        if self._lacks_scale(scale):
+        if self._checkpoints.in_float16 and scale is None:
+            if not self._is_off:
+                warnings.warn(f"Sentinel: {_UNKNOWN_SCALE}", stacklevel=2)
+            self._is_off = True
             return []
-        state, tables, calls = self._state, list[Tensor](), list[tuple[int, dict[int, Tensor]]]()
-        for micro, values in enumerate(micro_batches):
-            for call in _calls(values):
-                _, state, table = self._compared(call, state, scale)
-                tables.append(table)
-                calls.append((micro, call))
-        self._next = state
-        self._notice_silence(bool(tables))
-        checks, all_finite = list[Check](), True
-        rows: list[list[list[float]]] = torch.stack(tables).tolist() if tables else []
-        for by_checkpoint, (micro, call) in zip(rows, calls, strict=True):
-            for index in call:
-                value, *memory, level = by_checkpoint[index]
-                all_finite &= math.isfinite(value)
-                if level != NORMAL or (self._settings.mode == 3 and math.isfinite(value)):
-                    remembered = dict(zip(self._rule.start, memory, strict=True))
-                    name, rank = self._checkpoints.names[index], self._setup.rank
-                    checks.append(Check(rank, name, step, micro, int(level), value, remembered))
-        self._skips = 0 if all_finite else self._skips + 1
+        self._next, rows = self._compare(micro_batches, scale)
+        self._silent_steps = None if rows or self._silent_steps is None else self._silent_steps + 1
+        if self._silent_steps == _MOST_SILENT:  # a sentinel that sees nothing must not look like one that finds nothing
+            warnings.warn(f"Sentinel: {_SILENCE}", stacklevel=2)
+        self._skips = 0 if all(math.isfinite(row[0]) for _, _, row in rows) else self._skips + 1
+        checks = []
+        for micro, index, (value, *memory, level) in rows:
+            if level != NORMAL or (self._settings.mode == 3 and math.isfinite(value)):
+                name, remembered = self._checkpoints.names[index], dict(zip(self._rule.start, memory, strict=True))
+                checks.append(Check(self._setup.rank, name, step, micro, int(level), value, remembered))
         return checks
 
     def _has_error(self, values: Values) -> bool:
         """Return whether any value of a rerun of this step is an error. Local."""
-        state, scale = self._state, self._setup.scale()
-        for call in _calls(values):
-            levels, state, _ = self._compared(call, state, scale)
-            if bool((levels == ERROR).any()):
-                return True
-        return False
+        return any(row[-1] == ERROR for _, _, row in self._compare([values], self._setup.scale())[1])
 
-    def _compared(
-        self, call: Mapping[int, Tensor], state: State | None, scale: float | None
-    ) -> tuple[Tensor, State, Tensor]:
-        """Return levels, the memory afterwards, and the table of at most one value of each checkpoint."""
-        count = len(self._checkpoints.names)
-        state = state or self._rule.fresh(count, next(iter(call.values())).device)
-        device = state[0].device  # a model may be on several
-        missing = torch.full((), -1.0, device=device)
-        column = [call.get(index, missing).to(device, non_blocking=True) for index in range(count)]
-        values = torch.stack(column)
-        seen = ~(values < 0)
-        if scale is not None:
-            values = values / (scale if self._settings.detector == "v2" else scale * scale)
-            if self._skips < _MOST_SKIPS - 1:
-                seen = seen & values.isfinite()
-        levels, after = self._rule.check(values, seen, state, self._settings)
-        return levels, after, self._rule.table(values, levels, state)
-
-    def _notice_silence(self, has_values: bool) -> None:
-        """Warn once: a sentinel that sees nothing must not look like one that finds nothing."""
-        self._silent = -1 if has_values or self._silent < 0 else self._silent + 1
-        if self._silent == _SILENT_STEPS:
-            warnings.warn(
-                f"Sentinel: no checkpoint has given a value in the first {_SILENT_STEPS} steps on this rank. Is the "
-                "model compiled (inside torch.compile there are no checkpoints), is step() called after backward(), "
-                "and does micro_batch() go around it?",
-                stacklevel=2,
-            )
-
-    def _lacks_scale(self, scale: float | None) -> bool:
-        if self._checkpoints.in_float16 and scale is None and not self._is_off:
-            self._is_off = True
-            warnings.warn(
-                "Sentinel: gradients are float16, or of an autocast to it, and there is no enabled scaler=, so their "
-                "scale is not known: the thresholds are off on this rank. Pass the GradScaler, or train in bfloat16 or "
-                "float32.",
-                stacklevel=2,
-            )
-        return self._is_off
+    def _compare(
+        self, micro_batches: Sequence[Values], scale: float | None
+    ) -> tuple[State | None, list[tuple[int, int, list[float]]]]:
+        """Return the memory afterwards; and of each value its micro-batch, checkpoint and table row."""
+        state, count = self._state, len(self._checkpoints.names)
+        tables, origins = list[Tensor](), list[tuple[int, dict[int, Tensor]]]()
+        for micro, call in ((micro, call) for micro, values in enumerate(micro_batches) for call in _calls(values)):
+            state = state or self._rule.fresh(count, next(iter(call.values())).device)
+            device = state[0].device  # a model may be on several
+            missing = torch.full((), -1.0, device=device)
+            values = torch.stack([call.get(index, missing).to(device, non_blocking=True) for index in range(count)])
+            seen = ~(values < 0)
+            if scale is not None:
+                values = values / (scale if self._settings.detector == "v2" else scale * scale)
+                if self._skips < _MOST_SKIPS - 1:
+                    seen = seen & values.isfinite()
+            levels, after = self._rule.check(values, seen, state, self._settings)
+            tables.append(self._rule.table(values, levels, state))
+            origins.append((micro, call))
+            state = after
+        rows = torch.stack(tables).tolist() if tables else []
+        return state, [(micro, i, table[i]) for table, (micro, call) in zip(rows, origins, strict=True) for i in call]
 
 
 def _calls(values: Values) -> list[dict[int, Tensor]]:

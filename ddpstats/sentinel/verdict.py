@@ -14,11 +14,11 @@ Gathered = Callable[[Callable[[], Any], str], dict[int, Any]]
 
 @dataclass(frozen=True)
 class SentinelFinding:
-    """One thing that one layer found.
+    """A finding of one layer.
 
     Attributes:
         layer: which.
-        culprit_ranks: global ranks where it arose, ascending; empty where that cannot be told, and the text says why.
+        culprit_ranks: global ranks where it arose, ascending; empty where that is unknown, and the text says why.
         name: of the module, parameter, buffer or operator that shows it.
         text: all of it, in words.
         value: what was measured, where it is one number.
@@ -33,7 +33,7 @@ class SentinelFinding:
 
 @dataclass(frozen=True)
 class SentinelVerdict:
-    """On one training step.
+    """The verdict on one training step.
 
     Attributes:
         step: its number.
@@ -47,22 +47,22 @@ class SentinelVerdict:
 
     @property
     def ok(self) -> bool:
-        """Whether no layer found anything."""
+        """Return whether no layer found anything."""
         return not self.findings
 
     @property
     def culprit_ranks(self) -> tuple[int, ...]:
-        """Of all findings, ascending."""
+        """Return the culprit ranks of all findings, ascending."""
         return tuple(sorted({rank for finding in self.findings for rank in finding.culprit_ranks}))
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """That found something, each once."""
+        """Return the names of the layers that found something, each once."""
         return tuple(dict.fromkeys(finding.layer for finding in self.findings))
 
     @property
     def message(self) -> str:
-        """Several lines; empty where all is well."""
+        """Return the verdict in several lines; empty where all is well."""
         if self.ok:
             return ""
         lines = [f"step {self.step}, found by the sentinel:"]
@@ -126,12 +126,12 @@ _SHOWN_RANKS = 8
 
 
 def finding_of(
-    layer: str, what: str, told: Mapping[int, Mapping[str, Any]], more: Sequence[str] = ()
+    layer: str, what: str, reports: Mapping[int, Mapping[str, Any]], more: Sequence[str] = ()
 ) -> SentinelFinding | None:
-    """``told``: name, text and value, by rank; None without any. ``more``: lines at the end."""
-    if not told:
+    """Return the finding of ``reports`` (name, text and value, by rank), or None. ``more``: lines at the end."""
+    if not reports:
         return None
-    lines = [f"{ranks_text(told)}: {what}"]
-    lines += [f"  rank {rank}: {tree['text']}" for rank, tree in list(told.items())[:_SHOWN_RANKS]]
-    first = told[min(told)]
-    return SentinelFinding(layer, tuple(sorted(told)), first["name"], "\n".join([*lines, *more]), first["value"])
+    lines = [f"{ranks_text(reports)}: {what}"]
+    lines += [f"  rank {rank}: {tree['text']}" for rank, tree in list(reports.items())[:_SHOWN_RANKS]]
+    first = reports[min(reports)]
+    return SentinelFinding(layer, tuple(sorted(reports)), first["name"], "\n".join([*lines, *more]), first["value"])

@@ -9,7 +9,7 @@ import pytest
 from ddpstats import ConfigError
 from ddpstats.sentinel.thresholds import Pair, SentinelSettings, read_settings
 
-NOT_SET = "no mode is set: the sentinel is off; pass mode=1, 2 or 3, or set DDPSTATS_SENTINEL_MODE to one of them"
+NOT_SET = "the sentinel is off: pass mode=1, 2 or 3, or set DDPSTATS_SENTINEL_MODE to one of them"
 
 
 def read(
@@ -65,15 +65,14 @@ def test_a_bad_variable_does_not_fall_through_to_its_alias() -> None:
     environ = {"DDPSTATS_SENTINEL_MODE": "on", "NPU_ASD_ENABLE": "2"}
     settings, warnings = read(environ)
     assert settings.mode == 0
-    assert warnings == ["DDPSTATS_SENTINEL_MODE='on' is not one of 0, 1, 2 and 3: 0 is used, so the sentinel is off"]
+    assert warnings == ["DDPSTATS_SENTINEL_MODE='on' is not one of 0, 1, 2, 3: the default is used instead", NOT_SET]
 
 
 @pytest.mark.parametrize("text", ["4", "-1", "1.5", "true", "1e0", "٣", "1_0", "9" * 5000])
 def test_a_mode_that_is_none_switches_off_with_a_warning(text: str) -> None:
-    settings, (warning,) = read({"NPU_ASD_ENABLE": text})
+    settings, warnings = read({"NPU_ASD_ENABLE": text})
     assert settings.mode == 0
-    assert warning.startswith("NPU_ASD_ENABLE=")
-    assert warning.endswith("0 is used, so the sentinel is off")
+    assert warnings == [f"NPU_ASD_ENABLE={text!r} is not one of 0, 1, 2, 3: the default is used instead", NOT_SET]
 
 
 @pytest.mark.parametrize("text", ["100,21", " +100 ,\t021 "])
@@ -87,30 +86,24 @@ RULE = "is not two integers with a comma between them, the first above the secon
 @pytest.mark.parametrize(
     "text",
     [
-        *["1000", "3000,20,10", "100.5,10", "100,", "1e6,1e4", "nan,inf", "1" * 400 + ",10", "10,100", "10,10"],
-        *["2,1", "-7,-8"],
+        *["1000", "3000,20,10", "100.5,10", "100,", "1e6,1e4", "nan,inf", "1" * 40 + ",10", "10,100", "10,10"],
+        *["2,1", "-7,-8", "100,-5"],
     ],
 )
 def test_both_thresholds_fall_back_where_one_cannot_be_used(text: str) -> None:
     settings, warnings = read({"NPU_ASD_UPPER_THRESH": text, "NPU_ASD_SIGMA_THRESH": text}, mode=1)
     assert (settings.upper_thresh, settings.sigma_thresh) == ((1e6, 1e4), (1e5, 5e3))
     assert warnings == [
-        f"NPU_ASD_UPPER_THRESH={text!r} {RULE}; 1000000,10000 is used instead",
-        f"NPU_ASD_SIGMA_THRESH={text!r} {RULE}; 100000,5000 is used instead",
+        f"NPU_ASD_UPPER_THRESH={text!r} {RULE}: the default is used instead",
+        f"NPU_ASD_SIGMA_THRESH={text!r} {RULE}: the default is used instead",
     ]
-
-
-def test_a_small_threshold_becomes_3_and_a_warning_says_so() -> None:
-    settings, warnings = read({"NPU_ASD_UPPER_THRESH": "100,-5"}, mode=1)
-    assert settings.upper_thresh == (100.0, 3.0)
-    assert warnings == [f"NPU_ASD_UPPER_THRESH='100,-5' {RULE}; 100,3 is used instead"]
 
 
 def test_for_v3_the_upper_thresholds_are_multiples_and_the_sigma_ones_are_ignored() -> None:
     environ = {"NPU_ASD_UPPER_THRESH": "5000,50", "NPU_ASD_SIGMA_THRESH": "nonsense"}
     assert read(environ, mode=1, detector="v3") == (SentinelSettings(1, "v3", (5000.0, 50.0), (1e5, 5e3), 10), [])
-    _, warnings = read({"NPU_ASD_UPPER_THRESH": "5,50"}, mode=1, detector="v3")
-    assert warnings[0].endswith("1000000,100 is used instead")
+    settings, warnings = read({"NPU_ASD_UPPER_THRESH": "5,50"}, mode=1, detector="v3")
+    assert (settings.upper_thresh, len(warnings)) == ((1e6, 100.0), 1)
 
 
 @pytest.mark.parametrize("mode", [True, False, 4, -1, 1.0, "1", "strict"])
@@ -128,7 +121,17 @@ def test_a_bad_detector_argument_is_an_error() -> None:
 @pytest.mark.parametrize(
     "pair",
     [
-        *[(1, 2), (1, 1), (1, 0), (1, -1), (float("inf"), 1), (float("nan"), 1), (2, float("nan")), (10**400, 1)],
+        *[
+            (1, 2),
+            (1, 1),
+            (1, 0),
+            (1, -1),
+            (float("inf"), 1),
+            (float("nan"), 1),
+            (2, float("nan")),
+            (1e39, 1),
+            (10**400, 1),
+        ],
         *[(), (1,), (3, 2, 1), 5, "21", ("2", "1"), (True, 0.5), (2j, 1), (None, 1)],
     ],
 )
@@ -136,4 +139,4 @@ def test_a_bad_detector_argument_is_an_error() -> None:
 def test_a_bad_threshold_argument_is_an_error(argument: str, pair: Any) -> None:
     with pytest.raises(ConfigError) as raised:
         read(mode=1, **{argument: pair})
-    assert str(raised.value).startswith(f"{argument}_thresh={pair!r} is not understood; legal values: two finite")
+    assert str(raised.value).startswith(f"{argument}_thresh={pair!r} is not understood; legal values: two numbers")
