@@ -34,7 +34,7 @@ from ddpstats._observe.operators import Collective
 from ddpstats._observe.torch_compat import in_backward
 from ddpstats._rerun.codec import from_plain, to_plain
 from ddpstats._rerun.record import MicroBatch, Packet, StepRecord, plain_packet
-from ddpstats._rerun.state import Autocast, RandomState, as_in, place_text, put_back, set_buffers, switches
+from ddpstats._rerun.state import Autocast, RandomState, as_in, put_back, set_buffers, switches
 from ddpstats.errors import BundleError, ConfigError
 
 Step = Callable[[nn.Module, Any], Any]
@@ -54,7 +54,7 @@ class RunSettings:
 
 @contextmanager
 def alone(what: str, device: torch.device) -> Iterator[None]:
-    """One rank runs ``what``, the user's function, while the others wait; the random state is put back afterwards.
+    """Run ``what``, the user's function, on one rank while the others wait; put the random state back afterwards.
 
     No collective may run in this thread, or in a backward pass: `ConfigError`. Those of other threads, such as a
     checkpoint that is written meanwhile on a group of its own, go on as they do.
@@ -89,12 +89,12 @@ class Runner:
         self._module, self._step, self._name, self._settings, self._whose = module, step, name, settings, whose
 
     def batch(self, packet: Packet) -> Any:
-        """A copy of its own, on the device and in the precision of the run. Raises `BundleError` for what is none."""
+        """Return a copy of the batch, on the device and in the precision of the run. Raises `BundleError`."""
         return from_plain(packet.batch, self._settings.device, WIDER.get(self._settings.precision))
 
     @contextmanager
     def as_kept(self, packet: Packet) -> Iterator[None]:
-        """Around forward and backward pass: checkpointing computes forward passes in the backward pass.
+        """Set what the micro-batch had, around forward and backward pass: checkpointing runs forward passes in it.
 
         Raises:
             BundleError: the random state is none.
@@ -110,7 +110,7 @@ class Runner:
             yield
 
     def loss(self, packet: Packet, batch: Any) -> Tensor:
-        """The step's loss times the trainer's factor: one element.
+        """Return the step's loss times the trainer's factor: one element.
 
         Raises:
             ConfigError: it is no loss. And what the user's step raises.
@@ -123,15 +123,10 @@ class Runner:
             if value.numel() == 1:
                 return value
             what = f"a tensor of shape {tuple(value.shape)}"
-        hint = ""
-        if isinstance(value, Mapping) and "loss" in value:
-            hint = ": return its entry 'loss'"
-        elif isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor):
-            hint = ": return its first element, if that is the loss"
-        raise ConfigError(f"{self._name} must return the loss, a tensor of one element, and it returned {what}{hint}")
+        raise ConfigError(f"{self._name} must return the loss, a tensor of one element, and it returned {what}")
 
     def scaled(self, loss: Tensor, scale: float) -> Tensor:
-        """``loss`` times a GradScaler's ``scale``, to be differentiated. Raises `ConfigError` where it cannot be."""
+        """Return ``loss`` times a GradScaler's ``scale``, to be differentiated. Raises `ConfigError`."""
         if not loss.requires_grad:
             raise ConfigError(
                 f"{self._name} returned a loss that no parameter has a part in: was it detached, or under no_grad?"
@@ -141,7 +136,7 @@ class Runner:
     def _autocast(self, kept: Autocast | None) -> AbstractContextManager[None]:
         kind, precision = self._settings.device.type, self._settings.precision
         if precision in WIDER:
-            return _without_autocast()
+            return self._under(None, False)  # also where the user's step asks for it around the module
         if precision == "amp":
             default = torch.bfloat16 if kind == "cpu" else torch.float16
             own = kept.dtype if kept is not None and kept.enabled else default
@@ -174,7 +169,7 @@ class _Refusing:
 
 @contextmanager
 def _forward_under(model: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Every forward pass of ``model`` runs under a new ``context()``; what the step does around it does not."""
+    """Run every forward pass of ``model`` under a new ``context()``; what the step does around it is not."""
     forward, own = model.forward, "forward" in vars(model)
 
     def wrapped(*args: Any, **named: Any) -> Any:
@@ -191,29 +186,13 @@ def _forward_under(model: nn.Module, context: Callable[[], AbstractContextManage
             del model.forward
 
 
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    """Also where the user's step asks for it."""
-    enter = torch.autocast.__enter__
-
-    def disabled(self: Any) -> Any:
-        self._enabled = False
-        return enter(self)  # type: ignore[no-untyped-call]
-
-    torch.autocast.__enter__ = disabled  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
-
-
 class BatchChanged(ConfigError):
     """Raised for a micro-batch whose batch was changed in place. From the next one on, copies are kept."""
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """What one rerun of a packet gave.
+    """The result of one rerun of a packet.
 
     Attributes:
         losses: of each micro-batch, without a GradScaler's scale.
@@ -230,39 +209,19 @@ class Reruns:
     """Packs and runs micro-batches of the step under way on the module in use. Local.
 
     Args:
-        record: of the step; its module is what runs.
+        record: of the step under way; its module is what runs.
         step: ``fn(module, batch)``, returns what ``backward()`` was called on, before a GradScaler's scale.
         name: of ``step``, for messages.
         scale: of the GradScaler, now; 1.0 without.
     """
 
     def __init__(self, record: StepRecord, step: Step, name: str, scale: Callable[[], float]) -> None:
-        self._record, self._step, self._name, self._scale = record, step, name, scale
-
-    @property
-    def device(self) -> torch.device:
-        """The module's device."""
-        return self._record.device
-
-    @property
-    def micro_batches(self) -> list[MicroBatch]:
-        """The micro-batches of the step so far."""
-        return self._record.micro_batches
+        self.record, self._step, self._name, self._scale = record, step, name, scale
 
     @property
     def names(self) -> list[str]:
-        """The names of the parameters that `Rerun.gradients` are of."""
-        return [name for name, parameter in self._record.module.named_parameters() if parameter.requires_grad]
-
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """The buffers as before the step."""
-        return dict(self._record.buffers or {})
-
-    @property
-    def place(self) -> str:
-        """Host, process and device, in words."""
-        return place_text(self._record.module)
+        """Return the names of the parameters that `Rerun.gradients` are of."""
+        return [name for name, parameter in self.record.module.named_parameters() if parameter.requires_grad]
 
     def pack(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
         """Return micro-batches as plain data, for `run` on any rank that has the same parameters.
@@ -276,19 +235,20 @@ class Reruns:
                 raise BatchChanged(f"{path} was changed in place during the step")
             factor = None if micro.factor is None else micro.factor.detach().cpu()  # with the scale in it
             packed.append(plain_packet(micro, to_plain(micro.batch), factor))
-        return {"micro_batches": packed, "buffers": self.buffers, "scale": self._scale(), "switches": switches()}
+        buffers = dict(self.record.buffers or {})
+        return {"micro_batches": packed, "buffers": buffers, "scale": self._scale(), "switches": switches()}
 
     def run(self, packet: Mapping[str, Any]) -> Rerun:
         """Run what `pack` made. Raises what the user's step raises; ConfigError if it returns no loss, or communicates.
 
         Buffers that ``packet`` does not bring are those of this rank's own step.
         """
-        module, losses, compiled = self._record.module, list[Tensor](), False
-        runner = Runner(module, self._step, self._name, RunSettings(self.device), "the micro-batch that is run again")
+        module, device, losses, compiled = self.record.module, self.record.device, list[Tensor](), self.is_compiled
+        runner = Runner(module, self._step, self._name, RunSettings(device), "the micro-batch that is run again")
         wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
         total: list[Tensor | None] = [None] * len(wanted)
-        with alone(self._name, self.device), put_back(module), as_in(packet["switches"]):
-            set_buffers(module, {**self.buffers, **packet["buffers"]})
+        with alone(self._name, device), put_back(module), as_in(packet["switches"]):
+            set_buffers(module, {**(self.record.buffers or {}), **packet["buffers"]})
             for micro in map(Packet.from_plain, packet["micro_batches"]):
                 batch = runner.batch(micro)
                 with runner.as_kept(micro):
@@ -298,13 +258,13 @@ class Reruns:
                     gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, wanted, allow_unused=True)
                 losses.append(loss.detach() / packet["scale"])
                 total = [a if b is None else b if a is None else a + b for a, b in zip(total, gradients, strict=True)]
-        return Rerun(losses, total, compiled or self.is_compiled)
+        return Rerun(losses, total, compiled)
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the module's forward pass was compiled in this step, or a part of it is TorchScript."""
-        is_script = any(isinstance(part, torch.jit.ScriptModule) for part in self._record.module.modules())
-        return is_script or any(micro.compiled for micro in self.micro_batches)
+        """Return whether the module's forward pass was compiled in this step, or a part of it is TorchScript."""
+        is_script = any(isinstance(part, torch.jit.ScriptModule) for part in self.record.module.modules())
+        return is_script or any(micro.compiled for micro in self.record.micro_batches)
 
 
 def _has_compiled_part(loss: Tensor) -> bool:

@@ -27,6 +27,7 @@ from ddpstats._observe.gradients import GradientWatch
 from ddpstats._rerun.blame import Cause, Gathered, blame, cause_of, from_rank_on, hand_out
 from ddpstats._rerun.record import scale_of, walk
 from ddpstats._rerun.run import Rerun, Reruns
+from ddpstats._rerun.state import place_text
 
 Policy = Literal["stop", "skip", "continue"]
 Kind = Literal["ok", "nonfinite", "overflow", "scaler_skip", "scaler_skips"]
@@ -275,7 +276,7 @@ def find_cause(
     peer = next(iter([*finite, *peers]), None)
 
     def packed() -> dict[str, Any]:
-        micro_batches = reruns.micro_batches
+        micro_batches = reruns.record.micro_batches
         losses = [None if micro.loss is None else torch.as_tensor(micro.loss).sum().item() for micro in micro_batches]
         bad = [
             f"{path} of micro-batch {index}"
@@ -283,7 +284,13 @@ def find_cause(
             for path, leaf in walk(micro.batch)
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all())
         ]
-        return {**reruns.pack(micro_batches), "losses": losses, "norms": dict(norms), "bad": bad, "host": reruns.place}
+        return {
+            **reruns.pack(micro_batches),
+            "losses": losses,
+            "norms": dict(norms),
+            "bad": bad,
+            "host": place_text(reruns.record.module),
+        }
 
     packet = hand_out(gathered, rank == culprit, culprit, packed)
     if "error" in packet:

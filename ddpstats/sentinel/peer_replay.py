@@ -139,7 +139,7 @@ class PeerReplay:
 
     def _offer(self, own: list[dict[str, Any]]) -> dict[str, Any]:
         """Return what can be handed out, or why nothing can; the packet goes into ``own``."""
-        micro_batches = self._reruns.micro_batches[:1]
+        micro_batches = self._reruns.record.micro_batches[:1]
         if not micro_batches:
             return _nothing("no micro_batch(): put `with sentinel.micro_batch(batch):` around each of them")
         try:
@@ -445,7 +445,7 @@ def explain_alarm(
     """
 
     def packed() -> dict[str, Any]:
-        micro_batches = reruns.micro_batches[micro_batch : micro_batch + 1]
+        micro_batches = reruns.record.micro_batches[micro_batch : micro_batch + 1]
         if not micro_batches:
             raise ConfigError("it did not run inside micro_batch()")
         return reruns.pack(micro_batches)
