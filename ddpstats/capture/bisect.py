@@ -29,7 +29,7 @@ import linecache
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -69,17 +69,25 @@ _HEADLINES = {
 }
 
 
+class Frame(NamedTuple):
+    """A line of the user's program."""
+
+    file: str
+    line: int
+    function: str
+
+
 class CallSite(NamedTuple):
     """The module whose forward pass was running, with its class, and the user's frames, innermost last."""
 
     module: str | None = None
     module_class: str | None = None
-    frames: tuple[tuple[str, int, str], ...] = ()
+    frames: tuple[Frame, ...] = ()
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value that is not finite comes from.
+    """The operation or the source from which a value that is not finite comes.
 
     Attributes:
         kind: ``operation`` made it of finite inputs; ``put``: an infinity or uninitialized memory, on purpose;
@@ -95,8 +103,10 @@ class Origin:
     order: int
     what: str
     micro_batch: int
-    site: CallSite
     autograd_node: str | None
+    module: str | None
+    module_class: str | None
+    frames: tuple[Frame, ...]
     inputs: list[dict[str, Any] | str]
     outputs: list[dict[str, Any]]
 
@@ -152,7 +162,7 @@ class OperationTracer:
             has_positive = bool((tensor.detach() == math.inf).any())
             kind = PUT if may_be_mask(has_nan=has_nan, has_positive_infinity=has_positive) else SOURCE
             outputs = [tensor_stats(tensor)]
-            origin = Origin(kind, self._operations, what, self.micro_batch, CallSite(), None, [], outputs)
+            origin = Origin(kind, self._operations, what, self.micro_batch, None, *CallSite(), [], outputs)
             self._set(tensor, Mark(origin))
 
     def mark_of(self, tensor: Tensor) -> Mark | None:
@@ -184,7 +194,7 @@ class OperationTracer:
             elif mark is None or (born_here and mark.origin.kind == PUT):
                 kind, shown = _kind(func, args, kwargs, inputs, born_here), _shown(args, kwargs, before)
                 stats = [tensor_stats(output)]
-                origin = Origin(kind, self._operations, str(func), self.micro_batch, site, node, shown, stats)
+                origin = Origin(kind, self._operations, str(func), self.micro_batch, node, *site, shown, stats)
                 self._set(output, Mark(origin))
             elif not _is_view_of_input(inputs, output):
                 self._set(output, Mark(mark.origin, str(func), mark))
@@ -307,11 +317,11 @@ def _shown(args: Any, kwargs: Any, before: dict[int, dict[str, Any]]) -> list[di
     return [(before.get(id(leaf)) or tensor_stats(leaf)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
 
 
-def _frames() -> tuple[tuple[str, int, str], ...]:
+def _frames() -> tuple[Frame, ...]:
     """Return the program's frames, innermost last, up to what calls the step; without generated code."""
     frames = (frame for frame in step_frames() if not frame.f_code.co_filename.startswith("<"))
-    sites = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames]
-    return tuple(reversed(sites[:_MOST_FRAMES]))
+    lines = [Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames]
+    return tuple(reversed(lines[:_MOST_FRAMES]))
 
 
 # -- statistics of a tensor -------------------------------------------------------------------------------------------
@@ -408,21 +418,11 @@ class Search:
 
 
 def _origin_json(origin: Origin) -> dict[str, Any]:
-    site = origin.site
-    return {
-        "kind": origin.kind,
-        "what": origin.what,
-        "micro_batch": origin.micro_batch,
+    return asdict(origin) | {
         "direction": "forward" if origin.autograd_node is None else "backward",
-        "autograd_node": origin.autograd_node,
-        "module": site.module,
-        "module_class": site.module_class,
         "frames": [
-            {"file": file, "line": line, "function": name, "source": linecache.getline(file, line).strip()}
-            for file, line, name in site.frames
+            frame._asdict() | {"source": linecache.getline(frame.file, frame.line).strip()} for frame in origin.frames
         ],
-        "inputs": origin.inputs,
-        "outputs": origin.outputs,
     }
 
 

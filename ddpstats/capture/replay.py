@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises `BundleError` for the bundle, `ConfigError` for everything else that keeps it from running."""
+    """Raises `BundleError` for the bundle, `ConfigError` for everything that keeps the step from running."""
     if args.repeat < 1:
         raise ConfigError(f"--repeat {args.repeat}: at least one run is needed")
     with _stdout_to_stderr() if args.json else contextlib.nullcontext():
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Keep the one JSON object apart from what the step prints in Python, by number, and in C."""
+    """Keep what the step prints, in Python, by number, or in C, out of the one JSON object."""
     sys.stdout.flush()
     saved = os.dup(1)
     try:
@@ -106,7 +106,7 @@ def _replay(args: argparse.Namespace) -> dict[str, Any]:
         factory, step = _imported("--model", args.model), _imported("--step", args.step)
         with _users_errors(f"--model {args.model}"):
             model = factory()
-        replay = Replay(model, step, part, parameters, settings, raises=bundle.manifest.reason == "exception")
+        replay = Replay(model, step, part, parameters, settings)
         outcomes = []
         for _ in range(args.repeat):
             collectives.clear()  # the factory's own are not the step's
@@ -195,7 +195,8 @@ class _Echo:
             raise ConfigError(f"the step calls {call.op}: a replay has one rank only, without a peer; leave it out")
         if call.operator.combines and call.reduce_op not in ("sum", "product", "avg", "min", "max", "band", "bor"):
             raise ConfigError(
-                f"the step calls {call.op} with the reduction {call.reduce_op}, which one rank alone cannot answer"
+                f"the step calls {call.op} with the reduction {call.reduce_op}, which one rank alone cannot answer; "
+                "before torch 2.10 it is not known"
             )
         self.counts[call.op] += 1
 
@@ -306,7 +307,6 @@ class Replay:
         step: the user's ``fn(model, batch)``.
         part: the rank's part of the bundle.
         parameters: by name.
-        raises: the capture's step raised, so its last micro-batch is run to the end, if it gets there.
 
     Attributes:
         part: the rank's part, with names as if nothing had gone through torch.compile.
@@ -324,8 +324,6 @@ class Replay:
         part: RankPart,
         parameters: dict[str, Tensor],
         settings: RunSettings,
-        *,
-        raises: bool = False,
     ) -> None:
         from torch import nn
 
@@ -333,7 +331,7 @@ class Replay:
 
         if not isinstance(model, nn.Module):
             raise ConfigError(f"--model returned a {type(model).__name__}, not a torch.nn.Module")
-        self.part, self.model, self._settings, self._raises = _with_plain_names(part), model, settings, raises
+        self.part, self.model, self._settings = _with_plain_names(part), model, settings
         self._parameters = _plain(parameters.items())
         self._runner = Runner(model, step, "--step", settings, f"rank {part.rank}")
         self.notes = self._check_batches() + _adapt(model, settings.device)
@@ -375,7 +373,7 @@ class Replay:
         from ddpstats._observe.gradient_norms import elements, held_values, measure, parts_of
 
         batch, named, tensors = self._runner.batch(micro), self.named_parameters(), outcome.tensors
-        arrived, has_backward = set[str](), micro.norms is not None or self._raises
+        arrived, has_backward = set[str](), micro.norms is not None or self.part.error is not None
         handles = [
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.add(name))  # type: ignore[no-untyped-call]
             for name, parameter in named.items()

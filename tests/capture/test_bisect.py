@@ -177,20 +177,21 @@ def test_reentrant_checkpointing_of_a_function(
 def test_nodes_of_two_threads_that_have_one_number_are_not_confused() -> None:
     """A device's backward pass is a thread, which numbers the nodes of a recomputed forward pass from 0 on."""
     model = replay_models.ReentrantBackward()
-    tracer, losses = OperationTracer(model), []
+    tracer, results = OperationTracer(model), list[Any]()
 
-    def watched(run: Callable[[], object]) -> None:
+    def watched(run: Callable[[], Any]) -> None:
         with tracer.watching():
-            losses.append(run())
+            results.append(run())
 
-    for run in (lambda: model(FINE["x"]).sum(), lambda: losses[0].backward()):
+    for run in (lambda: model(FINE["x"]).sum(), lambda: results[0].backward()):
         thread = threading.Thread(target=watched, args=(run,))
         thread.start()
         thread.join()
+    assert model.layer.weight.grad is not None
     mark = tracer.mark_of(model.layer.weight.grad)
     assert mark is not None
     assert mark.origin.autograd_node == "SqrtBackward0"
-    assert [frame[2] for frame in mark.origin.site.frames][-2:] == ["second_half", "spoil"]
+    assert [frame[2] for frame in mark.origin.frames][-2:] == ["second_half", "spoil"]
 
 
 @pytest.mark.parametrize(
