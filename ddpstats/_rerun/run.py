@@ -135,18 +135,15 @@ class Runner:
 
     def _autocast(self, kept: Autocast | None) -> AbstractContextManager[None]:
         kind, precision = self._settings.device.type, self._settings.precision
-        if precision in WIDER:
-            return self._under(None, False)  # also where the user's step asks for it around the module
-        if precision == "amp":
+        dtype, enabled = self._settings.amp_dtype, precision == "amp"
+        if enabled:
             default = torch.bfloat16 if kind == "cpu" else torch.float16
-            own = kept.dtype if kept is not None and kept.enabled else default
-            return self._under(self._settings.amp_dtype or own, True)
-        if kept is None:
-            return nullcontext()
-        return self._under(kept.dtype if kept.enabled or kept.device_type == kind else None, kept.enabled)
-
-    def _under(self, dtype: torch.dtype | None, enabled: bool) -> AbstractContextManager[None]:
-        kind = self._settings.device.type
+            dtype = dtype or (kept.dtype if kept is not None and kept.enabled else default)
+        elif precision == "captured":
+            if kept is None:
+                return nullcontext()
+            dtype, enabled = kept.dtype if kept.enabled or kept.device_type == kind else None, kept.enabled
+        # around the module's forward pass: so it counts where the user's step asks for autocast itself
         return _forward_under(self._module, lambda: torch.autocast(kind, dtype=dtype, enabled=enabled))
 
 

@@ -223,13 +223,13 @@ _LARGEST_NORM = 1e19  # squares beyond that overflow in float32
 
 
 def doubtful_rows(product: Product) -> Tensor | None:
-    """Which rows of the result break the checksum: bool, the result's shape without its columns; None if none does."""
+    """Return which rows of the result break the checksum: bool, the shape without columns; None if none does."""
     result, left, right = product.result, product.left, product.right
     if result.numel() == 0:
         return None
-    wide, noise = _NOISE[result.dtype]
+    wide, noise = wide_of(result.dtype), _noise(result.dtype)
     sums = _by_block(right, _sum, wide)
-    expected = _times(left.to(wide), sums)
+    expected = left.to(wide) @ sums
     if product.alpha != 1:
         expected *= product.alpha
     if product.addend is not None:
@@ -243,7 +243,7 @@ def doubtful_rows(product: Product) -> Tensor | None:
     if int(doubtful.sum()) <= _FEW_ROWS:
         return doubtful
     magnitudes = _by_block(right, _norm, wide).add_(sums.abs_())
-    scale = _times(left.to(wide).abs(), magnitudes).mul_(abs(product.alpha)).clamp_(max=_LARGEST_NORM)
+    scale = (left.to(wide).abs() @ magnitudes).mul_(abs(product.alpha)).clamp_(max=_LARGEST_NORM)
     doubtful = (~(excess <= scale.mul_(_MAGNITUDES * unit(wide) + operand_unit(result)))).any(-1)
     return doubtful if bool(doubtful.any()) else None
 
@@ -270,12 +270,6 @@ def _norm(matrix: Tensor, wide: torch.dtype) -> Tensor:
     return norm
 
 
-def _times(matrix: Tensor, columns: Tensor) -> Tensor:
-    if columns.shape[-1] == 1 and columns.dim() == 2:
-        return torch.mv(matrix, columns.squeeze(-1)).unsqueeze(-1)
-    return matrix @ columns
-
-
 def _block_sums(addend: Tensor, result: Tensor, wide: torch.dtype) -> Tensor:
     if addend.dim() == 1 and len(addend) == result.shape[-1]:
         return _by_block(addend, _sum, wide)  # a bias: the same for every row
@@ -288,12 +282,9 @@ def unit(dtype: torch.dtype) -> float:
 
 
 def _noise(dtype: torch.dtype) -> float:
-    """How far the sum of a healthy row may be off, as a share of the row's norm."""
+    """Return how far the sum of a healthy row may be off, as a share of the row's norm."""
     noise = _SUMS * unit(wide_of(dtype))
     return noise + _ELEMENTS * unit(dtype) if dtype.itemsize == 2 else noise
-
-
-_NOISE = {dtype: (wide_of(dtype), _noise(dtype)) for dtype in DTYPES}
 
 
 def operand_unit(result: Tensor) -> float:
@@ -568,7 +559,7 @@ class MatmulChecksum(Detector):
     def __init__(self, steps: int) -> None:
         self.window = ChecksumWindow()
         self._alarm_steps, self._steps_left = steps, 0
-        self._had_alarm = self._has_opened = self._has_rerun = False
+        self._has_opened = self._has_rerun = False
 
     def open_for(self, steps: int) -> None:
         """Check from now on, until so many more steps were judged, or longer if it is open for longer."""
@@ -576,13 +567,13 @@ class MatmulChecksum(Detector):
         self._steps_left = max(self._steps_left, steps)
 
     def open_after_alarm(self) -> None:
-        """An alarm that follows from another one does not renew the window."""
-        if self._alarm_steps and not (self._had_alarm and self.window.is_open):
+        """Check after an alarm. One that follows from another one does not renew the window."""
+        if self._alarm_steps and not self.window.is_open:
             self.open_for(self._alarm_steps + 1)  # what is left of this one, too
             self._has_opened = True
 
     def before_rerun(self) -> None:
-        """A micro-batch with an alarm is about to run again: what its products show is of this step."""
+        """Check a micro-batch with an alarm that is about to run again: what its products show is of this step."""
         self.open_after_alarm()
         self._has_rerun = self.window.is_open
 
@@ -607,7 +598,6 @@ class MatmulChecksum(Detector):
         self._has_opened = self._has_rerun = False
         if verdict is None:
             return
-        self._had_alarm |= not verdict.ok
         if self._steps_left:
             self._steps_left -= 1
             if not self._steps_left:
@@ -619,7 +609,7 @@ class MatmulChecksum(Detector):
         self.window.close()
 
     def _report(self) -> dict[str, Any]:
-        """What the window saw on this rank."""
+        """Return what the window saw on this rank."""
         faults, count, problem, unchecked = self.window.take()
         text = f"{unchecked} products could not be checked: {type(problem).__name__}: {problem}" if problem else ""
         return {"fault": fault_tree(faults, count), "unchecked": text}

@@ -62,28 +62,75 @@ _SHOWN_NAMES = 5
 _LEAST = 2.0**-52  # between gradients of one norm that are not the same, as of a loss and its negative
 
 
-class PeerReplay:
+class PeerReplay(Detector):
     """Compares what ranks compute from the same micro-batch. Local to make; every rank of the group must make one.
+
+    It examines the first step, so that what cannot work is known at once, and every ``every_steps``-th.
 
     Args:
         model: as it is trained.
         ranks: of the group, global, in the order of group ranks.
         rank: this one, global.
         limit: the largest noise that is taken for one, as a part of the largest norm of a gradient.
-
-    Attributes:
-        original: the caller begins and ends it around the first micro-batch of a step that is to be examined.
+        raises: a step that cannot be repeated is an error on every rank, and not a warning.
 
     Raises:
         ConfigError: as `LocalGradients`.
     """
 
-    def __init__(self, model: nn.Module, reruns: Reruns, ranks: Sequence[int], rank: int, limit: float) -> None:
-        self.original = LocalGradients(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        reruns: Reruns,
+        ranks: Sequence[int],
+        rank: int,
+        limit: float,
+        every_steps: int,
+        *,
+        raises: bool,
+    ) -> None:
+        self._original = LocalGradients(model)
         self._reruns, self._ranks, self._rank, self._limit = reruns, tuple(ranks), rank, limit
+        self._every_steps, self._raises = every_steps, raises
         self._noise: float | None = None
         self._compiled = False
         self._turn = -1
+        self._steps = self._micro_batches = 0
+
+    def begin(self) -> None:
+        if not self._micro_batches and self._is_due():
+            self._original.begin()
+        self._micro_batches += 1
+
+    def end(self, failed: bool) -> None:
+        self._original.end()
+        self._micro_batches -= failed
+        if not self._micro_batches:
+            self._original.discard()
+
+    def findings(self, exam: Exam) -> list[SentinelFinding]:
+        """Return who is wrong. What cannot be repeated is reported by all ranks, but does not hide what was found."""
+        if not self._is_due():
+            return []
+        try:
+            finding = self.examine(exam.gathered)
+        except ConfigError as error:
+            if self._raises and not exam.findings and not exam.is_suspected:
+                raise
+            warnings.warn(str(error), stacklevel=2)
+            exam.notes.append(str(error))
+            return []
+        return [] if finding is None else [finding]
+
+    def conclude(self, verdict: SentinelVerdict | None) -> None:
+        self._steps += verdict is not None
+        self._micro_batches = 0
+
+    def close(self) -> None:
+        self._original.close()
+
+    def _is_due(self) -> bool:
+        return self._steps == 0 or (self._steps + 1) % self._every_steps == 0
 
     def examine(self, gathered: Gathered) -> SentinelFinding | None:
         """Compare, and return who is wrong. Collective: two small gathers and one of batches; one more on doubt.
@@ -102,7 +149,8 @@ class PeerReplay:
         differing = _differing_buffers([offer["buffers"] for offer in offers.values()])
         owners = _chosen(offers, differing, self._turn)
         if not owners:
-            self._warn(_why_none({rank: offer["why"] for rank, offer in offers.items()}))
+            why = holders_lines({rank: offer["why"] for rank, offer in offers.items()})
+            self._warn("\n".join(["no rank's first micro-batch of this step can be repeated:", *why]))
             return None
         packets = gathered(lambda: _packet(own, differing) if self._rank in owners else None, "micro-batches")
         checkers = {owner: from_rank_on(self._ranks, owner)[1 % len(self._ranks)] for owner in owners}
@@ -146,9 +194,9 @@ class PeerReplay:
             packet = self._reruns.pack(micro_batches)
         except BatchChanged as error:
             return _nothing(f"{error}; from now on batches are copied")
-        original = self.original.witness()
+        original = self._original.witness()
         if original is None:
-            return _nothing(self.original.problem)
+            return _nothing(self._original.problem)
         buffers = packet["buffers"]
         own.append({**packet, "original": original.to_tree()})
         return {
@@ -200,53 +248,7 @@ class PeerReplay:
             return ["(ranks do not have as many parameters that want a gradient)"]
         pairs = itertools.combinations(results, 2)
         differs = torch.stack([one.differs(other, self._room) for one, other in pairs]).any(0).tolist()
-        return [name for name, is_other in zip(names, differs, strict=True) if is_other] or ["(none)"]
-
-
-class PeerReplayDetector(Detector):
-    """Layer 3: examines the first step, so that what cannot work is known at once, and every ``every_steps``-th.
-
-    ``raises``: a step that cannot be repeated is an error on every rank, and not a warning.
-    """
-
-    def __init__(self, replay: PeerReplay, every_steps: int, *, raises: bool) -> None:
-        self._replay, self._every_steps, self._raises = replay, every_steps, raises
-        self._steps = self._micro_batches = 0
-
-    def begin(self) -> None:
-        if not self._micro_batches and self._is_due():
-            self._replay.original.begin()
-        self._micro_batches += 1
-
-    def end(self, failed: bool) -> None:
-        self._replay.original.end()
-        self._micro_batches -= failed
-        if not self._micro_batches:
-            self._replay.original.discard()
-
-    def findings(self, exam: Exam) -> list[SentinelFinding]:
-        """Return who is wrong. What cannot be repeated is reported by all ranks, but does not hide what was found."""
-        if not self._is_due():
-            return []
-        try:
-            finding = self._replay.examine(exam.gathered)
-        except ConfigError as error:
-            if self._raises and not exam.findings and not exam.is_suspected:
-                raise
-            warnings.warn(str(error), stacklevel=2)
-            exam.notes.append(str(error))
-            return []
-        return [] if finding is None else [finding]
-
-    def conclude(self, verdict: SentinelVerdict | None) -> None:
-        self._steps += verdict is not None
-        self._micro_batches = 0
-
-    def close(self) -> None:
-        self._replay.original.close()
-
-    def _is_due(self) -> bool:
-        return self._steps == 0 or (self._steps + 1) % self._every_steps == 0
+        return [name for name, is_other in zip(names, differs, strict=True) if is_other]
 
 
 def _less_is_seen(room: float) -> str:
@@ -258,10 +260,6 @@ def _less_is_seen(room: float) -> str:
 
 def _nothing(why: str) -> dict[str, Any]:
     return {"bytes": -1, "buffers": None, "compiled": False, "why": why}
-
-
-def _why_none(by_rank: Mapping[int, str]) -> str:
-    return "\n".join(["no rank's first micro-batch of this step can be repeated:", *holders_lines(by_rank)])
 
 
 def _packet(own: Sequence[dict[str, Any]], differing: Sequence[int] | None) -> dict[str, Any]:
@@ -493,11 +491,9 @@ def _first_difference(
 ) -> tuple[int, float, float] | None:
     """Return (checkpoint, the value here, the value there) of the first that are not about equal; NaN for none."""
     room = _ATOL * max((abs(value) for _, value in (*here, *there) if math.isfinite(value)), default=0.0)
-    for mine, other in itertools.zip_longest(here, there):
-        index, value = mine or (other[0], math.nan)
-        is_paired = bool(mine and other) and mine[0] == other[0]
-        if not is_paired or not _is_about(value, other[1], room):
-            return index, value, other[1] if other and index == other[0] else math.nan
+    for mine, other in itertools.zip_longest(here, there, fillvalue=(-1, math.nan)):
+        if mine[0] != other[0] or not _is_about(mine[1], other[1], room):
+            return max(mine[0], other[0]), mine[1], other[1]
     return None
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpstats._base.text import count_of, dtype_name, holders_lines, ranks_text, shorten
+from ddpstats._base.text import dtype_name, holders_lines, ranks_text, shorten
 from ddpstats._observe.gradient_norms import is_sharded, parts_of
 from ddpstats._observe.gradients import ForwardBegins, replicas_in, unwrapped
 from ddpstats._observe.torch_compat import buffers_of
@@ -167,7 +166,13 @@ class Divergence:
         described = f" ({self.described})" if self.described else ""
         groups = (split.minority, split.majority) if split.majority else split.groups[:_SHOWN_NAMES]
         head = f"replicas differ, first in {self.kind} {self.name}{described}: "
-        lines = [f"{head}{' against '.join(map(ranks_text, groups))}.", *_element_lines(self), *_other_lines(self)]
+        lines = [f"{head}{' against '.join(map(ranks_text, groups))}.", *_element_lines(self)]
+        others = [f"{kind} {name}" for kind, name, _ in self.others]
+        lines.append(
+            f"Other tensors that differ ({len(others)}): {shorten(others, _SHOWN_NAMES)}."
+            if others
+            else "No other tensor differs."
+        )
         lines.append(_cause_text(self))
         if "buffer" in (self.kind, *(kind for kind, _, _ in self.others)):
             lines.append("A buffer that each rank may have for itself, such as a cache, belongs into `ignore`.")
@@ -189,15 +194,6 @@ def _element_lines(divergence: Divergence) -> list[str]:
     beyond = "" if divergence.alone else ", and other blocks differ, too"
     count = f"{divergence.differing_elements} of the {divergence.block_elements} elements"
     return [*divergence.element.lines, f"{count} that were compared around it differ{beyond}."]
-
-
-def _other_lines(divergence: Divergence) -> list[str]:
-    lines = []
-    for kind in KINDS:
-        names = [name for other, name, _ in divergence.others if other == kind]
-        if names:
-            lines.append(f"  {count_of(len(names), f'{kind}s')}: {shorten(names, _SHOWN_NAMES)}")
-    return ["Other tensors that differ:", *lines] if lines else ["No other tensor differs."]
 
 
 def _cause_text(divergence: Divergence) -> str:
@@ -329,12 +325,8 @@ def _first_differing_block(gathered: Gathered, tensor: Tensor) -> dict[str, Any]
 
 
 def _value_text(content: Tensor, dtype: torch.dtype) -> str:
-    value = content.clone().view(dtype)
-    if value.is_floating_point():
-        number = value.to(torch.float64).item()
-        digits = 17 if dtype is torch.float64 else 9
-        return repr(number) if number == 0 or not math.isfinite(number) else f"{number:.{digits}g}"
-    return repr(value.item())
+    value = content.clone().view(dtype).item()
+    return f"{value:.9g}" if isinstance(value, float) else repr(value)
 
 
 def _digests_of_all(gathered: Gathered, what: str, tensors: Callable[[], Sequence[Tensor]]) -> list[dict[int, int]]:
@@ -371,7 +363,9 @@ class Replicas:
         self._model, self._ignore = model, tuple(ignore)
         self._inner = unwrapped(model)
         self._units: list[Unit] | None = None
-        self.warnings: tuple[str, ...] = _warnings(self._inner)
+        sharded = len(_sharded(self._inner))
+        text = f"{sharded} sharded parameters are not compared with replicas: each rank holds another part of them."
+        self.warnings = (text,) if sharded else ()
 
     def expect(self) -> None:
         """Announce that the step that begins will be compared: its first forward pass copies the buffers. Local.
@@ -411,7 +405,7 @@ class Replicas:
     def close(self) -> None:
         """Take the hooks away. Idempotent."""
         for unit in self._units or ():
-            unit.close()
+            unit.forget()
         self._units = None
 
     def _parts(self) -> dict[str, list[TensorEntry]]:
@@ -494,16 +488,6 @@ def _sharded(model: nn.Module) -> set[int]:
     return sharded
 
 
-def _warnings(model: nn.Module) -> tuple[str, ...]:
-    sharded = len(_sharded(model))
-    if not sharded:
-        return ()
-    return (
-        f"{sharded} sharded parameter{'s are' if sharded > 1 else ' is'} not covered by the comparison of replicas: "
-        "each rank holds another part of them.",
-    )
-
-
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -522,7 +506,6 @@ class Unit:
     def __init__(self, prefix: str, module: nn.Module, replica: DistributedDataParallel | None) -> None:
         self.module = module
         self._prefix, self._replica = prefix, replica
-        self._buffers: BufferCopies | None = None
         self.copies: dict[str, Tensor] | None = None
         self._handle: Any = None
 
@@ -556,10 +539,8 @@ class Unit:
         misses = broadcasts and not getattr(self._replica, "will_sync_module_buffers", lambda: True)()
         if misses or any(nn.parameter.is_lazy(buffer) for buffer in self.module.buffers()):
             return
-        if self._buffers is None:
-            self._buffers = BufferCopies(self.module)
         left_out = self.ignored() if broadcasts else self.ignored() | running_names(self.module)
-        copies = self._buffers.take()
+        copies = BufferCopies(self.module).take()
         self.copies = {self._prefix + name: copy for name, copy in copies.items() if name not in left_out}
 
 

@@ -36,7 +36,7 @@ from ddpstats._rerun.state import place_text
 from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel.activations import Checkpoints, Selector
 from ddpstats.sentinel.matmul import MatmulChecksum
-from ddpstats.sentinel.peer_replay import MOST_NOISE, PeerReplay, PeerReplayDetector
+from ddpstats.sentinel.peer_replay import MOST_NOISE, PeerReplay
 from ddpstats.sentinel.replicas import ReplicaDigests
 from ddpstats.sentinel.thresholds import RULES, SentinelSettings, Thresholds, read_settings
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelVerdict
@@ -131,8 +131,8 @@ def _peer_replay(setup: Setup) -> Detector | None:
     every_steps = setup.options.replay_every_steps
     if not every_steps or setup.reruns is None:
         return None
-    replay = PeerReplay(setup.model, setup.reruns, setup.ranks, setup.rank, setup.options.replay_tolerance)
-    return PeerReplayDetector(replay, every_steps, raises=setup.options.mode >= 2)
+    limit, raises = setup.options.replay_tolerance, setup.options.mode >= 2
+    return PeerReplay(setup.model, setup.reruns, setup.ranks, setup.rank, limit, every_steps, raises=raises)
 
 
 DETECTORS: list[Callable[[Setup], Detector | None]] = [
