@@ -208,9 +208,7 @@ class OperationTracer:
             self._marks[storage_id(storage)] = (StorageWeakRef(storage), mark)  # type: ignore[no-untyped-call]
 
     def _clear(self, tensor: Tensor) -> None:
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            return
-        key = storage_id(tensor.untyped_storage())
+        key = storage_id(tensor.untyped_storage()) if _has_numbers(tensor) else None
         if key in self._marks and (_fills(tensor) or not any(nan_and_inf(_whole(tensor)))):
             del self._marks[key]
 
@@ -327,15 +325,15 @@ def _frames() -> tuple[Frame, ...]:
 # -- statistics of a tensor -------------------------------------------------------------------------------------------
 
 
-def _can_be_nonfinite(tensor: Tensor) -> bool:
-    is_ordinary = tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
-    return is_ordinary and (tensor.is_floating_point() or tensor.is_complex())
+def _has_numbers(tensor: Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and not tensor.is_quantized
+    return is_plain and tensor.device.type != "meta" and tensor.numel() > 0
 
 
 def nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
     """Return whether there is a NaN, and an infinity. One pass over a tensor that is finite."""
     with torch.no_grad():
-        if not _can_be_nonfinite(tensor) or bool(tensor.isfinite().all()):
+        if not _has_numbers(tensor) or bool(tensor.isfinite().all()):
             return False, False
         return bool(tensor.isnan().any()), bool(tensor.isinf().any())
 
@@ -343,7 +341,7 @@ def nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
 def tensor_stats(tensor: Tensor) -> dict[str, Any]:
     """Return the range of the finite elements, and how many others there are, with the first one's index."""
     stats: dict[str, Any] = {"shape": tuple(tensor.shape), "dtype": str(tensor.dtype), "low": None, "high": None}
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.numel() == 0:
+    if not _has_numbers(tensor):
         return stats | {"nans": 0, "infs": 0, "first": None}
     with torch.no_grad():
         finite, nans = tensor.isfinite(), int(tensor.isnan().sum())
@@ -371,9 +369,9 @@ def bisect(replay: Replay) -> dict[str, Any]:
     """Run the step once, slowly. Return the symptom, its origin, the path between, and what the step raised."""
     search = Search(replay)
     error = replay.run(search).error
-    symptom, mark = search.symptom, search.mark
+    mark = search.mark
     return {
-        "symptom": symptom,
+        "symptom": search.symptom,
         "origin": None if mark is None else _origin_json(mark.origin),
         "path": [] if mark is None else _path(mark),
         "error": error,

@@ -261,15 +261,13 @@ def _users_errors(what: str) -> Iterator[None]:
 
 
 def _trace(error: BaseException) -> str:
-    """Return the innermost frames, without those of ddpstats and importlib, and what to do about a missing package."""
+    """Return the error and its innermost frames, without those of ddpstats and importlib."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(_OWN) and "importlib" not in frame.filename
     ]
     lines = traceback.format_list(frames[-_SHOWN_FRAMES:]) + traceback.format_exception_only(error)
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        lines.append(f"A package is missing here: pip install {error.name.partition('.')[0]}; or a path to the program")
     return "".join(lines).rstrip()
 
 
@@ -398,8 +396,6 @@ class Replay:
             search.look(index, loss, {name: held_values(gradient) for name, gradient in gradients.items()})
 
     def _check_batches(self) -> list[str]:
-        from ddpstats._rerun.state import numpy_or_none
-
         micro_batches, notes = self.part.micro_batches, []
         if not micro_batches:
             raise ConfigError(f"rank {self.part.rank} had no batch in this step; choose another with --rank")
@@ -412,8 +408,6 @@ class Replay:
             if micro.changed:
                 changed = shorten(micro.changed, _SHOWN_NAMES)
                 notes.append(f"micro-batch {index}: {changed} was changed in place; the replay gets the changed values")
-        if numpy_or_none() is None and any(micro.random.get("numpy") is not None for micro in micro_batches):
-            notes.append("numpy is not installed here; a step that draws from it needs: pip install numpy")
         return notes
 
     def _check_model(self) -> None:

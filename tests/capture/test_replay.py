@@ -23,6 +23,7 @@ from ddpstats import cli
 from ddpstats._base.files import replace_file
 from ddpstats.capture.bundle import Bundle
 from tests import programs
+from tests.capabilities import needs_guard
 from tests.capture import making, replay_models
 from tests.capture.making import MODELS, captured
 from tests.capture.replay_models import Small, Toy
@@ -190,6 +191,7 @@ def test_writing_a_file_leaves_the_umask_alone(tmp_path: Path, monkeypatch: pyte
 # -- ranks and reasons ------------------------------------------------------------------------------------------------
 
 
+@needs_guard  # whose operators name their reduction
 @pytest.mark.parametrize(("rank", "ranks"), [(1, None), (5, (4, 5, 6, 7))], ids=["all ranks", "a group"])
 def test_other_ranks_are_played_by_this_one(
     tmp_path: Path, replay: Replay, monkeypatch: pytest.MonkeyPatch, rank: int, ranks: tuple[int, ...] | None
@@ -303,8 +305,8 @@ def test_a_batch_that_was_changed_is_a_note(tmp_path: Path, replay: Replay) -> N
         (["failing_factory"], "FileNotFoundError: the configuration is not here"),
         (["nothing"], "has no function 'nothing'"),
         (["CLASSES"], "has no function 'CLASSES'"),
-        (["Small", "dict_step"], "it returned a dict: return its entry 'loss'"),
-        (["Small", "tuple_step"], "it returned a tuple: return its first element"),
+        (["Small", "dict_step"], "it returned a dict"),
+        (["Small", "tuple_step"], "it returned a tuple"),
         (["Small", "raising_step"], "--step raised what the capture did not, in micro-batch 0"),
         (["Small", "raising_step"], 'raise KeyError("another")'),
         (["Small", "exiting_step"], "--step ended the process, with status 0"),

@@ -48,7 +48,7 @@ def replay(bundle: Path, model: str, step: str, *args: str) -> list[str]:
     return ["-m", "ddpstats", "replay", str(bundle), *names, *args]
 
 
-def test_a_bundle_with_a_state_of_numpy_is_replayed_with_a_note(tmp_path: Path, without_numpy: Run) -> None:
+def test_a_bundle_with_a_state_of_numpy_is_replayed(tmp_path: Path, without_numpy: Run) -> None:
     """Nothing can draw from numpy's generator there; what the others drew is drawn again."""
     numpy.random.seed(1)  # a program that has not loaded numpy.random keeps nothing of it
     assert RandomState.take(torch.device("cpu")).numpy is not None
@@ -57,8 +57,6 @@ def test_a_bundle_with_a_state_of_numpy_is_replayed_with_a_note(tmp_path: Path, 
     assert done.returncode == 0, done.stderr
     for what in ("losses   ", "norms    ", "gradients"):
         assert f"  {what} equal\n" in done.stdout
-    assert "note: numpy is not installed here" in done.stdout
-    assert "pip install numpy" in done.stdout
     assert "damaged" not in done.stdout + done.stderr
 
 
@@ -80,7 +78,6 @@ def test_what_needs_numpy_is_an_error_that_names_the_package(
     done = without_numpy(*replay(bundle, "Small", step))
     assert done.returncode == 2
     assert text in done.stderr
-    assert "pip install numpy" in done.stderr
     assert "damaged" not in done.stderr
 
 
@@ -104,4 +101,3 @@ def test_a_bundle_that_was_written_without_numpy_is_replayed_with_it(tmp_path: P
     for run in (without_numpy, with_numpy):
         done = run(*replay(bundle, "Small", "mean_step"))
         assert done.returncode == 0, done.stderr
-        assert "note: numpy" not in done.stdout
