@@ -1,69 +1,271 @@
-"""A capture on disk: written by one rank or by many, and read without executing anything.
+"""A capture on disk: its names, its manifest, its content, and how it is read without executing anything.
 
-Written: one ``rank<rank>.safetensors`` per rank; the parameters once (``model.safetensors``), or a file
-``model-rank<rank>.safetensors`` for each rank whose parameters differ or are shards; MANIFEST.json last. Every file
-appears complete or not at all.
+A bundle is a directory ``capture-<UTC>-step<step>``; what a rank that raised writes alone ends in ``-rank<rank>``.
+``-2``, ``-3``, ... follow a name that exists: two jobs may write to one directory. It holds:
 
-1. `BundleWriter`: all ranks say how large their parts are; the lowest one makes a directory; each writes its files; the
-   lowest one writes the manifest. Each rank works in a thread and reports in rounds, so that a file system may take
-   longer than the timeout of a collective. Whatever fails is in the manifest ("complete": false) and in the verdict,
-   which says stop, on all ranks. Where a rank dies, the lowest one left writes that manifest before `RankMissing`.
-2. `AloneBundle`: a rank that raised in its micro-batch writes without the others.
-3. `Bundle` checks of each file that it is no link, its size and its SHA-256; then the codec checks the rest.
+- ``rank<rank>.safetensors``: one rank's step, a `RankPart`.
+- ``model.safetensors``: the parameters, a `ModelPart`; or a ``model-rank<rank>.safetensors`` of each rank whose
+  parameters differ or are shards.
+- MANIFEST.json, which is written last: a bundle that has one was written to its end.
+
+Nothing that is read is trusted. A file that a manifest names has a plain name, so that no path leads out of the bundle;
+it is no link, and has the size and the SHA-256 that the manifest says. Then the codec checks the rest.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
+import hashlib
 import logging
 import math
 import os
+import re
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Annotated, BinaryIO, Literal, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
-from ddpstats._base import config
-from ddpstats._base.files import make_private_directory, replace_file
-from ddpstats._base.text import count_of
-from ddpstats._base.version import __version__
-from ddpstats._ranks.calls import Channel
-from ddpstats._ranks.gather import gather_trees
-from ddpstats._rerun import codec
-from ddpstats.capture.manifest import (
-    BUNDLE_NAME,
-    MANIFEST,
-    Manifest,
-    Written,
-    bundle_name,
-    bundles_in,
-    model_file,
-    new_directory,
-    open_own,
-    prune,
-    rank_file,
-    read_manifest,
-    summarize,
-    write_manifest,
+from ddpstats._base.files import (
+    NO_REGULAR_FILE,
+    TEMPORARY_PREFIX,
+    explain_version,
+    make_private_directory,
+    open_regular,
+    parse_json,
+    read_at_most,
+    replace_file,
 )
-from ddpstats.capture.parts import ModelPart, PartSource, RankPart, Shard, plain_ranks
-from ddpstats.capture.verdict import CaptureVerdict
-from ddpstats.errors import BundleError, RankMissing
+from ddpstats._base.text import count_of, ranks_text
+from ddpstats._base.version import __version__
+from ddpstats._rerun import codec
+from ddpstats._rerun.record import Packet
+from ddpstats.errors import BundleError
 
 T = TypeVar("T")
 
 _log = logging.getLogger("ddpstats")
 
-NO_PARAMETERS = "parameters: "
-"""How a manifest's note begins that says why there is no file with them."""
+VERSION = 2
+MANIFEST = "MANIFEST.json"
 
-_ROUND_SEC = 5.0
+# When, in which step, of which rank if it raised, and which of several of that name
+BUNDLE_NAME = re.compile(r"capture-(\d{8}T\d{6}Z)-step(\d{8,18})(?:-rank(\d{5,7}))?(?:-(\d{1,4}))?")
+_FILE_NAME = re.compile(r"(rank\d{5,7}|model|model-rank\d{5,7})\.safetensors")
+
+_MAX_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 20
+_MAX_SAME_NAMES = 1000
+
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=1_000_000)]
+Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
+
+
+# -- the manifest -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Written:
+    """The size and the hash of a file's content."""
+
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+def _versions() -> dict[str, str]:
+    return {"ddpstats": __version__, "torch": str(torch.__version__), "python": sys.version.split()[0]}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What happened, and which files hold it.
+
+    Attributes:
+        ranks: of the group, by their global numbers: a group need not begin at rank 0.
+        complete: False if a rank's part is missing.
+        message: the verdict in words.
+        files: file name -> its size and hash.
+        model_files: rank -> the file with its parameters, or with its shards of them.
+        parameters: rank -> names of the parameters whose gradient is not finite on it.
+        missing: rank -> why its part is missing.
+    """
+
+    reason: Literal["nonfinite", "overflow", "scaler_skips", "exception"]
+    step: Step
+    created_utc: str
+    ranks: tuple[Rank, ...]
+    complete: bool
+    culprit_ranks: tuple[Rank, ...]
+    message: str
+    files: dict[str, Written]
+    ranks_present: tuple[Rank, ...]
+    model_files: dict[Rank, str]
+    parameters: dict[Rank, list[str]] = field(default_factory=dict)
+    missing: dict[Rank, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=_versions)
+    format: Literal["ddpstats-capture"] = "ddpstats-capture"
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            if _FILE_NAME.fullmatch(name) is None:
+                raise ValueError(f"files: {name[:80]!r} is not the name of a file of a capture")
+        named = [*self.model_files.values(), *map(rank_file, self.ranks_present)]
+        if not (set(named) <= self.files.keys() and set(self.ranks_present) <= set(self.ranks)):
+            raise ValueError("ranks_present and model_files: not all of them are in files and in ranks")
+
+
+def bundle_name(step: int, when: datetime, rank: int | None = None) -> str:
+    """Return ``capture-20260102T030405Z-step00000012``, with ``-rank00001`` for what one rank writes alone.
+
+    ``when``: with a time zone; without one it is taken for UTC.
+    """
+    utc = when if when.tzinfo is None else when.astimezone(timezone.utc)
+    name = f"capture-{utc:%Y%m%dT%H%M%SZ}-step{step:08d}"
+    return name if rank is None else f"{name}-rank{rank:05d}"
+
+
+def rank_file(rank: int) -> str:
+    return f"rank{rank:05d}.safetensors"
+
+
+def model_file(rank: int) -> str:
+    return f"model-rank{rank:05d}.safetensors"
+
+
+def new_directory(dirpath: Path, name: str) -> Path:
+    """Make a directory of that name, or with ``-2``, ``-3``, ... behind it, that did not exist. Raises OSError."""
+    for again in range(1, _MAX_SAME_NAMES):
+        path = dirpath / (name if again == 1 else f"{name}-{again}")
+        try:
+            make_private_directory(path, exist_ok=False)
+        except FileExistsError:
+            continue
+        return path
+    raise FileExistsError(f"{dirpath / name} exists {_MAX_SAME_NAMES - 1} times already; remove some")
+
+
+def summarize(file: BinaryIO) -> Written:
+    """Return the size and the hash of an open file, and leave it at its end."""
+    file.seek(0)
+    digest, size = hashlib.sha256(), 0
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        size += len(chunk)
+    return Written(size, digest.hexdigest())
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the last file of a bundle. Raises OSError."""
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    replace_file(directory / MANIFEST, lambda file: file.write(text), private=True)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read a bundle's manifest. Raises `BundleError` that names the file and the field."""
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "is not there"
+        raise BundleError(
+            f"{directory} {what}. Give a bundle, capture-...-step..., or the directory that NaNCapture was given."
+        )
+    if not os.path.lexists(path):
+        raise BundleError(
+            f"{directory} has no {MANIFEST}, which is written last: the writing never ended (the job was killed, or "
+            "the disk was full). Use an older bundle, or capture again."
+        )
+    with open_own(directory, MANIFEST) as file:
+        try:
+            content = parse_json(read_at_most(file, _MAX_BYTES))
+            if isinstance(content, dict) and (refused := explain_version(content.get("version"), VERSION)):
+                raise BundleError(f"{path}: {refused}")
+            return msgspec.convert(content, Manifest, str_keys=True)
+        except (OSError, ValueError) as error:
+            raise BundleError(
+                f"{path} cannot be read: {error}; it is damaged, hostile, or was not written by ddpstats"
+            ) from None
+
+
+def open_own(directory: Path, name: str) -> BinaryIO:
+    """Open a file of the directory itself, which is no link. Raises `BundleError`."""
+    path = directory / name
+    try:
+        return open_regular(path, follow=False)
+    except OSError as error:
+        if error.errno == errno.ELOOP or error.strerror == NO_REGULAR_FILE:
+            raise BundleError(
+                f"{path} is not a file of its own directory but a link or a pipe; it is not read"
+            ) from None
+        raise BundleError(f"{path} cannot be read: {error}; copy the whole directory, with every file") from None
+
+
+# -- the content ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CapturedMicroBatch(Packet):
+    """One forward and backward pass.
+
+    Attributes:
+        batch_missing: why there is none, or None.
+        changed: paths of what was changed in place after the batch was taken.
+        loss: what was differentiated, without the scale.
+        norms: of the gradients accumulated so far, in the order of `RankPart.parameter_names`, -1 where there is none;
+            None if no backward pass ran.
+    """
+
+    batch_missing: str | None
+    changed: list[str]
+    loss: Tensor | None
+    norms: Tensor | None
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """One rank's step. ``rank`` is its global number, ``world_size`` the number of ranks in the group."""
+
+    rank: Rank
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+    step: Step
+    device: str
+    micro_batches: tuple[CapturedMicroBatch, ...]
+    buffers: dict[str, Tensor]
+    eval_modules: list[str]
+    frozen: list[str]
+    norm: Annotated[str, msgspec.Meta(pattern="^(2|inf)$")]
+    gradients: dict[str, Tensor] | None
+    parameter_names: list[str]
+    scale: float
+    error: str | None
+    environment: dict[str, str | bool | int]
+
+    def __post_init__(self) -> None:
+        count = len(self.parameter_names)
+        for micro in self.micro_batches:
+            if micro.norms is not None and (micro.norms.dtype, micro.norms.shape) != (torch.float64, (count,)):
+                raise ValueError(f"norms: {count} in float64 are expected")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where a tensor belongs in its parameter, which has ``shape``."""
+
+    shape: list[int]
+    offsets: list[int]
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Parameters by name. Those in ``shards`` are one rank's shard of the parameter."""
+
+    parameters: dict[str, Tensor]
+    shards: dict[str, Shard] = field(default_factory=dict)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -116,8 +318,7 @@ class Bundle:
     def rank_part(self, rank: int) -> RankPart:
         """Return one rank's step. Raises `BundleError`."""
         if rank not in self.manifest.ranks_present:
-            present = ", ".join(map(str, self.manifest.ranks_present[:16])) or "none"
-            why = self.manifest.missing.get(rank, f"it was not written; ranks that are there: {present}")
+            why = self.manifest.missing.get(rank, f"there are those of {ranks_text(self.manifest.ranks_present)}")
             raise BundleError(f"{self.path} has no part of rank {rank}: {why}")
         part = self._load(rank_file(rank), RankPart)
         if (part.rank, part.world_size) != (rank, len(self.manifest.ranks)):
@@ -131,24 +332,33 @@ class Bundle:
         """Return the parameters as ``rank`` had them; shards of all ranks are joined. Raises `BundleError`."""
         name = self.manifest.model_files.get(rank)
         if name is None:
-            raise BundleError(self._why_no_parameters(rank))
+            present = ", ".join(map(str, self.manifest.model_files)) or "none"
+            why = "; ".join(self.manifest.notes) or "they were not written"
+            advice = f"There are those of rank: {present}"
+            raise BundleError(f"{self.path} has no parameters of rank {rank}: {why}. {advice}")
         part = self._load(name, ModelPart)
         if not part.shards:
             return part.parameters
         others = dict.fromkeys(other for other in self.manifest.model_files.values() if other != name)
         return _joined([part, *(self._load(other, ModelPart) for other in others)], str(self.path))
 
-    def _why_no_parameters(self, rank: int) -> str:
-        why = "".join(f" ({note})" for note in self.manifest.notes if note.startswith(NO_PARAMETERS))
-        others = ", ".join(map(str, list(self.manifest.model_files)[:16]))
-        advice = f"use one of rank {others}" if others else "it cannot be replayed; its batch and error can be read"
-        return f"{self.path} has no file with the parameters of rank {rank}{why}; {advice}"
-
     def _load(self, name: str, kind: type[T]) -> T:
-        path = self.path / name
-        with open_own(self.path, name) as file, _unchanged(path, file):
-            _check_content(path, file, self.manifest.files[name])
-            return codec.read(file, kind, str(path))
+        path, expected = self.path / name, self.manifest.files[name]
+        advice = "copy the bundle again, from where it was written"
+        with open_own(self.path, name) as file:
+            before = os.fstat(file.fileno())
+            if before.st_size != expected.bytes:
+                text = f"{before.st_size} bytes and the manifest says {expected.bytes}: it is cut, or another"
+                raise BundleError(f"{path} has {text}; {advice}")
+            written = summarize(file)
+            if written != expected:
+                text = f"the SHA-256 {written.sha256}, the manifest says {expected.sha256}"
+                raise BundleError(f"{path} has {text}; {advice}")
+            content = codec.read(file, kind, str(path))
+            after = os.fstat(file.fileno())
+        if (after.st_mtime_ns, after.st_ctime_ns) != (before.st_mtime_ns, before.st_ctime_ns):
+            raise BundleError(f"{path} was changed while it was read; nothing of it is used. Read it again.")
+        return content
 
 
 def _joined(parts: list[ModelPart], where: str) -> dict[str, Tensor]:
@@ -176,370 +386,70 @@ def _joined(parts: list[ModelPart], where: str) -> dict[str, Tensor]:
     return joined
 
 
-def _check_content(path: Path, file: BinaryIO, said: Written) -> None:
-    size = os.fstat(file.fileno()).st_size
-    advice = "copy the bundle again, from where it was written"
-    if size != said.bytes:
-        raise BundleError(
-            f"{path} has {size} bytes and the manifest says {said.bytes}: it is cut, or another; {advice}"
-        )
-    found = summarize(file)
-    if found != said:
-        raise BundleError(f"{path} has the SHA-256 {found.sha256}, the manifest says {said.sha256}; {advice}")
-
-
-@contextlib.contextmanager
-def _unchanged(path: Path, file: BinaryIO) -> Iterator[None]:
-    """Raise `BundleError` if the file is changed meanwhile: what was checked is what is used."""
-    before = os.fstat(file.fileno())
-    yield
-    after = os.fstat(file.fileno())
-    if (after.st_mtime_ns, after.st_ctime_ns) != (before.st_mtime_ns, before.st_ctime_ns):
-        raise BundleError(f"{path} was changed while it was read; nothing of it is used. Read it again.")
-
-
 def _incomplete_notes(manifest: Manifest) -> list[str]:
     if manifest.complete:
         return []
-    missing = [f"rank {rank}: {why}" for rank, why in list(manifest.missing.items())[:8]]
-    reasons = "; ".join([*missing, *manifest.notes[:8]]) or "no reason is given"
-    return [f"the bundle is incomplete, what is there is used ({reasons})"]
+    reasons = "; ".join([*(f"rank {rank}: {why}" for rank, why in manifest.missing.items()), *manifest.notes])
+    return [f"the bundle is incomplete, what is there is used ({reasons[:1000]})"]
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------
+# -- several bundles --------------------------------------------------------------------------------------------------
 
 
-def write_part(directory: Path, name: str, content: RankPart | ModelPart) -> Written:
-    """Write one file of a bundle, atomically. Raises OSError, also for a full disk."""
-
-    def write(file: BinaryIO) -> Written:
-        codec.write(file, content)
-        return summarize(file)
-
-    return replace_file(directory / name, write, private=True)
-
-
-def manifest_of(
-    reason: Any,
-    step: int,
-    when: datetime,
-    ranks: Iterable[int],
-    files: dict[str, Written],
-    *,
-    culprit_ranks: Iterable[int],
-    message: str,
-    missing: Mapping[int, str],
-    model_files: Mapping[int, str],
-    parameters: Mapping[int, Iterable[str]] | None = None,
-    notes: Iterable[str] = (),
-) -> Manifest:
-    """Return the manifest of a bundle with these files."""
-    notes = list(notes)
-    return Manifest(
-        reason=reason,
-        step=step,
-        created_utc=when.isoformat(),
-        ranks=plain_ranks(ranks),
-        complete=not missing and not notes,
-        culprit_ranks=plain_ranks(culprit_ranks),
-        parameters={int(rank): list(names) for rank, names in (parameters or {}).items()},
-        message=message,
-        files=files,
-        ranks_present=plain_ranks(rank for rank in ranks if rank_file(rank) in files),
-        missing={int(rank): why for rank, why in missing.items()},
-        model_files={int(rank): name for rank, name in model_files.items() if name in files},
-        notes=notes,
-        versions={"ddpstats": __version__, "torch": str(torch.__version__), "python": sys.version.split()[0]},
-    )
+def bundles_in(directory: Path) -> list[tuple[Path, Manifest | None]]:
+    """Return bundles by name, oldest first; None for one whose manifest cannot be read. Links are no bundles."""
+    bundles = []
+    for path in directory.iterdir():
+        match = BUNDLE_NAME.fullmatch(path.name)
+        if match is not None and path.is_dir() and not path.is_symlink():
+            bundles.append((match[1], [int(number or 0) for number in match.groups()[1:]], path))
+    return [(path, _manifest_or_none(path)) for *_, path in sorted(bundles)]
 
 
-def gather_when_done(work: Callable[[], Any], *, name: str, group: Any) -> list[Any]:
-    """Return what each rank's ``work`` returned, in the order of group ranks. Collective.
-
-    Ranks report in rounds while some rank is at work: it may take longer than the timeout. ``work`` runs in a thread
-    and is at its end when this returns or raises. What it raises becomes `InvalidStats` on every rank.
-    """
-    results: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    def answer() -> list[Any]:
-        if errors:
-            raise errors[0]
-        return list(results)
-
-    thread = threading.Thread(target=run, name="ddpstats-bundle", daemon=True)
-    thread.start()
-    round_sec = min(_ROUND_SEC, config.timeout_sec(None) / 4)
+def _manifest_or_none(path: Path) -> Manifest | None:
     try:
-        while True:
-            thread.join(round_sec)
-            answers = gather_trees([] if thread.is_alive() else answer, name=name, group=group)
-            if all(answers):
-                return [result for (result,) in answers]
-    finally:
-        thread.join()
+        return read_manifest(path)
+    except (BundleError, OSError):
+        return None
 
 
-class BundleWriter:
-    """One bundle of all ranks. Every rank calls `write`, then `finish`.
+def prune(dirpath: Path, keep: int, newest: Path) -> list[Path]:
+    """Remove the oldest complete bundles but ``keep``, and return them. Local.
 
-    Attributes:
-        directory: of the bundle, from `write` on; None if it would be too large, or could not be made.
-        peers, group: who takes part.
-        model_writers: rank -> the rank that writes its parameters, bit for bit.
-    """
-
-    def __init__(
-        self, dirpath: Path, keep: int, max_bytes: int | None, group: Any, peers: Channel, finding: CaptureVerdict
-    ) -> None:
-        self._dirpath, self._keep, self._max_bytes = dirpath, keep, max_bytes
-        self.group, self.peers, self._finding = group, peers, finding
-        self._lowest = min(peers.ranks)
-        self._when = datetime.now(timezone.utc)
-        self._unwritten = ""  # why there is no bundle
-        self._mine: dict[str, Any] = {"files": {}, "error": "did not write its part"}
-        self._results: dict[int, dict[str, Any]] = {}
-        self.directory: Path | None = None
-        self.model_writers: dict[int, int] = {}
-
-    def write(self, source: PartSource) -> None:
-        """Write this rank's files, and learn of the others'. Collective."""
-        held = self._gathered(lambda: self._held(source), "what each rank holds")
-        first: dict[str, int] = {}  # the lowest of the ranks whose parameters have the same bits writes them
-        self.model_writers = {rank: first.setdefault(held[rank]["digest"], rank) for rank in sorted(held)}
-        needed = sum(answer["rank"] for answer in held.values())
-        needed += sum(held[rank]["model"] for rank in set(self.model_writers.values()))
-        made = self._gathered(lambda: self._make_directory(needed), "the bundle's directory")[self._lowest]
-        if made["name"] is None:
-            self._unwritten = made["error"]
-            return
-        self.directory = self._dirpath / made["name"]
-        try:
-            self._results = self._gathered(lambda: self._write_files(source), "the bundle's parts")
-        except RankMissing as error:
-            self._finish_without(error)
-            raise
-
-    def notes(self) -> tuple[str, ...]:
-        """Return the lines of the verdict about the bundle."""
-        if self.directory is None:
-            return (f"No bundle was written: {self._unwritten}",)
-        missing = self._missing()
-        if not missing:
-            return (
-                f"Bundle: {self.directory}",
-                f"Replay it: ddpstats replay {self.directory} --model PKG:FACTORY --step PKG:FN --bisect",
-            )
-        lines = [f"The bundle is incomplete: {self.directory}"]
-        return (*lines, *(f"  rank {rank}: {why}" for rank, why in missing.items()))
-
-    def finish(self, verdict: CaptureVerdict) -> CaptureVerdict:
-        """Write the manifest, remove old bundles. Collective. An incomplete bundle is a reason to stop."""
-        if self.directory is None:
-            return verdict if self._max_bytes is not None and "max_bytes" in self._unwritten else _stopping(verdict)
-        problem = self._gathered(lambda: self._write_manifest(verdict.message), "the bundle's manifest")[self._lowest]
-        return _stopping(verdict, problem) if problem or self._missing() else verdict
-
-    def amended(self, verdict: CaptureVerdict) -> CaptureVerdict:
-        """Return ``verdict``, whose message replaces the one in the manifest. Local."""
-        problem = self._write_manifest(verdict.message)
-        if problem:
-            _log.warning("%s: the manifest does not tell the cause: %s", self.directory, problem)
-        return verdict
-
-    def _gathered(self, work: Callable[[], Any], what: str) -> dict[int, Any]:
-        answers = gather_when_done(work, name=f"NaNCapture.check: {what}", group=self.group)
-        return dict(zip(self.peers.ranks, answers, strict=True))
-
-    def _held(self, source: PartSource) -> dict[str, Any]:
-        return {**source.sizes(), "digest": source.digest()}
-
-    def _make_directory(self, needed: int) -> dict[str, Any]:
-        if self._max_bytes is not None and needed > self._max_bytes:
-            return {"name": None, "error": f"it would take {needed} bytes, and max_bytes is {self._max_bytes}."}
-        if self.peers.rank != self._lowest:
-            return {}
-        try:
-            return {"name": new_directory(self._dirpath, bundle_name(self._finding.step, self._when)).name}
-        except Exception as error:
-            advice = "Give NaNCapture a directory that this rank may write to."
-            why = f"rank {self._lowest} could not make a directory in {self._dirpath}: {type(error).__name__}: {error}"
-            return {"name": None, "error": f"{why}. {advice}"}
-
-    def _write_files(self, source: PartSource) -> dict[str, Any]:
-        """Return what this rank wrote, or why not. Never raises: the others must learn of it."""
-        assert self.directory is not None
-        rank, files = self.peers.rank, dict[str, Any]()
-        self._mine = {"files": files, "error": None}
-        try:
-            make_private_directory(self.directory)
-            part = source.rank_part(rank, len(self.peers.ranks), self._finding.step)
-            files[rank_file(rank)] = asdict(write_part(self.directory, rank_file(rank), part))
-            if self.model_writers[rank] == rank:
-                name = self._model_file(rank)
-                files[name] = asdict(write_part(self.directory, name, source.model_part()))
-        except Exception as error:
-            self._mine["error"] = f"{type(error).__name__}: {error}"
-        return self._mine
-
-    def _model_file(self, writer: int) -> str:
-        return "model.safetensors" if writer == self._lowest else model_file(writer)
-
-    def _missing(self) -> dict[int, str]:
-        """Rank -> why its part is missing."""
-        missing = {rank: result["error"] for rank, result in self._results.items() if result["error"] is not None}
-        for rank in self._results:
-            writer = self.model_writers[rank]
-            if rank not in missing and writer in missing:
-                missing[rank] = f"the module's parameters were to be written by rank {writer}"
-        return missing
-
-    def _write_manifest(self, message: str) -> str:
-        """On the lowest rank that is left: return what is wrong with the bundle as it sees it. Never raises."""
-        if self.directory is None or self.peers.rank != min(self._results):
-            return ""
-        try:
-            files, missing = dict[str, Written](), self._missing()
-            for rank, result in self._results.items():
-                written = {name: Written(**entry) for name, entry in result["files"].items()}
-                files |= {name: entry for name, entry in written.items() if (self.directory / name).exists()}
-                if not written.keys() <= files.keys():
-                    missing[rank] = f"rank {self.peers.rank} does not see its files: all ranks need one file system"
-            finding, writers = self._finding, self.model_writers
-            write_manifest(
-                self.directory,
-                manifest_of(
-                    finding.kind,
-                    finding.step,
-                    self._when,
-                    self.peers.ranks,
-                    files,
-                    culprit_ranks=finding.culprit_ranks,
-                    parameters=finding.by_rank,
-                    message=message,
-                    missing=missing,
-                    model_files={rank: self._model_file(writer) for rank, writer in writers.items()},
-                ),
-            )
-            if not missing:
-                prune(self._dirpath, self._keep, self.directory)
-        except Exception as error:
-            return f"The bundle's manifest could not be written: {type(error).__name__}: {error}"
-        lines = [f"  rank {rank}: {why}" for rank, why in missing.items() if rank not in self._missing()]
-        return "\n".join([f"The bundle is incomplete: {self.directory}", *lines]) if lines else ""
-
-    def _finish_without(self, error: RankMissing) -> None:
-        """A rank died while it wrote. The lowest one left writes the manifest, with its own files."""
-        living = [rank for rank in self.peers.ranks if rank not in error.missing_ranks]
-        if self.peers.rank != min(living, default=None):
-            return
-        reason = "did not write its part" if error.missing_ranks else "not known: the ranks lost touch"
-        others = {rank: {"files": {}, "error": reason} for rank in self.peers.ranks if rank != self.peers.rank}
-        self._results = {self.peers.rank: self._mine} | others
-        problem = self._write_manifest(f"{error}")
-        if problem:
-            _log.warning("%s", problem)
-
-
-def _stopping(verdict: CaptureVerdict, problem: str = "") -> CaptureVerdict:
-    lines = [verdict.message, problem, "A bundle that is not complete stops the run, whatever on_nonfinite says."]
-    return replace(verdict, should_stop=True, should_skip=True, message="\n".join(filter(None, lines)))
-
-
-class AloneBundle:
-    """The bundle of a rank that raised in its micro-batch: without the others, who stop meanwhile. Local.
-
-    `write` is quick: batch, random state, buffers. Then the rank tells its peers, and `finish` writes the parameters
-    and the manifest. Neither raises: the program's own error must come through.
+    What a rank wrote alone counts with what the same rank wrote alone. A directory is removed if it holds nothing but a
+    bundle's files; what cannot be removed stays, with a warning.
 
     Args:
-        name: the directory, unless it exists: ``dirpath / bundle_name(step, when, rank)``.
-        error: what was raised.
-        keep, max_bytes: as `NaNCapture` has them.
-
-    Attributes:
-        directory: the bundle, from `write` on; None if nothing was written.
+        newest: what was just written. It stays, also where clocks went back and others have later names.
     """
+    rank = _rank_of(newest)
+    others = [bundle for bundle in bundles_in(dirpath) if _rank_of(bundle[0]) == rank and bundle[0].name != newest.name]
+    complete = [path for path, manifest in others if manifest and (manifest.complete or rank)]
+    return [path for path in complete[: len(complete) - keep + 1] if _remove(path)]
 
-    def __init__(
-        self,
-        name: Path,
-        source: PartSource,
-        error: Exception,
-        step: int,
-        peers: Channel,
-        keep: int = 3,
-        max_bytes: int | None = None,
-    ) -> None:
-        self._name, self._source, self._error, self._step = name, source, error, step
-        self._rank, self._ranks = int(peers.rank), plain_ranks(peers.ranks)
-        self._keep, self._max_bytes = keep, max_bytes
-        self._files: dict[str, Written] = {}
-        self._problem = ""
-        self.directory: Path | None = None
 
-    def write(self) -> None:
-        """Write what this rank saw of the step: the small part."""
-        with self._noting_problems():
-            needed = sum(self._source.sizes().values())
-            if self._max_bytes is not None and needed > self._max_bytes:
-                self._problem = f"it would take {needed} bytes, and max_bytes is {self._max_bytes}"
-                return
-            part = self._source.rank_part(self._rank, len(self._ranks), self._step, self._raised())
-            directory = new_directory(self._name.parent, self._name.name)
-            try:
-                self._files[rank_file(self._rank)] = write_part(directory, rank_file(self._rank), part)
-                self.directory = directory
-            finally:
-                if self.directory is None:
-                    directory.rmdir()
+def _rank_of(path: Path) -> str | None:
+    match = BUNDLE_NAME.fullmatch(path.name)
+    return None if match is None else match[3]
 
-    def finish(self) -> str:
-        """Write the parameters and the manifest, and remove older bundles of this rank. Return a line about it."""
-        if self.directory is not None:
-            with self._noting_problems():
-                if self._source.is_sharded:
-                    self._problem = "they are sharded, and one rank alone cannot gather them"
-                else:
-                    name = model_file(self._rank)
-                    self._files[name] = write_part(self.directory, name, self._source.model_part())
-            why, self._problem = self._problem, ""
-            with self._noting_problems():
-                self._write_manifest(self.directory, [f"{NO_PARAMETERS}{why}"] if why else [])
-                prune(self.directory.parent, self._keep, self.directory, self._rank)
-                left_out = f" (left out: {NO_PARAMETERS}{why})" if why else ""
-                return f"ddpstats: the state of this step: {self.directory}{left_out}"
-        return f"ddpstats: the state of this step could not be written: {self._problem}"
 
-    def _raised(self) -> str:
-        return f"{type(self._error).__name__}: {self._error}"
+def _remove(path: Path) -> bool:
+    try:
+        files = list(path.iterdir())
+        foreign = [file.name for file in files if not _is_of_a_bundle(file)]
+        if foreign:
+            _log.warning("%s stays: %s is not a file of a capture", path, foreign[0])
+            return False
+        # The manifest first: a bundle that is half gone must not look complete
+        for file in sorted(files, key=lambda file: file.name != MANIFEST):
+            file.unlink()
+        path.rmdir()
+    except OSError as error:
+        _log.warning("%s cannot be removed: %s", path, error)
+        return False
+    return True
 
-    @contextlib.contextmanager
-    def _noting_problems(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as problem:
-            _log.warning("the state of the step that raised could not be written", exc_info=problem)
-            self._problem = f"{type(problem).__name__}: {problem}"
 
-    def _write_manifest(self, directory: Path, notes: list[str]) -> None:
-        others = (rank for rank in self._ranks if rank != self._rank)
-        manifest = manifest_of(
-            "exception",
-            self._step,
-            datetime.now(timezone.utc),
-            self._ranks,
-            self._files,
-            culprit_ranks=[self._rank],
-            message=f"rank {self._rank} raised in step {self._step}: {self._raised()}",
-            missing=dict.fromkeys(others, f"this bundle is rank {self._rank}'s alone: it raised"),
-            model_files={self._rank: model_file(self._rank)},
-            notes=notes,
-        )
-        write_manifest(directory, manifest)
+def _is_of_a_bundle(file: Path) -> bool:
+    is_known = file.name == MANIFEST or file.name.startswith(TEMPORARY_PREFIX) or _FILE_NAME.fullmatch(file.name)
+    return bool(is_known) and (file.is_symlink() or file.is_file())

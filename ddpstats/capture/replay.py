@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from ddpstats._observe.operators import Collective
     from ddpstats._rerun.run import RunSettings, Step
     from ddpstats.capture.bisect import Search
-    from ddpstats.capture.bundle import Bundle
-    from ddpstats.capture.parts import CapturedMicroBatch, RankPart
+    from ddpstats.capture.bundle import Bundle, CapturedMicroBatch, RankPart
 
 _PRECISIONS = ("captured", "amp", "fp32", "fp64")
 _AMP_DTYPES = ("bfloat16", "float16")

@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from ddpstats import NaNCapture
 from ddpstats.capture import CaptureVerdict
-from ddpstats.capture.bundle import AloneBundle
-from ddpstats.capture.manifest import bundle_name
-from ddpstats.capture.parts import PartSource
+from ddpstats.capture.bundle import bundle_name
+from ddpstats.capture.writer import AloneBundle, PartSource
 from ddpstats.testing import die
 from tests.capture.capture_runs import captured, make_model, noisy_step, planted, sharded_model
 from tests.training import batch_of, rank
@@ -50,7 +49,7 @@ def lowest_rank_cannot(dirpath: str, what: str, **options: Any) -> CaptureVerdic
 
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 0 and what == "make":
-            patch.setattr("ddpstats.capture.bundle.new_directory", refuse)
+            patch.setattr("ddpstats.capture.writer.new_directory", refuse)
         elif rank() == 0:
             patch.setattr(Path, "exists", refuse)
         return bad_step(dirpath, **options)
@@ -58,7 +57,7 @@ def lowest_rank_cannot(dirpath: str, what: str, **options: Any) -> CaptureVerdic
 
 def dies_while_writing(dirpath: str) -> CaptureVerdict:
     """Rank 1 is killed between its two files."""
-    bundle: Any = importlib.import_module("ddpstats.capture.bundle")
+    bundle: Any = importlib.import_module("ddpstats.capture.writer")
 
     def write(*args: Any) -> Any:
         write_part(*args)
@@ -73,7 +72,7 @@ def dies_while_writing(dirpath: str) -> CaptureVerdict:
 
 def slow_disk(dirpath: str) -> CaptureVerdict:
     """On rank 1 each file takes longer than the timeout of a collective."""
-    bundle: Any = importlib.import_module("ddpstats.capture.bundle")
+    bundle: Any = importlib.import_module("ddpstats.capture.writer")
     write_part = bundle.write_part
 
     def write(*args: Any) -> Any:

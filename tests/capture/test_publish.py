@@ -12,8 +12,8 @@ import torch
 
 from ddpstats import BundleError, RankMissing, cli
 from ddpstats._ranks.calls import Channel
-from ddpstats.capture.bundle import AloneBundle, Bundle
-from ddpstats.capture.manifest import bundle_name
+from ddpstats.capture.bundle import Bundle, bundle_name
+from ddpstats.capture.writer import AloneBundle
 from ddpstats.testing import RankPool, run_ranks
 from tests.capabilities import shards_on_cpu
 from tests.capture import making, publish_runs as runs, replay_models
@@ -118,7 +118,7 @@ def written_alone(directory: Path, monkeypatch: pytest.MonkeyPatch, fails: str =
         peers = cast(Channel, SimpleNamespace(rank=1, ranks=(0, 1)))
         bundle = AloneBundle(directory, source, runs.BOOM, 7, peers, **limits)
         if fails == "its part":
-            monkeypatch.setattr("ddpstats.capture.bundle.write_part", full)
+            monkeypatch.setattr("ddpstats.capture.writer.write_part", full)
         bundle.write()
         if fails == "parameters":
             monkeypatch.setattr(source, "model_part", full)
@@ -149,7 +149,7 @@ def test_a_disk_that_fills_up_leaves_the_part_without_parameters_or_nothing(
 ) -> None:
     directory = tmp_path / bundle_name(7, WHEN, 1)
     line = written_alone(directory, monkeypatch, "parameters")
-    assert "left out: parameters: OSError: [Errno 28] No space left on device" in line
+    assert "without parameters: OSError: [Errno 28] No space left on device" in line
     bundle = Bundle.open(directory)
     assert bundle.rank_part(1).error == "ValueError: boom"
     assert "OSError" in bundle.notes[0]
@@ -161,9 +161,9 @@ def test_a_disk_that_fills_up_leaves_the_part_without_parameters_or_nothing(
 @shards_on_cpu
 def test_sharded_parameters_are_not_gathered_by_one_rank(two_ranks: RankPool, tmp_path: Path) -> None:
     _, line = two_ranks.run(runs.sharded_raise, str(tmp_path)).values()
-    assert "left out: parameters: they are sharded, and one rank alone cannot gather them" in line
+    assert "without parameters: they are sharded, and one rank alone cannot gather them" in line
     (path,) = tmp_path.iterdir()
     assert manifest_of(path)["model_files"] == {}
-    with pytest.raises(BundleError, match=r"no file with the parameters of rank 1 \(parameters: they are sharded"):
+    with pytest.raises(BundleError, match="no parameters of rank 1: they are sharded"):
         Bundle.open(path).parameters(1)
     assert cli.main(["replay", str(path), *NAMES]) == 2
