@@ -34,9 +34,9 @@ from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.codec import CannotStore, to_plain
 from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step, scale_of
 from ddpstats._rerun.run import Reruns
-from ddpstats.capture.bundle import bundle_name
+from ddpstats.capture.bundle import AloneBundle, BundleWriter, PartSource
+from ddpstats.capture.manifest import bundle_name
 from ddpstats.capture.verdict import CaptureVerdict, Policy, Report, find, find_cause, report_of
-from ddpstats.capture.writer import AloneBundle, BundleWriter, PartSource
 from ddpstats.errors import BundleError, ConfigError, RankMissing
 
 _logger = logging.getLogger("ddpstats")

@@ -14,8 +14,8 @@ from torch import nn
 from ddpstats import NaNCapture
 from ddpstats._base.version import __version__
 from ddpstats._rerun import codec
-from ddpstats.capture.bundle import Manifest, Written, bundle_name, read_manifest, summarize, write_manifest
-from ddpstats.capture.writer import write_part
+from ddpstats.capture.bundle import write_part
+from ddpstats.capture.manifest import Manifest, Written, bundle_name, read_manifest, summarize, write_manifest
 
 CPU = torch.device("cpu")
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,8 @@ import torch.distributed as dist
 
 from ddpstats import NaNCapture
 from ddpstats.capture import CaptureVerdict
-from ddpstats.capture.bundle import bundle_name
-from ddpstats.capture.writer import AloneBundle, PartSource
+from ddpstats.capture.bundle import AloneBundle, PartSource
+from ddpstats.capture.manifest import bundle_name
 from ddpstats.testing import die
 from tests.capture.capture_runs import captured, make_model, noisy_step, planted, sharded_model
 from tests.training import batch_of, rank
@@ -49,7 +50,7 @@ def lowest_rank_cannot(dirpath: str, what: str, **options: Any) -> CaptureVerdic
 
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 0 and what == "make":
-            patch.setattr("ddpstats.capture.writer.new_directory", refuse)
+            patch.setattr("ddpstats.capture.bundle.new_directory", refuse)
         elif rank() == 0:
             patch.setattr(Path, "exists", refuse)
         return bad_step(dirpath, **options)
@@ -57,7 +58,7 @@ def lowest_rank_cannot(dirpath: str, what: str, **options: Any) -> CaptureVerdic
 
 def dies_while_writing(dirpath: str) -> CaptureVerdict:
     """Rank 1 is killed between its two files."""
-    bundle: Any = importlib.import_module("ddpstats.capture.writer")
+    bundle: Any = importlib.import_module("ddpstats.capture.bundle")
 
     def write(*args: Any) -> Any:
         write_part(*args)
@@ -72,7 +73,7 @@ def dies_while_writing(dirpath: str) -> CaptureVerdict:
 
 def slow_disk(dirpath: str) -> CaptureVerdict:
     """On rank 1 each file takes longer than the timeout of a collective."""
-    bundle: Any = importlib.import_module("ddpstats.capture.writer")
+    bundle: Any = importlib.import_module("ddpstats.capture.bundle")
     write_part = bundle.write_part
 
     def write(*args: Any) -> Any:
@@ -84,6 +85,20 @@ def slow_disk(dirpath: str) -> CaptureVerdict:
         if rank() == 1:
             patch.setattr(bundle, "write_part", write)
         return bad_step(dirpath)
+
+
+def disk_that_never_answers(dirpath: str) -> CaptureVerdict:
+    """On rank 1 a file is never written to its end."""
+    bundle: Any = importlib.import_module("ddpstats.capture.bundle")
+    never = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle, "_MAX_SEC", 2.0)
+        patch.setattr(bundle, "_ROUND_SEC", 0.5)
+        if rank() == 1:
+            patch.setattr(bundle, "write_part", lambda *_: never.wait(600))
+        verdict = bad_step(dirpath, on_nonfinite="continue")
+    never.set()
+    return verdict
 
 
 def name_taken(dirpath: str) -> CaptureVerdict:

@@ -17,10 +17,9 @@ import torch
 
 from ddpstats._base.files import replace_file
 from ddpstats._rerun import codec
-from ddpstats.capture.bundle import (
-    Bundle,
+from ddpstats.capture.bundle import Bundle, ModelPart, write_part
+from ddpstats.capture.manifest import (
     Manifest,
-    ModelPart,
     Written,
     bundle_name,
     bundles_in,
@@ -30,7 +29,6 @@ from ddpstats.capture.bundle import (
     summarize,
     write_manifest,
 )
-from ddpstats.capture.writer import write_part
 from ddpstats.errors import BundleError
 from tests.capture import making
 from tests.capture.replay_models import Small, Toy, mean_step
@@ -214,7 +212,7 @@ def test_a_manifest_that_is_no_json_object_is_refused(directory: Path, content: 
 
 
 def test_a_manifest_that_is_huge_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpstats.capture.bundle._MAX_BYTES", 100)
+    monkeypatch.setattr("ddpstats.capture.manifest._MAX_BYTES", 100)
     with pytest.raises(BundleError, match="more than 100 bytes"):
         Bundle.open(directory)
 

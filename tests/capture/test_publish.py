@@ -12,8 +12,8 @@ import torch
 
 from ddpstats import BundleError, RankMissing, cli
 from ddpstats._ranks.calls import Channel
-from ddpstats.capture.bundle import Bundle, bundle_name
-from ddpstats.capture.writer import AloneBundle
+from ddpstats.capture.bundle import AloneBundle, Bundle
+from ddpstats.capture.manifest import bundle_name
 from ddpstats.testing import RankPool, run_ranks
 from tests.capabilities import shards_on_cpu
 from tests.capture import making, publish_runs as runs, replay_models
@@ -85,6 +85,14 @@ def test_a_disk_slower_than_the_timeout_costs_no_verdict(two_ranks: RankPool, tm
     assert manifest_of(first.bundle)["complete"]
 
 
+def test_a_disk_that_never_answers_costs_the_bundle_and_no_verdict(two_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = two_ranks.run(runs.disk_that_never_answers, str(tmp_path)).values()
+    assert first == second
+    assert (first.kind, first.should_stop) == ("nonfinite", True)
+    assert "rank 1: its part was not written within 2 s" in first.message
+    assert not manifest_of(first.bundle)["complete"]
+
+
 # -- names, and what is left out --------------------------------------------------------------------------------------
 
 
@@ -118,7 +126,7 @@ def written_alone(directory: Path, monkeypatch: pytest.MonkeyPatch, fails: str =
         peers = cast(Channel, SimpleNamespace(rank=1, ranks=(0, 1)))
         bundle = AloneBundle(directory, source, runs.BOOM, 7, peers, **limits)
         if fails == "its part":
-            monkeypatch.setattr("ddpstats.capture.writer.write_part", full)
+            monkeypatch.setattr("ddpstats.capture.bundle.write_part", full)
         bundle.write()
         if fails == "parameters":
             monkeypatch.setattr(source, "model_part", full)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ddpstats._base.marks import Mark
-from ddpstats.capture.bundle import read_manifest
+from ddpstats.capture.manifest import read_manifest
 from ddpstats.guard.event import Event, Evidence
 from ddpstats.guard.record import mark_from_dict, read_records
 from ddpstats.report._sources import read_timeline
