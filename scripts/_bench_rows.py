@@ -55,6 +55,7 @@ class Findings:
     capture: dict[int, tuple[Timings, dict[str, float]]] = field(default_factory=dict)
     """Milliseconds of a step -> ("plain", "capture" -> seconds; part -> microseconds)."""
     sentinel: dict[int, Costs] = field(default_factory=dict)  # milliseconds of a step -> costs
+    exam_memory: dict[str, float] = field(default_factory=dict)  # layer -> multiples of the parameters
     checks: ChecksCosts | None = None
     dump: Timings | None = None  # a step of each kind
     msprobe: dict[str, Timings | None] = field(default_factory=dict)  # level -> plain steps, and those it dumps
@@ -194,6 +195,8 @@ def _sentinel_rows(found: Findings) -> list[Row]:
         rows.append(Row(f"{what}: plain", 1e3 * costs.median("plain"), unit="ms"))
         for (layer, (times, quartiles)), reach in zip(costs.ratios().items(), SENTINEL_REACH, strict=True):
             rows.append(Row(f"{what}: {layer} / plain", times, reach, quartiles=quartiles))
+    for layer, multiple in found.exam_memory.items():
+        rows.append(Row(f"sentinel, peak memory of an exam of {layer} / parameters", multiple))
     return rows
 
 

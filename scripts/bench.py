@@ -38,7 +38,7 @@ from _bench_integrations import LIBRARIES, integration_costs
 from _bench_loop import Budget, Spread, Timings
 from _bench_plot import draw
 from _bench_rows import GATED_WORLD, Findings, Row, rows_of, table, times_table
-from _bench_sentinel import STEPS_MS as SENTINEL_STEPS_MS, WIDTH as SENTINEL_WIDTH, sentinel_costs
+from _bench_sentinel import EXAMS, STEPS_MS as SENTINEL_STEPS_MS, WIDTH as SENTINEL_WIDTH, exam_memory, sentinel_costs
 from _bench_window import add_costs, flush_costs
 
 from ddpstats.testing import run_ranks, run_threads
@@ -182,6 +182,8 @@ def run(plan: Plan, say: Progress) -> Findings:
         step_ms: _on_ranks(sentinel_costs, 2, step_ms, plan.sentinel_width, plan.sentinel)
         for step_ms in plan.sentinel_steps_ms
     }
+    memory_width = 8 * plan.sentinel_width
+    found.exam_memory = {layer: _on_ranks(exam_memory, 1, layer, memory_width) for layer in EXAMS}
     say("all checks together")
     found.checks = _on_ranks(checks_costs, 2, plan.checks_step_ms, plan.checks_rounds)
     say("dump")
