@@ -176,11 +176,6 @@ def _default(module: nn.Module) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
     if norms:
         return _named(module, norms), ()
     with_matrix = _named(module, [child for child in leaves if any(map(_is_matrix, child.parameters()))])
-    if not with_matrix:
-        raise ConfigError(
-            "the model has neither a norm layer nor a layer with a weight matrix: no gradient can be looked at; "
-            "checkpoints=[...] chooses modules by name, class or function"
-        )
     return with_matrix, (
         f"the model has no norm layer: the gradients of the outputs of all {len(with_matrix)} layers with a weight "
         "matrix are looked at instead; checkpoints=[...] chooses others, by name, class or function",

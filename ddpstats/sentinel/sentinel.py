@@ -115,10 +115,7 @@ class Setup:
             self.record = StepRecord(model)
             owner: Any = weakref.proxy(sentinel)
             self.reruns = Reruns(
-                self.record,
-                lambda module, batch: owner._options.replay_fn(module, batch),
-                "replay_fn",
-                lambda: scale() or 1.0,
+                self.record, lambda *args: owner._options.replay_fn(*args), "replay_fn", lambda: scale() or 1.0
             )
 
 
@@ -242,6 +239,7 @@ class Sentinel(StepWatch):
         self._evidence: list[Any] = []
         self._detectors: list[Detector] = []
         self._setup: Setup | None = None
+        self._record: StepRecord | None = None
         with contextlib.ExitStack() as closing:  # hooks stay on a model
             if settings.mode:
                 self._attach(model, closing)
@@ -252,6 +250,7 @@ class Sentinel(StepWatch):
     def _attach(self, model: nn.Module, closing: contextlib.ExitStack) -> None:
         _check_groups(model, self._ranks)
         self._setup = setup = Setup(model, self._options, self)
+        self._record = setup.record
         if setup.record is not None:
             closing.callback(setup.record.close)
         for make in DETECTORS:
@@ -308,10 +307,6 @@ class Sentinel(StepWatch):
             self._setup.matmul.open_for(steps)
 
     # -- one micro-batch ----------------------------------------------------------------------------------------------
-
-    @property
-    def _record(self) -> StepRecord | None:
-        return None if self._setup is None else self._setup.record
 
     def _begin(self, running: Running[MicroBatch | None], batch: Any) -> MicroBatch | None:
         self._refuse_micro_batch()

@@ -33,7 +33,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("ddpstats")
 
 Pair = tuple[float, float]
-T = TypeVar("T")
 State = tuple[Tensor, ...]
 
 NORMAL, ERROR, WARNING = 0, 1, 2
@@ -108,9 +107,18 @@ def read_settings(
     """
     check_choice("detector", detector, list(RULES))
     rule, notes = RULES[detector], list[str]()
+
+    def from_environ(names: Sequence[str], parse: Callable[[str], Any], default: Any, legal: str) -> Any:
+        """Return what the first variable says that is set; the default, with a note, where ``parse`` returns None."""
+        name, text = next(((name, environ[name].strip()) for name in names if environ.get(name, "").strip()), ("", ""))
+        value = parse(text)
+        if text and value is None:
+            notes.append(f"{name}={text!r} is not {legal}: the default is used instead")
+        return default if value is None else value
+
     if mode is None:
         modes = {str(number): number for number in _MODES}
-        mode = _from_environ(_MODE_NAMES, environ, modes.get, None, f"one of {', '.join(modes)}", notes)
+        mode = from_environ(_MODE_NAMES, modes.get, None, f"one of {', '.join(modes)}")
         if mode is None:
             notes.append(f"the sentinel is off: pass mode=1, 2 or 3, or set {SENTINEL_MODE} to one of them")
             mode = 0
@@ -118,28 +126,11 @@ def read_settings(
         raise ConfigError(f"mode={mode!r} is not understood; legal values: {', '.join(map(str, _MODES))}")
     legal = f"two integers with a comma between them, the first above the second and both at least {_SMALLEST:.0f}"
     if upper_thresh is None:
-        upper_thresh = _from_environ(_UPPER_NAMES, environ, _pair_in, rule.upper_thresh, legal, notes)
+        upper_thresh = from_environ(_UPPER_NAMES, _pair_in, rule.upper_thresh, legal)
     if sigma_thresh is None:
-        names = _SIGMA_NAMES if detector == "v2" else ()
-        sigma_thresh = _from_environ(names, environ, _pair_in, _SIGMA, legal, notes)
+        sigma_thresh = from_environ(_SIGMA_NAMES if detector == "v2" else (), _pair_in, _SIGMA, legal)
     upper, sigma = _checked("upper_thresh", upper_thresh), _checked("sigma_thresh", sigma_thresh)
     return SentinelSettings(mode, detector, upper, sigma, rule.min_steps), notes
-
-
-def _from_environ(
-    names: Sequence[str],
-    environ: Mapping[str, str],
-    parse: Callable[[str], T | None],
-    default: T,
-    legal: str,
-    notes: list[str],
-) -> T:
-    """Return what the first variable says that is set; the default, with a note, where ``parse`` returns None."""
-    name, text = next(((name, environ[name].strip()) for name in names if environ.get(name, "").strip()), ("", ""))
-    value = parse(text)
-    if text and value is None:
-        notes.append(f"{name}={text!r} is not {legal}: the default is used instead")
-    return default if value is None else value
 
 
 def _pair_in(text: str) -> Pair | None:
@@ -205,10 +196,9 @@ class Rule:
 
 
 def _l2_norm(gradient: Tensor) -> Tensor:
-    if gradient.dtype in (torch.float32, torch.float64):
-        norm: Tensor = torch.linalg.vector_norm(gradient).float()
-    else:  # summed in float32: squares of bfloat16 lose their digits, those of float16 overflow
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    # Halves are summed in float32: squares of bfloat16 lose their digits, those of float16 overflow.
+    dtype = torch.float64 if gradient.dtype is torch.float64 else torch.float32
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype).float()
     return norm
 
 

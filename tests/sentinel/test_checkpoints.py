@@ -303,9 +303,10 @@ def test_without_norm_layers_all_layers_with_a_matrix_are_taken_with_a_warning()
     assert "all 3 layers with a weight matrix are looked at instead" in checkpoints.warnings[0]
 
 
-def test_a_model_without_a_matrix_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"neither a norm layer nor a layer with a weight matrix.*checkpoints="):
-        names_of(nn.Sequential(nn.Tanh(), nn.ReLU()))
+def test_a_model_without_a_matrix_has_no_checkpoint_and_says_so() -> None:
+    checkpoints = Checkpoints(nn.Sequential(nn.Tanh(), nn.ReLU()), None, whole)
+    assert checkpoints.names == []
+    assert "all 0 layers with a weight matrix are looked at instead" in checkpoints.warnings[0]
 
 
 def test_modules_are_chosen_by_name_class_and_function_once_each_in_the_model_s_order() -> None:

@@ -415,16 +415,24 @@ def test_a_sentinel_that_sees_nothing_says_so() -> None:
         sentinel.step()
 
 
-def test_a_nan_behind_a_gradient_scaler_is_an_alarm_in_the_end() -> None:
+def test_a_nan_behind_a_gradient_scaler_is_an_alarm_in_the_end_and_is_found_again() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    with Sentinel(module, mode=2, scaler=scaler) as sentinel:
-        for _ in range(15):
-            scaler.scale((module(torch.ones(2, 4)) * float("nan")).sum()).backward()
-            assert sentinel.step().ok
-        scaler.scale((module(torch.ones(2, 4)) * float("nan")).sum()).backward()
-        with pytest.raises(SentinelAlarm, match="value nan"):
+    batch = torch.ones(2, 4)
+
+    def loss_of(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (module(batch) * float("nan")).sum()
+        return loss
+
+    with Sentinel(module, mode=2, scaler=scaler, replay_fn=loss_of) as sentinel:
+        for step in range(16):
+            with sentinel.micro_batch(batch):
+                scaler.scale(loss_of(module, batch)).backward()  # type: ignore[no-untyped-call]
+            if step < 15:
+                assert sentinel.step().ok
+        with pytest.raises(SentinelAlarm, match="value nan") as raised:
             sentinel.step()
+    assert "Run again on rank 0, the micro-batch gives such a value again" in str(raised.value)
 
 
 def test_backward_passes_outside_of_micro_batches_are_not_of_the_step() -> None:
