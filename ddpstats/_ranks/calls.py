@@ -77,6 +77,7 @@ class Channel:
         self._comm: Comm | None = None
         self._agreement: Agreement | None = None
         self._error: RankMissing | None = None
+        self._note = ""  # of this rank
 
     # -- in order -----------------------------------------------------------------------------------------------------
 
@@ -175,8 +176,15 @@ class Channel:
 
     def note(self, text: str) -> None:
         """Write what the errors of ranks that miss this one are to say; an empty text takes it back. Local."""
-        if self._detector is not None:
+        if self._detector is not None and (text or self._note):
+            self._note = text
             self._detector.note(text)
+
+    def leave_by_note(self) -> None:
+        """Take no further part if this rank left a note: all ranks raise it, here and at every later call."""
+        if self._detector is not None and self._note:
+            lines = [self._note, "It takes no further part. Reductions on this group are closed."]
+            self._close_with(self._detector.publish(Verdict((self._detector.rank,), "\n".join(lines))))
 
     def explain(self, error: BaseException) -> RankMissing | None:
         """Return the reason why a connection of the program's own broke with ``error``; None where no rank left a note.

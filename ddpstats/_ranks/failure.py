@@ -315,7 +315,6 @@ class FailureDetector:
         self._polls_at = 0.0
         self._is_judge: bool | None = None  # whether this rank reads the answers of all; None: not asked yet
         self._has_read = False
-        self._has_note = False
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -416,14 +415,12 @@ class FailureDetector:
     def leave(self, why: str) -> Verdict:
         """Make the verdict that this rank left in the middle of a call."""
         text = f"{self._what} was not completed:\n  {self.name([self.rank])}: left in the middle of it ({why})"
-        return self._publish(Verdict((self.rank,), f"{text}\n{self._closing}".rstrip()))
+        return self.publish(Verdict((self.rank,), f"{text}\n{self._closing}".rstrip()))
 
     def note(self, text: str) -> None:
         """Write what the errors of ranks that miss this one are to say; an empty text takes it back. Local."""
-        if text or self._has_note:
-            with suppress(*STORE_ERRORS), self.store.within(_GLANCE_SEC):
-                self.store.set(f"note/{self.rank}", text)
-                self._has_note = bool(text)
+        with suppress(*STORE_ERRORS), self.store.within(_GLANCE_SEC):
+            self.store.set(f"note/{self.rank}", text)
 
     def _read_notes(self, ranks: Iterable[int]) -> dict[int, str]:
         keys = {f"note/{rank}": rank for rank in ranks}
@@ -441,9 +438,10 @@ class FailureDetector:
         if not notes:
             return None
         lines = [*notes.values(), f"{self.name([self.rank])} waited and saw: {reason}", self._closing]
-        return self._publish(Verdict(tuple(notes), "\n".join(lines).rstrip()))
+        return self.publish(Verdict(tuple(notes), "\n".join(lines).rstrip()))
 
-    def _publish(self, verdict: Verdict) -> Verdict:
+    def publish(self, verdict: Verdict) -> Verdict:
+        """Make this the verdict of all ranks unless there is one; return theirs."""
         try:
             with self.store.within(_LEAVE_SEC):
                 return self._post(verdict)

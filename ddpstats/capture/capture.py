@@ -7,8 +7,8 @@
 3. Otherwise all ranks gather what they saw, come to one verdict (`verdict`), write their files of a bundle (`bundle`),
    and with ``attribute=True`` look for the cause by running the step again.
 4. A rank that raises inside `micro_batch` writes its part into a bundle of its own, and a note into the group's store.
-   It may catch the exception and go on: its next call takes the note back. Otherwise the other ranks miss it, in
-   `check` or because their connection to it breaks, and their `RankMissing` has the note's text.
+   It may catch the exception and go on: its next call takes the note back. If the exception leaves the capture, too,
+   or the other ranks miss this one in `check` or as their connection to it breaks, `RankMissing` has the note's text.
 """
 
 from __future__ import annotations
@@ -158,6 +158,12 @@ class NaNCapture(StepWatch):
         """
         return _RunningMicroBatch(self, batch)
 
+    def __exit__(self, *exc: object) -> None:
+        """Close. An exception of a micro-batch that leaves the capture, too, is the end of this rank's part."""
+        if any(exc):
+            self._channel.leave_by_note()
+        super().__exit__(*exc)
+
     @breaks_graph
     def check(self, *, step: int | None = None) -> CaptureVerdict:
         """Judge the step: after the last ``backward()`` (and ``scaler.unscale_``), before ``optimizer.step()``.
@@ -187,20 +193,7 @@ class NaNCapture(StepWatch):
         if step is not None:
             self._step = checked_step(step, self._method)
         self._channel.note("")
-        self._wait_for_device()
         return float(not self._agreed), float(self._look())
-
-    def _wait_for_device(self) -> None:
-        """Wait until the device has done the step, in which it may wait for a rank that does not come.
-
-        Raises:
-            RankMissing: it has not by the timeout, or another rank has given up.
-        """
-        device = self._record.device
-        if device.type != "cpu":
-            event = torch.Event(device)
-            event.record()
-            self._channel.wait_until(event.query, "the step on the device", config.timeout_sec(None))
 
     def _answer(self, sums: Sequence[float], group: Any) -> CaptureVerdict:
         newcomers, seen = sums
@@ -284,6 +277,7 @@ class NaNCapture(StepWatch):
         if self._problem is not None:
             return True
         try:
+            self._wait_for_device()
             if self._watch.bad:
                 return True
             away = [norms for arrivals in self._watch.arrivals for norms in arrivals.away()]
@@ -291,6 +285,18 @@ class NaNCapture(StepWatch):
         except Exception as error:
             self._problem = error
             return True
+
+    def _wait_for_device(self) -> None:
+        """Wait until the device has done the step, in which it may wait for a rank that does not come.
+
+        Raises:
+            RankMissing: it has not by the timeout, or another rank has given up; the channel raises it from then on.
+        """
+        device = self._record.device
+        if device.type not in ("cpu", "mps"):
+            event = torch.Event(device)
+            event.record()
+            self._channel.wait_until(event.query, "the step on the device", config.timeout_sec(None))
 
     def _agree_on_settings(self) -> None:
         settings = {

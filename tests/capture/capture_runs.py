@@ -297,11 +297,11 @@ def full_disk(dirpath: str) -> list[CaptureVerdict]:
 
 
 def raises_in_forward(dirpath: str, how: str) -> tuple[str, float]:
-    """Rank 1 raises in step 1; return what rank 0 raises, and how many seconds later.
+    """Rank 1 raises in step 1; return what the others raise, and how many seconds later.
 
-    ``how``: rank 1 "ends" while rank 0 waits in DDP, or rank 0 waits "in check".
+    ``how``: rank 1 "ends" while the others wait in DDP, or they wait "in check".
     """
-    group = dist.new_group([0, 1])
+    group = dist.new_group()
     dist.barrier()
     module = make_model() if how == "in check" else DistributedDataParallel(make_model(), process_group=group)
     begun: list[float] = []

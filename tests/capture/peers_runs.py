@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -24,8 +25,8 @@ def writes_alone(dirpath: str) -> None:
         raise ValueError(f"of rank {rank()}")
 
 
-def waits_for_the_device(dirpath: str) -> str:
-    """Rank 0's device never ends its step, and rank 1 raised and lives on; return what `check` raises."""
+def waits_for_the_device(dirpath: str) -> tuple[str, float]:
+    """Rank 0's device never ends its step, and rank 1 raised and lives on; return what `check` raises, and when."""
     group = dist.new_group([0, 1])
     model = make_model()
     with NaNCapture(dirpath, model=model, group=group) as capture:
@@ -33,13 +34,14 @@ def waits_for_the_device(dirpath: str) -> str:
             if rank() == 1:
                 raise ValueError("label 17 of 3")
         if rank() == 1:
-            return ""
+            return "", 0.0
+        started = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StepRecord, "device", torch.device("cuda"))
             patch.setattr(torch, "Event", NeverDone)
             with pytest.raises(RankMissing) as caught:
                 capture.check()
-    return str(caught.value)
+    return str(caught.value), time.monotonic() - started
 
 
 class NeverDone:

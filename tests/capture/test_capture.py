@@ -186,8 +186,8 @@ def test_sharded_gradients_are_nonfinite_without_a_culprit(two_ranks: RankPool, 
 
 @shards_on_cpu
 def test_shards_are_written_by_their_owners_and_joined_by_replay(two_ranks: RankPool, tmp_path: Path) -> None:
-    options = {"attribute": True, "step_fn": training.loss_of}
-    captured = same(two_ranks.run(runs.sharded, str(tmp_path), **options).values())
+    run = two_ranks.run(runs.sharded, str(tmp_path), attribute=True, step_fn=training.loss_of)
+    captured = same(run.values())
     assert captured.gathered == 0
     assert captured.verdict.attribution is None  # no rank is known to be the culprit
     part = part_of(captured.verdict.bundle, "model-rank00001.safetensors")
@@ -277,10 +277,11 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_good_bundle(two_ranks: Ra
 # -- a rank that raises -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["ends", pytest.param("in check", marks=slow)])
-def test_a_rank_that_raises_stops_the_others_within_seconds(tmp_path: Path, how: str) -> None:
-    first, second = run_ranks(runs.raises_in_forward, 2, str(tmp_path), how, timeout_sec=60)
+@pytest.mark.parametrize(("how", "count"), [("ends", 2), ("in check", 3)])
+def test_a_rank_that_raises_stops_the_others_within_seconds(tmp_path: Path, how: str, count: int) -> None:
+    first, second, *others = run_ranks(runs.raises_in_forward, count, str(tmp_path), how, timeout_sec=60)
     text, seconds = first.value
+    assert all(other.value[0] == text for other in others)
     assert seconds < 2 * EXPLAINED_SEC + 5
     assert "rank 1 raised in step 1, micro-batch 0: ValueError: label 17 of 3" in text
     assert second.exit_code == 7 if how == "ends" else second.ok

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -32,11 +31,10 @@ def test_each_rank_that_raises_writes_its_own_bundle(two_ranks: RankPool, tmp_pa
 
 def test_a_rank_whose_device_waits_raises_within_the_timeout(tmp_path: Path) -> None:
     env = {"DDPSTATS_TIMEOUT_SEC": "2"}
-    started = time.monotonic()
-    first, _ = run_ranks(runs.waits_for_the_device, 2, str(tmp_path), env=env, timeout_sec=60).values()
-    assert time.monotonic() - started < 30
-    assert "rank 1: did not take part" in first or "rank 1: the process is gone" in first
-    assert "rank 1 raised in step 0, micro-batch 0: ValueError: label 17 of 3" in first
+    (text, seconds), _ = run_ranks(runs.waits_for_the_device, 2, str(tmp_path), env=env, timeout_sec=60).values()
+    assert seconds < 2 * 2 + 5
+    assert "rank 1: did not take part" in text
+    assert "rank 1 raised in step 0, micro-batch 0: ValueError: label 17 of 3" in text
 
 
 @pytest.mark.parametrize(
