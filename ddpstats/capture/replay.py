@@ -414,7 +414,7 @@ class Replay:
 
     def _check_model(self) -> None:
         buffers = self.named_buffers()
-        captured = _shapes(self._parameters | (self.part.buffers or buffers))  # before a forward pass there are none
+        captured = _shapes(self._parameters | (self.part.buffers or buffers))  # it has none before a forward pass
         built = _shapes({**self.named_parameters(), **buffers})
         lines = [
             f"  {name}: {captured.get(name, 'nothing')} captured, {built.get(name, 'nothing')} in the module"
