@@ -65,7 +65,7 @@ class MicroBatch:
     _tensors: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def look_for_changes(self) -> bool:
-        """Whether some tensor was changed in place since the micro-batch began."""
+        """Return whether some tensor was changed in place since the micro-batch began."""
         moved = {id(tensor) for tensor, version in self._tensors if version_of(tensor) != version}
         if moved:
             self.changed = tuple(path for path, leaf in walk(self.batch) if id(leaf) in moved)
@@ -98,7 +98,7 @@ class StepRecord:
 
     @property
     def device(self) -> torch.device:
-        """Where the module is."""
+        """The module's device."""
         return device_of(self.module)
 
     def begin(self, batch: Any) -> MicroBatch:
@@ -197,7 +197,7 @@ class _Keeping:
 
 @dataclass(frozen=True)
 class Packet:
-    """What it takes to run a micro-batch again, but for the state of its module.
+    """All that a rerun of a micro-batch needs beside the state of its module.
 
     Attributes:
         batch: as `codec.to_plain` wrote it.
@@ -213,7 +213,7 @@ class Packet:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Packet:
-        """What `plain_packet` made."""
+        """Read what `plain_packet` made."""
         autocast = plain["autocast"]
         autocast = None if autocast is None else Autocast.from_plain(autocast)
         return cls(plain["batch"], plain["random"], autocast, plain["factor"])
@@ -226,7 +226,7 @@ def plain_packet(micro: MicroBatch, batch: Any, factor: Tensor | None) -> dict[s
 
 
 def tensor_bytes(value: Any) -> int:
-    """Of the tensors in nested containers."""
+    """Return the number of bytes of the tensors in nested containers."""
     return sum(leaf.numel() * leaf.element_size() for _, leaf in walk(value) if isinstance(leaf, Tensor))
 
 
@@ -282,7 +282,7 @@ class StepWatch:
         self._closed = ""  # why nothing can begin any more
 
     def _closes(self, *closing: Callable[[], None]) -> None:
-        """What takes hooks and threads away, at `close` or once nobody holds this; so none of it may hold this."""
+        """Register what removes hooks and threads, at `close` or when this object is freed; it must not refer to it."""
         self._finalizer = weakref.finalize(self, _close_all, closing)
 
     def close(self) -> None:
@@ -355,7 +355,7 @@ def checked_step(step: Any, call: str) -> int:
 
 
 def scale_of(scaler: Any) -> float | None:
-    """Of a GradScaler, now; None where there is none, or it is off."""
+    """Return the current scale of a GradScaler; None without one, or if it is off."""
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
 
 

@@ -1,4 +1,4 @@
-"""What a step's result depends on beside parameters and batch: buffers, plain attributes, generators, torch's switches.
+"""The state that a step depends on beside parameters and batch: buffers, attributes, generators, torch's switches.
 
 Each is taken with the step, set while the step is run again, and put back afterwards.
 """

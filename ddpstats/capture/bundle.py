@@ -124,7 +124,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class Shard:
-    """Where a tensor belongs in its parameter, which has ``shape``."""
+    """The position of a tensor in its parameter, which has ``shape``."""
 
     shape: list[int]
     offsets: list[int]

@@ -65,7 +65,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What happened, and which files hold it.
+    """A capture's verdict, and the files that hold it.
 
     Attributes:
         ranks: of the group, by their global numbers: a group need not begin at rank 0.

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import math
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -204,6 +205,34 @@ def test_a_batch_that_holds_itself_is_refused() -> None:
     batch.append(batch)
     with pytest.raises(CannotStore, match="nested deeper than 64"):
         to_plain(batch)
+
+
+def test_tensors_of_a_device_are_on_the_host_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[weakref.ref[torch.Tensor]] = []
+    counts = []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        counts.append(sum(copy() is not None for copy in copies))
+        copy = tensor.clone()
+        copies.append(weakref.ref(copy))
+        return copy
+
+    tensors = [torch.full((3,), float(index)) for index in range(5)]
+    monkeypatch.setattr(torch.Tensor, "cpu", copied)
+    packed = codec.pack(tensors)
+    monkeypatch.undo()
+    assert counts == [0] * 6  # the JSON, too
+    assert [tensor.tolist() for tensor in codec.unpack(packed, list, "a file")] == [[index] * 3 for index in range(5)]
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(1).expand(4), torch.arange(6.0).view(2, 3).t()[1:], torch.zeros(0, 3), torch.tensor(7)]
+)
+def test_views_and_expanded_tensors_are_written_as_what_they_show(tensor: torch.Tensor) -> None:
+    shared = torch.arange(4.0)
+    back = codec.unpack(codec.pack([tensor, shared, shared[1:]]), list, "a file")
+    assert (back[0].shape, back[0].tolist()) == (tensor.shape, tensor.tolist())
+    assert [value.tolist() for value in back[1:]] == [[0, 1, 2, 3], [1, 2, 3]]
 
 
 def deep(levels: int) -> Any:
