@@ -45,7 +45,7 @@ WIDER = {"fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How to run: ``precision`` is captured, amp, fp32 or fp64."""
+    """Settings of a run; ``precision`` is captured, amp, fp32 or fp64."""
 
     device: torch.device
     precision: str = "captured"

@@ -292,14 +292,10 @@ def operand_unit(result: Tensor) -> float:
     if result.dtype != torch.float32:
         return 0.0
     backend = torch.backends.mkldnn if result.is_cpu else getattr(torch.backends, result.device.type, None)
-    return _PRECISIONS.get(_precision_of(backend), 2.0**-8)
-
-
-def _precision_of(backend: Any) -> str:
-    try:
-        return str(backend.matmul.fp32_precision)
-    except AttributeError:  # older torch has one setting for all backends
-        return {"highest": "ieee", "high": "tf32"}.get(torch.get_float32_matmul_precision(), "bf16")
+    precision = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
+    if precision is None:  # older torch has one setting for all backends
+        precision = {"highest": "ieee", "high": "tf32"}.get(torch.get_float32_matmul_precision())
+    return _PRECISIONS.get(str(precision), 2.0**-8)
 
 
 _PRECISIONS = {"ieee": 0.0, "none": 0.0, "tf32": 2.0**-11}

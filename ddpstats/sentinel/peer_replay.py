@@ -288,8 +288,7 @@ def _chosen(offers: Mapping[int, dict[str, Any]], differing: Sequence[int] | Non
     return chosen
 
 
-def _digests(tree: Mapping[str, Any]) -> GradientDigests:
-    return GradientDigests.from_tree(tree)
+_digests = GradientDigests.from_tree
 
 
 def _refuse(trees: Mapping[int, dict[str, Any]]) -> None:
@@ -361,7 +360,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Who is wrong.
+    """A verdict on several runs of one micro-batch: which ranks are wrong.
 
     Attributes:
         culprit_ranks: empty where the runs do not tell.

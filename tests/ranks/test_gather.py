@@ -220,8 +220,10 @@ def test_gather_takes_three_collectives_whatever_the_sizes(two_ranks: RankPool) 
         assert seen == [(2 if size == 0 else 3, [0, size]) for size in sizes]  # 2: all ranks hold the same
 
 
-def test_what_one_rank_hands_out_is_received_once(three_ranks: RankPool) -> None:
-    for received_bytes in three_ranks.run(handed_out, 1, 8 << 20).values():
+@pytest.mark.parametrize("pool", ["two_ranks", pytest.param("four_ranks", marks=pytest.mark.slow)])
+def test_what_one_rank_hands_out_is_received_once(request: pytest.FixtureRequest, pool: str) -> None:
+    ranks: RankPool = request.getfixturevalue(pool)
+    for received_bytes in ranks.run(handed_out, 1, 8 << 20).values():
         assert 8 << 20 <= received_bytes < 9 << 20
 
 
