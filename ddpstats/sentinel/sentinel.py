@@ -198,6 +198,8 @@ class Sentinel(StepWatch):
             optimizer.zero_grad()
     """
 
+    _setup: Setup | None = None  # a copy has none
+
     def __init__(
         self,
         model: nn.Module,
@@ -238,7 +240,6 @@ class Sentinel(StepWatch):
         self._first_alarm: SentinelVerdict | None = None
         self._evidence: list[Any] = []
         self._detectors: list[Detector] = []
-        self._setup: Setup | None = None
         self._record: StepRecord | None = None
         with contextlib.ExitStack() as closing:  # hooks stay on a model
             if settings.mode:
