@@ -106,7 +106,7 @@ def lose_rank_0_of_checks(port: int, phase: str, name: str, directory: str) -> S
 
 
 def lose_rank_0_in_bundle(port: int, where: str, directory: str) -> Survivor:
-    """Kill rank 0 at the function ``where`` of `_publish`, while the bundle of a step that is not finite is written."""
+    """Kill rank 0 at the function ``where`` of `bundle`, while the bundle of a step that is not finite is written."""
     rank = serve_anew(port)
     model = torch.nn.Linear(2, 1)
     capture = ddpstats.NaNCapture(directory, model=model)
@@ -115,7 +115,7 @@ def lose_rank_0_in_bundle(port: int, where: str, directory: str) -> Survivor:
         model.weight.grad, model.bias.grad = torch.full((1, 2), torch.nan), torch.zeros(1)
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
-                patch.setattr(f"ddpstats.capture._publish.{where}", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+                patch.setattr(f"ddpstats.capture.bundle.{where}", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
             capture.check()
 
     return survive({where: call})

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ddpstats import Sentinel
-from ddpstats.sentinel._matmul import ChecksumWindow
-from ddpstats.sentinel._matmul_checksum import doubtful_rows
+from ddpstats.sentinel.matmul import ChecksumWindow, doubtful_rows
 from tests import training
 from tests.sentinel import sentinel_runs
 from tests.sentinel.products import DTYPES, faults_in_all_rows, faults_of, flip, numbers, product_of

@@ -57,7 +57,7 @@ _VERBS = {
     "report": _Verb(
         "ddpstats.report._report", "where the ranks parted, from what they recorded: text, JSON, a page to look at"
     ),
-    "replay": _Verb("ddpstats.capture._replay", "a captured step, run again in one process, down to the first NaN"),
+    "replay": _Verb("ddpstats.capture.replay", "a captured step, run again in one process, down to the first NaN"),
     "compare": _Verb("ddpstats.dump.analyze.compare", "two dumps, or the ranks of one: where they first differ"),
     "nan-origin": _Verb("ddpstats.dump.analyze.nan_origin", "the operation of a dump that made the first NaN"),
     "lint": _Verb("ddpstats.lint._lint", "collectives of a program that some ranks may not run, found in its text"),

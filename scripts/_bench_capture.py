@@ -6,6 +6,8 @@ optimizer and, with capture, `micro_batch` and `check`. Some 60 parameters, as m
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import tempfile
 import time
 
@@ -57,6 +59,19 @@ def capture_costs(step_ms: int, budget: Budget) -> tuple[Timings, dict[str, floa
             captured(number)
         timings = interleaved({"plain": bare, "capture": captured}, budget)
     return timings, {name: 1e6 * sorted(seconds)[len(seconds) // 2] for name, seconds in parts.items()}
+
+
+def captured_peak(layers: int, is_captured: bool) -> float:
+    """Peak resident memory of this process after a step with a NaN, in multiples of the parameters (25 MiB a layer)."""
+    model = nn.Sequential(*[nn.Linear(2560, 2560, bias=False) for _ in range(layers)])
+    batch = torch.full((2, 2560), torch.nan)
+    with tempfile.TemporaryDirectory() as scratch, NaNCapture(scratch, model=model) as capture:
+        with capture.micro_batch(batch) if is_captured else contextlib.nullcontext():
+            model(batch).sum().backward()
+        if is_captured:
+            capture.check()
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / parameter_bytes
 
 
 def _trainer() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:

@@ -54,7 +54,10 @@ class Findings:
     integrations: dict[str, Samples] = field(default_factory=dict)  # library -> "stock", "installed" -> seconds
     capture: dict[int, tuple[Timings, dict[str, float]]] = field(default_factory=dict)
     """Milliseconds of a step -> ("plain", "capture" -> seconds; part -> microseconds)."""
+    capture_memory: float | None = None
+    """Peak memory of a step that is captured, less that of a plain step, in multiples of the parameters."""
     sentinel: dict[int, Costs] = field(default_factory=dict)  # milliseconds of a step -> costs
+    exam_memory: dict[str, float] = field(default_factory=dict)  # layer -> multiples of the parameters
     checks: ChecksCosts | None = None
     dump: Timings | None = None  # a step of each kind
     msprobe: dict[str, Timings | None] = field(default_factory=dict)  # level -> plain steps, and those it dumps
@@ -184,6 +187,8 @@ def _capture_rows(found: Findings) -> list[Row]:
             Row(f"{what}: plain", 1e3 * timings.spread("plain").median, unit="ms"),
             *(Row(f"{what}: {name}", microseconds, unit="us") for name, microseconds in parts.items()),
         ]
+    if found.capture_memory is not None:
+        rows.append(Row("NaN capture, peak memory of a capture less a step's / parameters", found.capture_memory))
     return rows
 
 
@@ -194,6 +199,8 @@ def _sentinel_rows(found: Findings) -> list[Row]:
         rows.append(Row(f"{what}: plain", 1e3 * costs.median("plain"), unit="ms"))
         for (layer, (times, quartiles)), reach in zip(costs.ratios().items(), SENTINEL_REACH, strict=True):
             rows.append(Row(f"{what}: {layer} / plain", times, reach, quartiles=quartiles))
+    for layer, multiple in found.exam_memory.items():
+        rows.append(Row(f"sentinel, peak memory of an exam of {layer} / parameters", multiple))
     return rows
 
 

@@ -8,6 +8,7 @@ the noise of whole steps.
 
 from __future__ import annotations
 
+import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from _bench_loop import Budget, Spread, Timings, interleaved
 from _rates_runs import Transformer, logging_off, step_fn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import Sentinel
@@ -145,3 +146,30 @@ def _fastest(body: Callable[[int], object]) -> float:
     fastest = torch.tensor([min(seconds)])
     dist.all_reduce(fastest, dist.ReduceOp.MIN)
     return float(fastest)
+
+
+EXAMS: dict[str, dict[str, Any]] = {
+    "layer 2": {"digest_every_steps": 1},
+    "layer 3": {"replay_every_steps": 1, "replay_fn": lambda model, x: model(x).square().mean()},
+}
+
+
+def exam_memory(layer: str, width: int) -> float:
+    """Return by how much an exam raises the peak memory of this process, in bytes of the parameters. For one rank."""
+    logging_off()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(16)))
+    x = torch.randn(4, width)
+
+    def peak_bytes(sentinel: Sentinel) -> int:
+        for _ in range(3):
+            model.zero_grad()
+            with sentinel.micro_batch(x):
+                model(x).square().mean().backward()
+            sentinel.step()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    with Sentinel(model, mode=2) as sentinel:
+        before = peak_bytes(sentinel)
+    with Sentinel(model, mode=2, **EXAMS[layer]) as sentinel:
+        rise = peak_bytes(sentinel) - before
+    return rise / sum(parameter.nbytes for parameter in model.parameters())

@@ -134,10 +134,11 @@ class Trainer:
     @property
     def products_checked(self) -> int:
         """By layer 4. Raises where a check failed."""
-        layers = self._watched["v2"]._layers
-        assert layers is not None
-        assert layers.window.problem is None
-        return layers.window.checked
+        setup = self._watched["v2"]._setup
+        assert setup is not None
+        window = setup.matmul.window
+        assert window.problem is None
+        return window.checked
 
     def close(self) -> None:
         for one in self._watched.values():

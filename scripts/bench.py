@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from _bench_calls import Measured, measure, new_keys
-from _bench_capture import STEPS_MS as CAPTURE_STEPS_MS, capture_costs
+from _bench_capture import STEPS_MS as CAPTURE_STEPS_MS, capture_costs, captured_peak
 from _bench_checks import STEP_MS as CHECKS_STEP_MS, checks_costs
 from _bench_costs import import_cost, memory, payload_on_thread, payloads
 from _bench_dump import MSPROBE_NAMES, SEQUENCES as DUMP_SEQUENCES, dump_costs, msprobe_costs
@@ -38,7 +38,7 @@ from _bench_integrations import LIBRARIES, integration_costs
 from _bench_loop import Budget, Spread, Timings
 from _bench_plot import draw
 from _bench_rows import GATED_WORLD, Findings, Row, rows_of, table, times_table
-from _bench_sentinel import STEPS_MS as SENTINEL_STEPS_MS, WIDTH as SENTINEL_WIDTH, sentinel_costs
+from _bench_sentinel import EXAMS, STEPS_MS as SENTINEL_STEPS_MS, WIDTH as SENTINEL_WIDTH, exam_memory, sentinel_costs
 from _bench_window import add_costs, flush_costs
 
 from ddpstats.testing import run_ranks, run_threads
@@ -67,6 +67,7 @@ class Plan:
     guard_burst: int  # calls in one round
     capture: Budget  # of each length of a step
     capture_steps_ms: Sequence[int]
+    capture_layers: int  # of 25 MiB, for its memory
     sentinel: Budget  # of each length of a step
     sentinel_steps_ms: Sequence[int]
     sentinel_width: int
@@ -100,6 +101,7 @@ FULL = Plan(
     guard_burst=GUARD_BURST,
     capture=Budget(40.0, at_least=30),
     capture_steps_ms=CAPTURE_STEPS_MS,
+    capture_layers=16,
     sentinel=Budget(60.0, at_least=10),
     sentinel_steps_ms=SENTINEL_STEPS_MS,
     sentinel_width=SENTINEL_WIDTH,
@@ -129,6 +131,7 @@ QUICK = Plan(
     guard_burst=4,
     capture=_TWO_ROUNDS,
     capture_steps_ms=(10,),
+    capture_layers=2,
     sentinel=_TWO_ROUNDS,
     sentinel_steps_ms=(10,),
     sentinel_width=32,
@@ -177,11 +180,15 @@ def run(plan: Plan, say: Progress) -> Findings:
         found.detail[name] = outcomes.values()[0]
     say("capture")
     found.capture = {step_ms: _on_ranks(capture_costs, 2, step_ms, plan.capture) for step_ms in plan.capture_steps_ms}
+    peaks = [_on_ranks(captured_peak, 1, plan.capture_layers, is_captured) for is_captured in (False, True)]
+    found.capture_memory = peaks[1] - peaks[0]
     say("sentinel")
     found.sentinel = {
         step_ms: _on_ranks(sentinel_costs, 2, step_ms, plan.sentinel_width, plan.sentinel)
         for step_ms in plan.sentinel_steps_ms
     }
+    memory_width = 8 * plan.sentinel_width
+    found.exam_memory = {layer: _on_ranks(exam_memory, 1, layer, memory_width) for layer in EXAMS}
     say("all checks together")
     found.checks = _on_ranks(checks_costs, 2, plan.checks_step_ms, plan.checks_rounds)
     say("dump")

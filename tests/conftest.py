@@ -35,8 +35,8 @@ preload(
         *("numpy", "pytest", "torch._dynamo", "torch.distributed.launcher.api"),
         *(
             "ddpstats.guard.guard",
-            "ddpstats.capture._capture",
-            "ddpstats.sentinel._sentinel",
+            "ddpstats.capture.capture",
+            "ddpstats.sentinel.sentinel",
             "ddpstats.dump.stats_dump",
         ),
     ]

@@ -269,20 +269,20 @@ def unlike(dirpath: str, how: str) -> tuple[tuple[str, str], bool]:
 
 
 def raises_in_its_micro_batch(dirpath: str) -> tuple[str, str]:
-    with contextlib.ExitStack() as stack:
-        plan = Plan(dirpath, parts=("capture", "sentinel"), wrap="alone")
-        checks, model = _entered(plan, stack)
-        assert checks.capture is not None
-        assert checks.together is not None
-        _backward(plan, checks, model, 0)
-        checks.together.step()
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
+            plan = Plan(dirpath, parts=("capture", "sentinel"), wrap="alone")
+            checks, model = _entered(plan, stack)
+            assert checks.capture is not None
+            assert checks.together is not None
+            _backward(plan, checks, model, 0)
+            checks.together.step()
             with checks.capture.micro_batch(batch_of(1, 0)):
                 if rank() == FAULTY_RANK:
                     raise ValueError("label 17 of 3")
-        except ValueError as error:
-            return type(error).__name__, str(error)
-        return heard(checks.together.step)
+            return heard(checks.together.step)
+    except ValueError as error:
+        return type(error).__name__, str(error)
 
 
 def scaled(dirpath: str, together: bool) -> list[tuple[str, bool, int]]:

@@ -140,7 +140,7 @@ class GradientWatch:
             return True
         return not self._static_graph_known and any(replica.static_graph for replica in replicas)
 
-    def _forward_begins(self) -> None:
+    def _forward_begins(self, compiled: bool) -> None:
         """Count the program's own collectives from here: DDP has issued those that it issues before a forward pass."""
         if self._micro is not None and not in_backward():
             self._micro.count_from_here()
@@ -253,22 +253,23 @@ class ModuleHook:
 
 
 class ForwardBegins(ModuleHook):
-    """Calls ``call(owner)`` before a forward pass of ``module``, not of a copy of it; keeps neither of them alive.
+    """Calls ``call(owner, compiled)`` before a forward pass of ``module``, not of a copy; keeps neither of them alive.
 
     Where the forward pass is compiled, hooks and all, a module ``in_replica`` (a DistributedDataParallel, which breaks
     the graph by itself) has it broken here, too. Any other is run without a call: the graph may have to be whole.
     """
 
-    def __init__(self, module: Any, owner: T, call: Callable[[T], None], in_replica: bool) -> None:
+    def __init__(self, module: Any, owner: T, call: Callable[[T, bool], None], in_replica: bool) -> None:
         self._module, self._owner, self._call = weakref.ref(module), weakref.ref(owner), call
         self._breaks = in_replica
 
     def __call__(self, module: Any, args: Any) -> None:
-        if self._breaks or not torch.compiler.is_compiling():
-            self._begins(module)
+        compiled = torch.compiler.is_compiling()
+        if self._breaks or not compiled:
+            self._begins(module, compiled)
 
     @breaks_graph
-    def _begins(self, module: Any) -> None:
+    def _begins(self, module: Any, compiled: bool) -> None:
         owner = self._owner()
         if owner is not None and module is self._module():
-            self._call(owner)
+            self._call(owner, compiled)

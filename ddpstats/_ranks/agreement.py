@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ddpstats._base.text import ranks_text
-from ddpstats._ranks.comm import Comm, CommFailed
+from ddpstats._ranks.comm import Comm, CommFailed, as_tensor
 from ddpstats._ranks.exchange import (
     AGREED_BYTES,
     Call,
@@ -63,6 +63,7 @@ _LANES_8_TO_11 = struct.Struct("=4d")
 
 _MAX_SITES = 1024
 _MAX_GATHERED_BYTES = 1 << 34  # of what all ranks send all ranks, together
+_BROADCAST_BYTES = 1 << 20  # a broadcast more takes about as long as it takes to receive these
 _HEAD = struct.Struct("<Q16s")
 
 
@@ -249,7 +250,8 @@ class Agreement:
     def gather(self, payload: bytes | bytearray, counters: Counters) -> list[memoryview]:
         """Return every rank's payload, of any length, in the order of ranks. Every rank must call.
 
-        First lengths and digests of all ranks; then, unless all hold the same, one all_gather, padded to the largest.
+        First lengths and digests of all ranks. Then, unless all hold the same, one padded all_gather; payloads that
+        are much larger than the others are broadcast by their ranks, so that no rank receives padding of that size.
         """
         head = _HEAD.pack(len(payload), hashlib.blake2b(payload, digest_size=16).digest())
         self.count(counters, _HEAD.size)
@@ -257,8 +259,11 @@ class Agreement:
         if set(heads) == {head}:
             return [memoryview(payload)] * self.world_size
         sizes = [_HEAD.unpack(received)[0] for received in heads]
-        largest = max(sizes)
-        if largest * self.world_size > _MAX_GATHERED_BYTES:
+        padded = _padded_size(sizes)
+        large = [position for position, size in enumerate(sizes) if size > padded]
+        received_bytes = padded * self.world_size + sum(sizes[position] for position in large)
+        if received_bytes > _MAX_GATHERED_BYTES:
+            largest = max(sizes)
             ranks = [rank for rank, size in zip(self.comm.ranks, sizes, strict=True) if size == largest]
             raise InvalidStats(
                 f"{ranks_text(ranks)} would send {largest:,} bytes to every rank; the limit for all "
@@ -266,15 +271,36 @@ class Agreement:
                 ranks=ranks,
                 group=self.group_name,
             )
-        self.count(counters, largest)
-        padded = bytearray(largest)
-        padded[: len(payload)] = payload
-        parts: list[memoryview] = []
-        for rank, expected, received in zip(
-            self.comm.ranks, heads, self.comm.all_gather(padded, self.left()), strict=True
-        ):
-            size, digest = _HEAD.unpack(expected)
-            parts.append(memoryview(received)[:size])
-            if hashlib.blake2b(parts[-1], digest_size=16).digest() != digest:
+        parts = self._gather_padded(payload, padded, sizes, counters)
+        for position in large:
+            part = bytearray(payload) if position == self.position else bytearray(sizes[position])
+            self.count(counters, sizes[position])
+            self.comm.broadcast(as_tensor(part), position, self.left())
+            parts[position] = memoryview(part)
+        for rank, expected, received in zip(self.comm.ranks, heads, parts, strict=True):
+            if hashlib.blake2b(received, digest_size=16).digest() != _HEAD.unpack(expected)[1]:
                 raise DamagedError(f"what {ranks_text([rank])} sent arrived damaged")
         return parts
+
+    def _gather_padded(
+        self, payload: bytes | bytearray, padded: int, sizes: Sequence[int], counters: Counters
+    ) -> list[memoryview]:
+        """Return every rank's payload of at most ``padded`` bytes, and something else for larger ones."""
+        if not padded:
+            return [memoryview(b"")] * self.world_size
+        self.count(counters, padded)
+        block = bytearray(padded)
+        block[: len(payload)] = payload[:padded]
+        received = self.comm.all_gather(block, self.left())
+        return [memoryview(part)[:size] for part, size in zip(received, sizes, strict=True)]
+
+
+def _padded_size(sizes: Sequence[int]) -> int:
+    """Return up to which size payloads are gathered: where all ranks receive the fewest bytes, broadcasts included."""
+    left = sum(sizes) + len(sizes) * _BROADCAST_BYTES
+    cost, best = left, 0
+    for size in sorted(sizes):
+        left -= size + _BROADCAST_BYTES
+        if len(sizes) * size + left <= cost:
+            cost, best = len(sizes) * size + left, size
+    return best

@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from ddpstats._base.lazy import refuse_without_values
+from ddpstats._base.text import first_line
 from ddpstats._base.version import __version__
 from ddpstats._ranks.agreement import Agreement
 from ddpstats._ranks.comm import (
@@ -47,6 +48,7 @@ from ddpstats.errors import ConfigError, DdpstatsError, ProtocolMismatch, RankMi
 _HELLO = struct.Struct(f"<8sH32s{PROCESS_ID_BYTES}s")
 _MAGIC = b"ddpstats"
 _POLL_SEC = 5.0
+_DEVICE_POLL_SEC = 0.0005
 _EXIT_SEC = 10.0  # how long a process that ends waits for reductions that were started
 
 T = TypeVar("T")
@@ -75,7 +77,7 @@ class Channel:
         self._comm: Comm | None = None
         self._agreement: Agreement | None = None
         self._error: RankMissing | None = None
-        self.has_abandoned = False  # by this rank
+        self._note = ""  # of this rank
 
     # -- in order -----------------------------------------------------------------------------------------------------
 
@@ -172,21 +174,38 @@ class Channel:
             raise
         raise self._close_with(verdict)
 
-    def abandon(self, message: str) -> RankMissing | None:
-        """Take no further part: every other rank raises ``message``, here and at every later call. Local.
+    def note(self, text: str) -> None:
+        """Write what the errors of ranks that miss this one are to say; an empty text takes it back. Local."""
+        if self._detector is not None and (text or self._note):
+            self._note = text
+            self._detector.note(text)
 
-        Returns what they raise: the words of the first rank that did so; None where there is no other rank.
+    def leave_by_note(self) -> None:
+        """Take no further part if this rank left a note: all ranks raise it, here and at every later call."""
+        if self._detector is not None and self._note:
+            lines = [self._note, "It takes no further part. Reductions on this group are closed."]
+            self._close_with(self._detector.publish(Verdict((self._detector.rank,), "\n".join(lines))))
+
+    def explain(self, error: BaseException) -> RankMissing | None:
+        """Return the reason why a connection of the program's own broke with ``error``; None where no rank left a note.
+
+        Closes the group: all ranks raise the same.
         """
-        if self._detector is None:
-            return None
-        self.has_abandoned = True
-        verdict = self._detector.announce(message)
-        return self._missing(verdict) if self._error is not None else self._close_with(verdict)
+        verdict = None if self._detector is None else self._detector.explain(first_line(error))
+        return None if verdict is None else self._close_with(verdict)
 
-    def abandoned(self) -> RankMissing | None:
-        """Return the error of the first rank that called `abandon`; None where none did. Local; never waits for it."""
-        verdict = None if self._detector is None else self._detector.announced()
-        return None if verdict is None else self._missing(verdict)
+    def wait_until(self, is_done: Callable[[], bool], what: str, timeout_sec: float) -> None:
+        """Wait for ``what``, in which this rank may wait for others. Local; fails as a collective does."""
+
+        def work(agreement: Agreement) -> None:
+            while not is_done():
+                reason = agreement.comm.watch()
+                if reason is not None or time.monotonic() >= agreement.deadline:
+                    raise CommFailed(reason or f"no end of {what}")
+                time.sleep(_DEVICE_POLL_SEC)
+
+        if self._detector is not None and not is_done():
+            self.run(work, timeout_sec)
 
     def _leave(self, error: BaseException) -> BaseException:
         """Close the group: an error took this rank out of the middle of a call, and others may not wait for it."""

@@ -78,6 +78,9 @@ class Comm(Protocol):
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         """Return every rank's payload, of one length on all ranks, in the order of ``ranks``."""
 
+    def broadcast(self, tensor: torch.Tensor, source: int, timeout_sec: float) -> None:
+        """Fill the tensor, of one size and dtype on all ranks, with that of the rank at position ``source``."""
+
     def close(self) -> None:
         """Leave the group; never blocks."""
 
@@ -157,7 +160,6 @@ class GlooComm:
         return gathered
 
     def broadcast(self, tensor: torch.Tensor, source: int, timeout_sec: float) -> None:
-        """Fill the tensor, of one size and dtype on all ranks, with that of the rank at position ``source``."""
         options = _options("BroadcastOptions", timeout_sec)
         options.rootRank, options.rootTensor = source, 0
         self._finish(self._group.broadcast, ([tensor], options), timeout_sec)
@@ -233,6 +235,9 @@ class SoloComm:
 
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         return [payload]
+
+    def broadcast(self, tensor: torch.Tensor, source: int, timeout_sec: float) -> None:
+        """Do nothing: there is no other rank to send to."""
 
     def close(self) -> None:
         """Do nothing: there is no group to leave."""

@@ -415,27 +415,33 @@ class FailureDetector:
     def leave(self, why: str) -> Verdict:
         """Make the verdict that this rank left in the middle of a call."""
         text = f"{self._what} was not completed:\n  {self.name([self.rank])}: left in the middle of it ({why})"
-        return self._publish(Verdict((self.rank,), f"{text}\n{self._closing}".rstrip()))
+        return self.publish(Verdict((self.rank,), f"{text}\n{self._closing}".rstrip()))
 
-    def announce(self, message: str) -> Verdict:
-        """Take no further part: the message of the first rank that did so becomes the verdict."""
-        verdict = Verdict((self.rank,), message)
-        try:
-            with self.store.within(_LEAVE_SEC):
-                verdict = Verdict.unpack(self.store.post("announced", verdict.pack()))
-        except STORE_ERRORS:
-            return verdict
-        self._publish(verdict)
-        return verdict
-
-    def announced(self) -> Verdict | None:
-        """Return the message of the first rank that took no further part; never waits for it, or for the store."""
+    def note(self, text: str) -> None:
+        """Write what the errors of ranks that miss this one are to say; an empty text takes it back. Local."""
         with suppress(*STORE_ERRORS), self.store.within(_GLANCE_SEC):
-            payload = self.store.find("announced")
-            return None if payload is None else Verdict.unpack(payload)
-        return None
+            self.store.set(f"note/{self.rank}", text)
 
-    def _publish(self, verdict: Verdict) -> Verdict:
+    def _read_notes(self, ranks: Iterable[int]) -> dict[int, str]:
+        keys = {f"note/{rank}": rank for rank in ranks}
+        notes = self.store.read_present(list(keys))
+        return {keys[key]: note.decode(errors="replace") for key, note in notes.items() if note}
+
+    def explain(self, reason: str) -> Verdict | None:
+        """Make the verdict on other ranks that left a note; None where none did.
+
+        ``reason``: what this rank saw, which shows that they take no further part.
+        """
+        notes: dict[int, str] = {}
+        with suppress(*STORE_ERRORS), self.store.within(_GLANCE_SEC):
+            notes = self._read_notes(rank for rank in self.ranks if rank != self.rank)
+        if not notes:
+            return None
+        lines = [*notes.values(), f"{self.name([self.rank])} waited and saw: {reason}", self._closing]
+        return self.publish(Verdict(tuple(notes), "\n".join(lines).rstrip()))
+
+    def publish(self, verdict: Verdict) -> Verdict:
+        """Make this the verdict of all ranks unless there is one; return theirs."""
         try:
             with self.store.within(_LEAVE_SEC):
                 return self._post(verdict)
@@ -493,6 +499,7 @@ class FailureDetector:
         silent = [rank for rank in missing if rank not in dead]
         lines = [f"{self._what} was not completed after {waited_sec:.1f} s:"]
         lines += [f"  {self.name(ranks)}: {what}" for ranks, what in ((dead, IS_GONE), (silent, IS_ABSENT)) if ranks]
+        lines += self._read_notes(missing).values()
         if not missing:
             lines.append("  no rank is known to be missing; the connection between ranks failed")
         lines.append(f"{self.name([self.rank])} waited and saw: {reason}")

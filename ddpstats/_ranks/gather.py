@@ -1,7 +1,7 @@
 """Every rank's tree of tensors, on every rank: what the integrations build on where states are not just averaged.
 
-The control lanes prove that all ranks gather; then come the lengths, then one padded all_gather. A tree travels exact
-and without pickle::
+The control lanes prove that all ranks gather; then come the lengths, then one padded all_gather; a tree that is much
+larger than the others is broadcast instead. A tree travels exact and without pickle::
 
     8 bytes         length of the head
     head            JSON: the structure, plain values as they are, tensors as dtype and shape, and strides where they
@@ -37,7 +37,8 @@ def gather_trees(tree: Any, *, name: str, group: Any = None, timeout_sec: float 
     """Return every rank's ``tree``, in the order of group ranks; the caller's own one is ``tree`` itself.
 
     Collective: every rank of ``group`` must call, with the same ``name``. Three collectives (two where all ranks hold
-    the same), however many tensors there are and however ranks differ.
+    the same), however many tensors there are and however ranks differ; one more for each tree that is much larger than
+    the others.
 
     Args:
         tree: dicts (keys str or int), lists and tuples of dense tensors (any shape and device), numbers, str, None; or

@@ -130,6 +130,19 @@ class GridComm:
         of_cells = [block[cell * step : cell * step + size] for cell in range(cells)]
         return of_cells + [block[cell * step + size : (cell + 1) * step] for cell in range(guests)]
 
+    def broadcast(self, tensor: torch.Tensor, source: int, timeout_sec: float) -> None:
+        left, cell = _countdown(timeout_sec), source % self._cells
+        if self._pair is not None and source >= self._cells and self._position % self._cells == cell:
+            self._pair.broadcast(tensor, 1, left())  # a guest sends to its cell first
+        stride, sides = 1, sides_of(len(self.ranks))
+        for line, side in zip(self._lines, sides, strict=False):
+            # Only ranks that agree with the source on all later sides are reached along this one.
+            if self._position // (stride * side) == cell // (stride * side):
+                line.broadcast(tensor, cell // stride % side, left())
+            stride *= side
+        if self._pair is not None:
+            self._pair.broadcast(tensor, 0, left())
+
     def close(self) -> None:
         for comm in self._comms():
             comm.close()

@@ -415,8 +415,8 @@ def accelerator_in_use() -> bool:
 
 
 def is_capturing() -> bool:
-    """Return whether a CUDA graph is captured on the current stream."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    """Return whether a graph of the accelerator is captured on the current stream: then it may not be read."""
+    return accelerator_in_use() and bool(getattr(torch.get_device_module(), "is_current_stream_capturing", bool)())
 
 
 def snapshot_if_off_host(flat: Flat, weight: Any) -> Snapshot | None:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from ddpstats._base.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
-    from ddpstats._rerun.step_record import MicroBatch as MicroBatch
-    from ddpstats.capture._capture import NaNCapture as NaNCapture
-    from ddpstats.capture._verdict import CaptureVerdict as CaptureVerdict
+    from ddpstats._rerun.record import MicroBatch as MicroBatch
+    from ddpstats.capture.capture import NaNCapture as NaNCapture
+    from ddpstats.capture.verdict import CaptureVerdict as CaptureVerdict
 
 _HOME_OF = {
-    "MicroBatch": "_rerun.step_record",
-    "NaNCapture": "capture._capture",
-    "CaptureVerdict": "capture._verdict",
+    "MicroBatch": "_rerun.record",
+    "NaNCapture": "capture.capture",
+    "CaptureVerdict": "capture.verdict",
 }
 
 __all__ = sorted(_HOME_OF)

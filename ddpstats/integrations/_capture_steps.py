@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from ddpstats._observe.gradients import unwrapped
-from ddpstats._rerun.step_record import MicroBatch
+from ddpstats._rerun.record import MicroBatch
 from ddpstats.capture import CaptureVerdict, NaNCapture
-from ddpstats.capture._verdict import Policy
+from ddpstats.capture.verdict import Policy
 from ddpstats.errors import RankMissing
 
 _logger = logging.getLogger("ddpstats")

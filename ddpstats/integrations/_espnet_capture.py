@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ddpstats.capture._verdict import Policy
+from ddpstats.capture.verdict import Policy
 from ddpstats.errors import ConfigError, NonFiniteStat
 from ddpstats.integrations._capture_steps import CaptureSteps, TrainerCapture
 from ddpstats.integrations._patches import Patches, pip_command

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from ddpstats._rerun.numerics_settings import Autocast
-from ddpstats._rerun.step_record import MicroBatch
+from ddpstats._rerun.record import MicroBatch
+from ddpstats._rerun.state import Autocast
 from ddpstats.errors import ConfigError
 from ddpstats.integrations._capture_steps import TrainerCapture
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddpstats._base.marks import Mark
 from ddpstats._base.text import printable
-from ddpstats.capture._manifest import BUNDLE_NAME, read_manifest
+from ddpstats.capture.manifest import BUNDLE_NAME, read_manifest
 from ddpstats.dump.analyze.nan_origin import examine
 from ddpstats.dump.reader import find_ranks, rank_of, steps_in
 from ddpstats.errors import DdpstatsError

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from ddpstats._base.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
-    from ddpstats.sentinel._matmul import ChecksumWindow as ChecksumWindow
-    from ddpstats.sentinel._sentinel import Sentinel as Sentinel
-    from ddpstats.sentinel._verdict import SentinelFinding as SentinelFinding, SentinelVerdict as SentinelVerdict
+    from ddpstats.sentinel.matmul import ChecksumWindow as ChecksumWindow
+    from ddpstats.sentinel.sentinel import Sentinel as Sentinel
+    from ddpstats.sentinel.verdict import SentinelFinding as SentinelFinding, SentinelVerdict as SentinelVerdict
 
 _HOME_OF = {
-    "ChecksumWindow": "sentinel._matmul",
-    "SentinelFinding": "sentinel._verdict",
-    "Sentinel": "sentinel._sentinel",
-    "SentinelVerdict": "sentinel._verdict",
+    "ChecksumWindow": "sentinel.matmul",
+    "SentinelFinding": "sentinel.verdict",
+    "Sentinel": "sentinel.sentinel",
+    "SentinelVerdict": "sentinel.verdict",
 }
 
 __all__ = sorted(_HOME_OF)

@@ -111,6 +111,9 @@ class ThreadComm:
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         return list(self._meet(bytes(payload), _same_length, timeout_sec))
 
+    def broadcast(self, tensor: torch.Tensor, source: int, timeout_sec: float) -> None:
+        tensor.copy_(self._meet(tensor.clone(), lambda parts: parts[source], timeout_sec))
+
     def _meet(self, part: Any, combine: Combine, timeout_sec: float) -> Any:
         return self._world.meet(self.rank, part, combine, timeout_sec, self.watch)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,8 +19,17 @@ NAN = float("nan")
 _calls: list[str] = []
 
 
+class Unique(nn.Linear):
+    """A layer of which there is no room for a copy."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise MemoryError("no room for a copy")
+
+
 def make_model(kind: str = "") -> nn.Module:
     torch.manual_seed(1)
+    if kind == "large":
+        return nn.Sequential(Unique(6, 3))
     if kind == "one layer":
         return nn.Sequential(nn.Linear(6, 3))
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, affine=False), nn.Dropout(0.2), nn.Linear(8, 3))
@@ -42,6 +49,10 @@ def transient(model: nn.Module, batch: Any) -> Tensor:
 def broken_device(model: nn.Module, batch: Any) -> Tensor:
     """Go wrong wherever rank 1 runs it."""
     return plain(model, batch) * (NAN if rank() == 1 else 1.0)
+
+
+def without_room(model: nn.Module, batch: Any) -> Tensor:
+    return broken_device(model, batch)
 
 
 def dividing(model: nn.Module, batch: Any) -> Tensor:
@@ -81,17 +92,10 @@ def tripled_with_bad_part(module: nn.Module, batch: Any) -> Tensor:
 
 
 def dying(model: nn.Module, batch: Any) -> Tensor:
-    """Run as trained; end the process when rerun."""
-    if isinstance(model, DistributedDataParallel):
+    """Run as trained; end rank 1's process when rerun."""
+    if isinstance(model, DistributedDataParallel) or rank() == 0:
         return broken_device(model, batch)
     os._exit(9)
-
-
-def slow(model: nn.Module, batch: Any) -> Tensor:
-    """Take longer when rerun than what the ranks would wait for two more runs."""
-    if not isinstance(model, DistributedDataParallel):
-        time.sleep(1.2)
-    return plain(model, batch) * NAN
 
 
 def _same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
@@ -108,7 +112,7 @@ def attributed(
     ``batch_value`` is what rank 1's batch is filled with; ``keeps_loss``: the capture learns the loss.
     """
     _calls.clear()
-    model = make_model("one layer" if trained == "in_float16" else "")
+    model = make_model({"in_float16": "one layer", "without_room": "large"}.get(trained, ""))
     module = DistributedDataParallel(model)
     with NaNCapture(dirpath, model=module, attribute=True, step_fn=globals()[step_fn]) as capture:
         batch = batch_of(0)
@@ -131,9 +135,3 @@ def attributed(
         and all(old is new.grad for old, new in zip(gradients, model.parameters(), strict=True))
     )
     return verdict, is_untouched
-
-
-def attributed_with_little_time(dirpath: str) -> tuple[CaptureVerdict, bool]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddpstats.capture._attribution.patience_sec", lambda *_: 3.0)
-        return attributed(dirpath, "slow", "slow")

@@ -10,9 +10,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,7 +29,6 @@ from tests.training import Batch, Hooks, Trained, rank
 
 BatchOf = Callable[[int, int], Batch]
 LossOf = Callable[[nn.Module, Batch], Tensor]
-LIVES_ON_SEC = 60.0
 
 
 def make_model() -> nn.Module:
@@ -212,8 +212,30 @@ def sharded_model() -> nn.Module:
     return model
 
 
-def sharded(dirpath: str) -> CaptureVerdict:
-    return captured(dirpath, sharded_model(), 1, batch_of=planted({(0, 1, 0): torch.nan})).verdicts[0]
+class Sharded(NamedTuple):
+    """A verdict under FSDP2, how often a parameter was gathered for it, and the parameters before the step."""
+
+    verdict: CaptureVerdict
+    gathered: int
+    parameters: dict[str, Any]
+
+
+def sharded(dirpath: str, **options: Any) -> Sharded:
+    from torch.distributed.tensor import DTensor
+
+    model, gathered, full_tensor = sharded_model(), 0, DTensor.full_tensor
+    shards: dict[str, Any] = dict(model.named_parameters())
+    parameters = {name: full_tensor(shard).tolist() for name, shard in shards.items()}
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal gathered
+        gathered += 1
+        return full_tensor(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", counted)
+        verdict = captured(dirpath, model, 1, batch_of=planted({(0, 1, 0): torch.nan}), **options).verdicts[0]
+    return Sharded(verdict, gathered, parameters)
 
 
 class Changing(nn.Module):
@@ -275,15 +297,12 @@ def full_disk(dirpath: str) -> list[CaptureVerdict]:
 
 
 def raises_in_forward(dirpath: str, how: str) -> tuple[str, float]:
-    """Rank 1 raises in step 1; return what rank 0 raises, and how many seconds later.
+    """Rank 1 raises in step 1; return what the others raise, and how many seconds later.
 
-    ``how``: rank 1 "ends" while rank 0 waits in DDP, or rank 0 waits "in check", or rank 1 "lives on": then it returns
-    how long rank 0 has lived.
+    ``how``: rank 1 "ends" while the others wait in DDP, or they wait "in check".
     """
-    group = dist.new_group([0, 1])
-    pids = torch.zeros(2, dtype=torch.long)
-    pids[rank()] = os.getpid()
-    dist.all_reduce(pids)
+    group = dist.new_group()
+    dist.barrier()
     module = make_model() if how == "in check" else DistributedDataParallel(make_model(), process_group=group)
     begun: list[float] = []
 
@@ -298,20 +317,9 @@ def raises_in_forward(dirpath: str, how: str) -> tuple[str, float]:
     except ValueError:
         if how == "ends":
             os._exit(7)
-        if how == "lives on":
-            _wait_for_end_of(int(pids[0]))
-            return "", time.monotonic() - begun[1]
     except RankMissing as error:
         return str(error), time.monotonic() - begun[1]
     return "", 0.0
-
-
-def _wait_for_end_of(pid: int) -> None:
-    deadline = time.monotonic() + LIVES_ON_SEC
-    with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.kill(pid, 0)
-            time.sleep(0.05)
 
 
 def other_settings(dirpath: str) -> CaptureVerdict:

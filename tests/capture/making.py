@@ -6,19 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ddpstats import NaNCapture
 from ddpstats._base.version import __version__
-from ddpstats.capture._bundle import Manifest, bundle_name, read_manifest, write_manifest, write_part
-from ddpstats.capture._manifest import summarize
+from ddpstats._rerun import codec
+from ddpstats.capture.bundle import write_part
+from ddpstats.capture.manifest import Manifest, Written, bundle_name, read_manifest, summarize, write_manifest
 
 CPU = torch.device("cpu")
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 MODELS = "tests.capture.replay_models"
+Reason = Literal["nonfinite", "overflow", "scaler_skips", "exception"]
 
 
 def run_and_keep(
@@ -45,12 +47,12 @@ def run_and_keep(
                 scaler.scale(micro.loss).backward()  # type: ignore[no-untyped-call]
         part = capture._source.rank_part(rank, world_size, 12, error)
     gradients = {name: tensor.grad.clone() for name, tensor in model.named_parameters() if tensor.grad is not None}
-    return part | {"gradients": gradients or None}
+    return codec.unpack(codec.pack(part), dict, "a part") | {"gradients": gradients or None}
 
 
 def parameters_of(model: nn.Module) -> dict[str, Any]:
     tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return {"parameters": tensors, "optimizer": None, "scheduler": None, "scaler": None, "left_out": []}
+    return {"parameters": tensors, "shards": {}}
 
 
 def write_bundle(
@@ -58,7 +60,7 @@ def write_bundle(
     parts: Mapping[int, dict[str, Any]],
     model_part: dict[str, Any],
     *,
-    reason: str = "nonfinite",
+    reason: Reason = "nonfinite",
     step: int = 12,
     when: datetime = WHEN,
     complete: bool = True,
@@ -70,14 +72,16 @@ def write_bundle(
     directory.mkdir(parents=True)
     world_size = next(iter(parts.values()))["world_size"]
     ranks = range(world_size) if ranks is None else ranks
-    files = {f"rank{rank:05d}.pt": write_part(directory, f"rank{rank:05d}.pt", part) for rank, part in parts.items()}
-    files["model.pt"] = write_part(directory, "model.pt", model_part)
+    files = {
+        f"rank{rank:05d}.safetensors": _write(directory, f"rank{rank:05d}.safetensors", part)
+        for rank, part in parts.items()
+    }
+    files["model.safetensors"] = _write(directory, "model.safetensors", model_part)
     bad = {rank: _bad_names(part) for rank, part in parts.items()}
     manifest = Manifest(
         reason=reason,
         step=step,
         created_utc=when.isoformat(),
-        world_size=world_size,
         ranks=tuple(ranks),
         complete=complete,
         culprit_ranks=tuple(culprits),
@@ -86,12 +90,16 @@ def write_bundle(
         files=files,
         ranks_present=tuple(sorted(parts)),
         missing={rank: "it did not come" for rank in ranks if rank not in parts},
-        model_files=dict.fromkeys(ranks, "model.pt"),
+        model_files=dict.fromkeys(ranks, "model.safetensors"),
         notes=[],
-        versions={"torch": torch.__version__, "python": "3", "ddpstats": __version__},
+        versions={"torch": str(torch.__version__), "python": "3", "ddpstats": __version__},
     )
     write_manifest(directory, manifest)
     return directory
+
+
+def _write(directory: Path, name: str, content: Any) -> Written:
+    return write_part(directory, name, content)
 
 
 def _bad_names(part: dict[str, Any]) -> list[str]:
@@ -105,7 +113,7 @@ def captured(
     *batches: Any,
     seed: int = 1,
     when: datetime = WHEN,
-    reason: str = "nonfinite",
+    reason: Reason = "nonfinite",
     culprits: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
@@ -124,10 +132,16 @@ def captured(
     )
 
 
+def load(path: Path) -> dict[str, Any]:
+    """Return what a file of a bundle holds."""
+    with path.open("rb") as file:
+        return codec.read(file, dict, str(path))
+
+
 def rewrite_part(directory: Path, name: str, content: dict[str, Any]) -> None:
     """Write another content, and a manifest that says so, as an attacker would."""
     manifest = read_manifest(directory)
-    written = write_part(directory, name, content)
+    written = _write(directory, name, content)
     write_manifest(directory, replace(manifest, files={**manifest.files, name: written}))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import importlib
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
@@ -16,9 +18,8 @@ import torch.distributed as dist
 
 from ddpstats import NaNCapture
 from ddpstats.capture import CaptureVerdict
-from ddpstats.capture._bundle import bundle_name
-from ddpstats.capture._parts import PartSource
-from ddpstats.capture._publish import AloneBundle
+from ddpstats.capture.bundle import AloneBundle, PartSource
+from ddpstats.capture.manifest import bundle_name
 from ddpstats.testing import die
 from tests.capture.capture_runs import captured, make_model, noisy_step, planted, sharded_model
 from tests.training import batch_of, rank
@@ -43,33 +44,61 @@ def lowest_rank_cannot(dirpath: str, what: str, **options: Any) -> CaptureVerdic
     exists = Path.exists
 
     def refuse(path: Path, *_: object) -> Any:
-        if what == "make" or path.suffix == ".pt":
+        if what == "make" or path.suffix == ".safetensors":
             raise PermissionError(errno.EACCES, "Permission denied")
         return exists(path)
 
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 0 and what == "make":
-            patch.setattr("ddpstats.capture._publish.new_directory", refuse)
+            patch.setattr("ddpstats.capture.bundle.new_directory", refuse)
         elif rank() == 0:
             patch.setattr(Path, "exists", refuse)
         return bad_step(dirpath, **options)
 
 
-def dies_while_writing(dirpath: str, step: str) -> CaptureVerdict:
-    """Rank 1 is killed before it learns where the bundle is, or between its two files."""
-    _publish: Any = importlib.import_module("ddpstats.capture._publish")
+def dies_while_writing(dirpath: str) -> CaptureVerdict:
+    """Rank 1 is killed between its two files."""
+    bundle: Any = importlib.import_module("ddpstats.capture.bundle")
 
     def write(*args: Any) -> Any:
         write_part(*args)
         die()
 
-    write_part = _publish.write_part
+    write_part = bundle.write_part
     with pytest.MonkeyPatch.context() as patch:
-        if rank() == 1 and step == "before the directory":
-            patch.setattr(_publish, "gather_trees", lambda *_, **__: die())
-        elif rank() == 1:
-            patch.setattr(_publish, "write_part", write)
+        if rank() == 1:
+            patch.setattr(bundle, "write_part", write)
         return bad_step(dirpath)
+
+
+def slow_disk(dirpath: str) -> CaptureVerdict:
+    """On rank 1 each file takes longer than the timeout of a collective."""
+    bundle: Any = importlib.import_module("ddpstats.capture.bundle")
+    write_part = bundle.write_part
+
+    def write(*args: Any) -> Any:
+        time.sleep(4)
+        return write_part(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DDPSTATS_TIMEOUT_SEC", "3")
+        if rank() == 1:
+            patch.setattr(bundle, "write_part", write)
+        return bad_step(dirpath)
+
+
+def disk_that_never_answers(dirpath: str) -> CaptureVerdict:
+    """On rank 1 a file is never written to its end."""
+    bundle: Any = importlib.import_module("ddpstats.capture.bundle")
+    never = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle, "_MAX_SEC", 2.0)
+        patch.setattr(bundle, "_ROUND_SEC", 0.5)
+        if rank() == 1:
+            patch.setattr(bundle, "write_part", lambda *_: never.wait(600))
+        verdict = bad_step(dirpath, on_nonfinite="continue")
+    never.set()
+    return verdict
 
 
 def name_taken(dirpath: str) -> CaptureVerdict:
@@ -89,7 +118,7 @@ def source_of(dirpath: Path | str, model: torch.nn.Module) -> Iterator[tuple[Par
     with NaNCapture(dirpath, model=model, optimizer=optimizer) as capture:
         with capture.micro_batch(batch_of(0)):
             pass
-        yield capture._source, capture._peers
+        yield capture._source, capture._channel
 
 
 def sharded_raise(dirpath: str) -> str:

@@ -79,7 +79,7 @@ def distributed_step(model: nn.Module, batch: Any) -> Tensor:
     world = dist.group.WORLD
     assert world is not None
     assert (dist.get_rank(), dist.get_world_size(), os.environ["RANK"]) == (1, 4, "1")
-    loss = mean_step(DistributedDataParallel(model), batch)
+    loss = mean_step(model, batch)
     for op, factor in ((dist.ReduceOp.SUM, 4), (dist.ReduceOp.AVG, 1), (dist.ReduceOp.MIN, 1), (dist.ReduceOp.MAX, 1)):
         total = loss.detach().clone()
         work = dist.all_reduce(total, op=op, async_op=True)
@@ -89,9 +89,14 @@ def distributed_step(model: nn.Module, batch: Any) -> Tensor:
     numbers, part = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.zeros(1)
     dist.reduce_scatter(part, list(numbers.chunk(4)))
     assert part.item() == 4 * 2
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(part.zero_(), numbers)
+    assert part.item() == 4 * 2
     parts = [torch.zeros(1) for _ in range(4)]
     dist.all_to_all(parts, list(numbers.chunk(4)))
     assert torch.cat(parts).tolist() == [2, 2, 2, 2]
+    uneven = torch.zeros(8)
+    dist.all_to_all_single(uneven, numbers, [2, 2, 2, 2], [0, 2, 1, 1])
+    assert uneven.tolist() == [1, 2, 1, 2, 1, 2, 1, 2]
     gathered = [torch.zeros(4) for _ in range(4)]
     dist.all_gather(gathered, numbers)
     dist.broadcast(numbers, 0)
@@ -252,6 +257,40 @@ def checkpointed_step(model: nn.Module, batch: Any) -> Tensor:
     return found.sum()
 
 
+class Reentrant(Small):
+    """The second half is run again in the backward pass, and goes wrong as ``spoil`` says, with a layer after it."""
+
+    spoil = staticmethod(torch.relu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        found: Tensor = checkpoint(self.second_half, self.layer(x), use_reentrant=True)
+        return found
+
+    def second_half(self, y: Tensor) -> Tensor:
+        y = self.spoil(y * 2)
+        return y.sigmoid() * 3
+
+
+class ReentrantForward(Reentrant):
+    @staticmethod
+    def spoil(y: Tensor) -> Tensor:
+        return torch.log(y.relu() * 0) * 0
+
+
+class ReentrantAgain(Reentrant):
+    @staticmethod
+    def spoil(y: Tensor) -> Tensor:
+        return torch.log(y.relu() * 0) * 0 if torch.is_grad_enabled() else y
+
+
+class ReentrantBackward(Reentrant):
+    @staticmethod
+    def spoil(y: Tensor) -> Tensor:
+        return torch.sqrt(y * 0)
+
+
 class Pair(NamedTuple):
     x: Tensor
     y: int
@@ -289,6 +328,19 @@ class MaskArrives(Small):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
         return torch.logsumexp(y.masked_fill(y == y, -math.inf), 1)
+
+
+class Replicated(nn.Module):
+    """A part of the module is a DistributedDataParallel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = DistributedDataParallel(Toy()) if dist.is_initialized() else nn.ModuleDict({"module": Toy()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Any = self.inner
+        found: Tensor = (inner if isinstance(inner, DistributedDataParallel) else inner["module"])(x)
+        return found
 
 
 class Synchronized(nn.Module):

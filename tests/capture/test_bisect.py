@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from ddpstats import cli
+from ddpstats.capture.bisect import OperationTracer
 from tests.capabilities import numbers_nodes
 from tests.capture import replay_models
 from tests.capture.making import MODELS, captured
@@ -151,6 +153,47 @@ def test_the_origin_of_a_nan_and_its_line(
     assert result["symptom"] is not None
 
 
+@numbers_nodes
+@pytest.mark.parametrize(
+    ("model", "what", "node", "line"),
+    [
+        ("ReentrantForward", "aten.log.default", None, "return torch.log(y.relu() * 0) * 0"),
+        (
+            *("ReentrantAgain", "aten.log.default", None),
+            "return torch.log(y.relu() * 0) * 0 if torch.is_grad_enabled() else y",
+        ),
+        ("ReentrantBackward", "aten.div.Tensor", "SqrtBackward0", "return torch.sqrt(y * 0)"),
+    ],
+)
+def test_reentrant_checkpointing_of_a_function(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, what: str, node: str | None, line: str
+) -> None:
+    """The NaN is made in the forward pass, where that is run again, or in the backward pass of what was run again."""
+    origin = bisected(tmp_path, capsys, model, "sum_step", FINE)["origin"]
+    assert (origin["what"], origin["autograd_node"], origin["frames"][-1]["source"]) == (what, node, line)
+
+
+@numbers_nodes
+def test_nodes_of_two_threads_that_have_one_number_are_not_confused() -> None:
+    """A device's backward pass is a thread, which numbers the nodes of a recomputed forward pass from 0 on."""
+    model = replay_models.ReentrantBackward()
+    tracer, results = OperationTracer(model), list[Any]()
+
+    def watched(run: Callable[[], Any]) -> None:
+        with tracer.watching():
+            results.append(run())
+
+    for run in (lambda: model(FINE["x"]).sum(), lambda: results[0].backward()):
+        thread = threading.Thread(target=watched, args=(run,))
+        thread.start()
+        thread.join()
+    assert model.layer.weight.grad is not None
+    mark = tracer.mark_of(model.layer.weight.grad)
+    assert mark is not None
+    assert mark.origin.autograd_node == "SqrtBackward0"
+    assert [frame[2] for frame in mark.origin.frames][-2:] == ["second_half", "spoil"]
+
+
 @pytest.mark.parametrize(
     ("model", "step", "batch", "how", "error"),
     [
@@ -185,9 +228,11 @@ def test_report_in_words_names_operation_line_and_values(tmp_path: Path, capsys:
     assert "  in the model itself (HalfMatmul)\n  called at:\n    File " in out
     assert "    float16[2, 3] finite from 60000 to 60000\n" in out
     assert "  output:\n    float16[2, 2] no finite element, 0 NaN, 4 Inf, the first at [0, 0]\n" in out
-    assert "float16 may be too narrow: --precision fp32 tells overflow from mathematics" in out
+    assert "float16 may be too narrow: --precision fp32 distinguishes overflow from mathematics" in out
     assert "it arrived at: the loss of micro-batch 0" in out
-    assert "bisect: the batch holds 1 NaN, 0 Inf at batch['x'], element [0, 1] (micro-batch 0)" in words("Small", NAN)
+    assert "bisect: not finite before the step: batch['x'] of micro-batch 0\n  output:\n    float32[2, 4]" in words(
+        "Small", NAN
+    )
     out = words("SqrtOfZero", FINE)
     assert "in the backward pass (SqrtBackward0) of micro-batch 0\n" in out
     assert "  the forward operation was called at:\n" in out

@@ -15,8 +15,8 @@ import torch
 
 import ddpstats
 from ddpstats import cli
-from ddpstats._rerun.serialize import from_plain
-from ddpstats.capture._bundle import Bundle
+from ddpstats._rerun.codec import from_plain
+from ddpstats.capture.bundle import Bundle
 from ddpstats.testing import RankDied, RankPool, run_ranks
 from tests.capture import trainer_runs as runs
 from tests.capture.trainer_runs import Scenario, Trained

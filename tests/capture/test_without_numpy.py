@@ -11,9 +11,9 @@ import numpy
 import pytest
 import torch
 
-from ddpstats._rerun.random_state import RandomState
+from ddpstats._rerun.state import RandomState
 from tests import programs
-from tests.capture import replay_models
+from tests.capture import making, replay_models
 from tests.capture.making import MODELS, captured
 from tests.capture.replay_models import Small, Toy
 from tests.capture.test_replay import FEW, FINE, NAN
@@ -48,7 +48,7 @@ def replay(bundle: Path, model: str, step: str, *args: str) -> list[str]:
     return ["-m", "ddpstats", "replay", str(bundle), *names, *args]
 
 
-def test_a_bundle_with_a_state_of_numpy_is_replayed_with_a_note(tmp_path: Path, without_numpy: Run) -> None:
+def test_a_bundle_with_a_state_of_numpy_is_replayed(tmp_path: Path, without_numpy: Run) -> None:
     """Nothing can draw from numpy's generator there; what the others drew is drawn again."""
     numpy.random.seed(1)  # a program that has not loaded numpy.random keeps nothing of it
     assert RandomState.take(torch.device("cpu")).numpy is not None
@@ -57,8 +57,6 @@ def test_a_bundle_with_a_state_of_numpy_is_replayed_with_a_note(tmp_path: Path, 
     assert done.returncode == 0, done.stderr
     for what in ("losses   ", "norms    ", "gradients"):
         assert f"  {what} equal\n" in done.stdout
-    assert "note: numpy is not installed here" in done.stdout
-    assert "pip install numpy" in done.stdout
     assert "damaged" not in done.stdout + done.stderr
 
 
@@ -80,7 +78,6 @@ def test_what_needs_numpy_is_an_error_that_names_the_package(
     done = without_numpy(*replay(bundle, "Small", step))
     assert done.returncode == 2
     assert text in done.stderr
-    assert "pip install numpy" in done.stderr
     assert "damaged" not in done.stderr
 
 
@@ -98,10 +95,9 @@ def test_a_bundle_that_was_written_without_numpy_is_replayed_with_it(tmp_path: P
     done = without_numpy("-c", code, str(tmp_path / "captures"))
     assert (done.returncode, done.stdout) == (0, "(0,) False\n"), done.stderr
     (bundle,) = (tmp_path / "captures").iterdir()
-    part = torch.load(bundle / "rank00000.pt", weights_only=True)
+    part = making.load(bundle / "rank00000.safetensors")
     assert part["micro_batches"][0]["random"]["numpy"] is None
     with_numpy: Run = lambda *arguments: programs.run(arguments)  # noqa: E731
     for run in (without_numpy, with_numpy):
         done = run(*replay(bundle, "Small", "mean_step"))
         assert done.returncode == 0, done.stderr
-        assert "note: numpy" not in done.stdout

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,29 @@ def saved(path: Path, held: Tensor, task: str = "tensor", **more: Any) -> Path:
     (rank / "dump_tensor_data").mkdir()
     torch.save(held, rank / "dump_tensor_data" / "t.pt")
     return path
+
+
+@pytest.mark.parametrize(
+    ("entries", "compression", "reason"),
+    [
+        ({"file/data.pkl": b"\0" * 100_000}, zipfile.ZIP_DEFLATED, "unpacks to more than it holds"),
+        ({"file/data.pkl": b"\0" * 2000}, zipfile.ZIP_STORED, "its data.pkl has 2,000 bytes, and at most 1,000"),
+    ],
+    ids=["packed", "pickle"],
+)
+def test_saved_tensor_that_would_take_memory_before_it_is_a_tensor_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    entries: dict[str, bytes], compression: int, reason: str,
+) -> None:  # fmt: skip
+    a = saved(tmp_path, torch.ones(2))
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", compression) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    (a / "step0/rank0/dump_tensor_data/t.pt").write_bytes(content.getvalue())
+    monkeypatch.setattr(tensors, "_MAX_PICKLE_BYTES", 1000)
+    assert compare(a, a) == 2
+    assert reason in capsys.readouterr().err
 
 
 def compare(*words: object) -> int:

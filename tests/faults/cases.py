@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpstats.capture._bundle import Bundle
+from ddpstats.capture.bundle import Bundle
 from ddpstats.dump.reader import open_rank
 from ddpstats.errors import BundleError, DumpError
 from ddpstats.testing._rank_process import rank_environ
@@ -163,7 +163,7 @@ def _bundle_at_fault(path: Path) -> str | None:
         for rank in bundle.manifest.ranks_present:
             bundle.rank_part(rank)
         for rank in bundle.manifest.model_files:
-            bundle.model_part(rank)
+            bundle.parameters(rank)
     except BundleError as error:
         return f"its manifest names what does not load: {error}"
     everyone = set(bundle.manifest.ranks) == set(bundle.manifest.ranks_present)

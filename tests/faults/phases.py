@@ -154,7 +154,7 @@ PHASES = {
     ),
     "capture": Phase("`NaNCapture.check()`", _ALL_REDUCE, functools.partial(_capture, False)),
     "bundle": Phase(
-        "a bundle is written", "ddpstats.capture._bundle:_save", functools.partial(_capture, True), True, True
+        "a bundle is written", "ddpstats._rerun.codec:write", functools.partial(_capture, True), True, True
     ),
     "dump": Phase(
         "a dump is written, then a reduction",

@@ -16,12 +16,12 @@ import shutil
 import struct
 import tempfile
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors.torch
 import torch
 
 from ddpstats import Max
@@ -29,10 +29,10 @@ from ddpstats._ranks.exchange import Call, Status, decode_status, encode_status
 from ddpstats._ranks.failure import ProcessId, Verdict
 from ddpstats._ranks.gather import decode, encode
 from ddpstats._reduction.flatten import decode as decode_schema, flatten
-from ddpstats._rerun.random_state import RandomState
-from ddpstats._rerun.runner import Runner, RunSettings
-from ddpstats._rerun.serialize import from_plain
-from ddpstats.capture._bundle import Bundle
+from ddpstats._rerun.codec import from_plain
+from ddpstats._rerun.run import Runner, RunSettings
+from ddpstats._rerun.state import RandomState
+from ddpstats.capture.bundle import Bundle
 from ddpstats.dump.analyze import compare, nan_origin
 from ddpstats.dump.analyze.tensors import load_tensor
 from ddpstats.dump.config import read_config
@@ -45,6 +45,7 @@ from ddpstats.guard.watch import Records, lines_of, picture_of
 from ddpstats.report import _report
 
 FORMATS = Path(__file__).parents[1] / "formats" / "v1"
+CAPTURES = FORMATS.with_name("v2") / "captures"
 CPU = torch.device("cpu")
 
 
@@ -58,6 +59,7 @@ def scratch() -> Path:
     """A directory of this process, with a copy of the files of `tests/formats`."""
     directory = Path(tempfile.mkdtemp(prefix="fuzz-"))
     shutil.copytree(FORMATS, directory / "v1")
+    shutil.copytree(CAPTURES, directory / "v1" / "captures")
     return directory / "v1"
 
 
@@ -119,13 +121,13 @@ def _wire_seeds() -> list[bytes]:
 
 
 def bundle(data: bytes) -> None:
-    """Read a manifest, a part of a bundle, or a pickle in it, of which the manifest has the right checksum."""
+    """Read a manifest, a file of a bundle, or JSON in it, of which the manifest has the right checksum."""
     (directory,) = (scratch() / "captures").iterdir()
     kind, content = (data[0] % 4 if data else 0), data[1:]
-    name = ("MANIFEST.json", "rank00000.pt", "rank00000.pt", "model.pt")[kind]
+    name = ("MANIFEST.json", "rank00000.safetensors", "rank00000.safetensors", "model.safetensors")[kind]
     if kind > 1:
-        content = _archived(FORMATS / "captures" / directory.name / name, content)
-    original = FORMATS / "captures" / directory.name
+        content = _with_json(CAPTURES / directory.name / name, content)
+    original = CAPTURES / directory.name
     (directory / name).write_bytes(content)
     if kind:
         manifest = json.loads((original / "MANIFEST.json").read_text())
@@ -143,7 +145,7 @@ def _use(opened: Bundle) -> None:
     """Do what a replay does, up to the user\'s own code."""
     for rank in opened.manifest.ranks_present[:4]:
         with contextlib.suppress(BundleError):
-            opened.model_part(rank)
+            opened.parameters(rank)
         part = opened.rank_part(rank)
         runner = Runner(torch.nn.Identity(), lambda module, batch: batch, "step", RunSettings(CPU), "rank 0")
         before = RandomState.take(CPU)
@@ -156,26 +158,22 @@ def _use(opened: Bundle) -> None:
                 before.restore()
 
 
-def _archived(original: Path, pickled: bytes) -> bytes:
-    """Return the archive with another pickle in it."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(original) as source, zipfile.ZipFile(out, "w") as made:
-        for entry in source.infolist():
-            is_pickle = entry.filename.endswith("data.pkl")
-            made.writestr(entry.filename, pickled if is_pickle else source.read(entry))
-    return out.getvalue()
+def _with_json(original: Path, text: bytes) -> bytes:
+    """Return the file with another JSON in it."""
+    tensors = safetensors.torch.load(original.read_bytes())
+    tensors["json"] = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)
+    return safetensors.torch.save(tensors)
 
 
-def _pickle_in(path: Path) -> bytes:
-    with zipfile.ZipFile(path) as archive:
-        return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+def _json_in(path: Path) -> bytes:
+    return bytes(safetensors.torch.load(path.read_bytes())["json"].tolist())
 
 
 def _bundle_seeds() -> list[bytes]:
-    (directory,) = (FORMATS / "captures").iterdir()
-    part, model = directory / "rank00000.pt", directory / "model.pt"
+    (directory,) = CAPTURES.iterdir()
+    part, model = directory / "rank00000.safetensors", directory / "model.safetensors"
     manifest = (directory / "MANIFEST.json").read_bytes()
-    return [b"\0" + manifest, b"\1" + part.read_bytes(), b"\2" + _pickle_in(part), b"\3" + _pickle_in(model)]
+    return [b"\0" + manifest, b"\1" + part.read_bytes(), b"\2" + _json_in(part), b"\3" + _json_in(model)]
 
 
 # -- dump --------------------------------------------------------------------------------------------------------------

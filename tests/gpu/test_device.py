@@ -70,7 +70,7 @@ def test_capture_under_autocast_with_a_grad_scaler(
     found, is_finite = alike(two_ranks.run(runs.captured, device, dtype, str(tmp_path)).values())
     assert [kind for kind, *_ in found] == ["ok", "scaler_skips", "ok"]
     assert found[1][1] == (1,)
-    assert "rank00001.pt" in found[1][2]
+    assert "rank00001.safetensors" in found[1][2]
     assert is_finite  # the scaler left the step out
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddpstats.capture._tracer import OPERATION, OperationTracer
+from ddpstats.capture.bisect import OPERATION, OperationTracer
 from ddpstats.cli import main
 from tests.dump.collecting import dumped
 

@@ -172,6 +172,22 @@ def test_a_gather_is_in_rank_order(doorway: tuple[Doorway, int], size: int) -> N
     assert run(gathered, size) == [expected] * world_size
 
 
+def broadcast_from_each(comm: Comm, size: int) -> list[bytes]:
+    received = []
+    for source in range(len(comm.ranks)):
+        tensor = torch.tensor([(comm.rank + place) % 256 for place in range(size)], dtype=torch.uint8)
+        comm.broadcast(tensor, source, LONG_SEC)
+        received.append(bytes(tensor.tolist()))
+    return received
+
+
+@pytest.mark.parametrize("size", [1, 5000])
+def test_a_broadcast_brings_the_sources_bytes_to_every_rank(doorway: tuple[Doorway, int], size: int) -> None:
+    run, world_size = doorway
+    expected = [bytes((rank + place) % 256 for place in range(size)) for rank in range(world_size)]
+    assert run(broadcast_from_each, size) == [expected] * world_size
+
+
 # -- a rank that does not come -----------------------------------------------------------------------------------------
 
 

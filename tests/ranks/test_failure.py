@@ -261,9 +261,7 @@ def test_verdict_has_one_line_for_each_kind_of_missing_rank(clock: Clock) -> Non
 
 @pytest.mark.parametrize("message", ["", "two\nlines", "\0 \ud800 \U0001f600", 'quote " and \\', "x" * 10_000], ids=len)
 def test_any_text_may_be_in_a_verdict(message: str) -> None:
-    store = HashStore()
-    assert detector(store, 0).announce(message) == Verdict((0,), message)
-    assert detector(store, 1).read() == Verdict((0,), message)
+    assert Verdict.unpack(Verdict((0,), message).pack()) == Verdict((0,), message)
 
 
 GARBAGE = [
@@ -362,12 +360,26 @@ def test_rank_that_leaves_names_itself() -> None:
     assert decide(other, 1, 60.0) == left
 
 
-def test_rank_that_announced_first_is_the_verdict_of_all() -> None:
+def test_note_of_a_missing_rank_is_in_the_verdict_until_it_is_taken_back(clock: Clock) -> None:
     store = HashStore()
-    assert detector(store, 0).announced() is None
-    first = detector(store, 1).announce("first")
-    assert detector(store, 0).announce("second") == first == Verdict((1,), "first")
-    assert detector(store, 0).announced() == detector(store, 0).read() == first
+    first, second = detector(store, 0), detector(store, 1)
+    assert first.explain("connection closed") is None
+    second.note("rank 1 raised ValueError")
+    second.note("")
+    assert first.explain("connection closed") is None
+    second.note("rank 1 raised KeyError")
+    verdict = decide(first, within_sec=3.0)
+    assert verdict.missing == (1,)
+    assert "  rank 1: did not take part\nrank 1 raised KeyError\nrank 0 waited" in verdict.message
+
+
+def test_notes_explain_a_connection_that_broke_and_the_first_explanation_is_that_of_all() -> None:
+    store, ranks = HashStore(), (0, 1, 2)
+    detector(store, 2, ranks).note("rank 2 raised KeyError")
+    first = detector(store, 0, ranks).explain("connection closed")
+    text = "rank 2 raised KeyError\nrank 0 waited and saw: connection closed\nThe group is closed."
+    assert first == Verdict((2,), text)
+    assert detector(store, 1, ranks).explain("connection reset") == first == detector(store, 2, ranks).read()
 
 
 def test_verdict_comes_at_the_deadline_and_spares_a_rank_that_waits_by_then(clock: Clock) -> None:
@@ -394,7 +406,7 @@ def test_ranks_that_waited_in_earlier_collectives_do_not_count_as_waiting(clock:
         each.poll()  # all waited, in a collective that then succeeded
     with mock.patch.object(BoundedStore, "read_present", wraps=detectors[0].store.read_present) as read:
         assert decide(detectors[0], 5, 10.0).missing == (1, 2)
-    assert read.call_count == 1  # at the deadline, and not again and again
+    assert read.call_count == 2  # answers and notes at the deadline, and not again and again
 
 
 def test_broken_connection_names_the_rank_that_no_other_sees_alive(clock: Clock) -> None:

@@ -13,7 +13,7 @@ import ddpstats
 from ddpstats._ranks import gather
 from ddpstats._ranks.gather import CannotEncode, decode, encode, gather_trees
 from ddpstats.errors import ProtocolMismatch
-from ddpstats.testing import RankPool
+from ddpstats.testing import RankPool, count_collectives
 from ddpstats.testing._threads import run_threads
 
 DTYPES = [
@@ -166,6 +166,16 @@ def growing_and_shrinking() -> list[tuple[int, list[int]]]:
     return seen
 
 
+def handed_out(owner: int, size: int) -> int:
+    """Return how many bytes this rank receives where one rank alone has something large."""
+    mine = torch.zeros(size, dtype=torch.uint8) if dist.get_rank() == owner else None
+    with count_collectives() as seen:
+        trees = gather_trees(mine, name="handed out")
+    assert trees[owner].numel() == size
+    received = {"allgather": dist.get_world_size(), "broadcast": 1}
+    return sum(seen.bytes_by_op[op] * times for op, times in received.items())
+
+
 def own_tree_comes_back() -> bool:
     mine = {"x": torch.ones(2, requires_grad=True)}
     return gather_trees(mine, name="own")[dist.get_rank()] is mine
@@ -208,6 +218,13 @@ def test_gather_takes_three_collectives_whatever_the_sizes(two_ranks: RankPool) 
     for seen in two_ranks.run(growing_and_shrinking).values():
         sizes = (1, 2, 1000, 5000, 3, 3, 0, 9000, 9000)
         assert seen == [(2 if size == 0 else 3, [0, size]) for size in sizes]  # 2: all ranks hold the same
+
+
+@pytest.mark.parametrize("pool", ["two_ranks", pytest.param("four_ranks", marks=pytest.mark.slow)])
+def test_what_one_rank_hands_out_is_received_once(request: pytest.FixtureRequest, pool: str) -> None:
+    ranks: RankPool = request.getfixturevalue(pool)
+    for received_bytes in ranks.run(handed_out, 1, 8 << 20).values():
+        assert 8 << 20 <= received_bytes < 9 << 20
 
 
 def test_gathers_of_many_names_leave_little_behind() -> None:

@@ -120,7 +120,7 @@ def test_page_is_all_clear_only_where_everything_was_compared(tmp_path: Path, ch
         (agreed, True, True),
         (replace(agreed, findings=[doubt], places=[{}]), False, True),
         (read_timeline([killed]), False, False),
-        (read_timeline([Path(formats.__file__).parent / "v1" / "captures"]), False, False),
+        (read_timeline([Path(formats.__file__).parent / "v2" / "captures"]), False, False),
     ):
         chromium.open(page(timeline, tmp_path / "page.html"))
         assert ("All ranks issued the same collectives" in chromium.run(text)) == all_is_well

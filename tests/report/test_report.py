@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from ddpstats._base.marks import Mark
-from ddpstats.capture._manifest import read_manifest
+from ddpstats.capture.manifest import read_manifest, write_manifest
 from ddpstats.guard.event import Event, Evidence
 from ddpstats.guard.record import mark_from_dict, read_records
 from ddpstats.report._sources import read_timeline
@@ -23,6 +24,7 @@ from tests.report import records, runs
 from tests.report.conftest import Report
 
 FORMATS = Path(__file__).parents[1] / "formats" / "v1"
+CAPTURES = FORMATS.with_name("v2") / "captures"
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +158,7 @@ def test_messages_of_which_older_ones_were_dropped_are_not_compared(tmp_path: Pa
 
 
 def test_bundles_and_dumps_become_marks(report: Report) -> None:
-    places = [str(FORMATS / NAMES[name]) for name in ("records", "bundle", "dump")]
+    places = [str(FORMATS / NAMES["records"]), str(CAPTURES), str(FORMATS / NAMES["dump"])]
     marks = json.loads(report(*places, "--json", status=1))["marks"]
     assert sorted((mark["mark"], mark["step"], mark["ranks"]) for mark in marks) == [
         ("dump", 0, [0]),
@@ -167,8 +169,11 @@ def test_bundles_and_dumps_become_marks(report: Report) -> None:
 
 def test_time_of_record_wins_over_time_of_bundle(tmp_path: Path, report: Report) -> None:
     """The bundle has whole seconds, as all had once."""
-    bundle = FORMATS / NAMES["bundle"]
-    manifest = read_manifest(next(bundle.iterdir()))
+    bundle = tmp_path / "captures"
+    shutil.copytree(CAPTURES, bundle)
+    (directory,) = bundle.iterdir()
+    manifest = replace(read_manifest(directory), created_utc="2026-01-02T20:52:55+00:00")
+    write_manifest(directory, manifest)
     second = datetime.fromisoformat(manifest.created_utc).timestamp()
     mark = Mark("nonfinite", "a verdict", second + 0.2435, manifest.step, manifest.culprit_ranks)
     records.write_rank(tmp_path, 0, 1, [records.event(1, "loss")], marks=[mark])

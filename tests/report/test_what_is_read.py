@@ -86,7 +86,7 @@ def test_rank_killed_between_its_two_files_keeps_the_older(tmp_path: Path, repor
 
 def test_damaged_bundle_is_left_out_and_named(tmp_path: Path, report: Report) -> None:
     records.write(tmp_path, 2, 1, parts=False)
-    kept = next((Path(__file__).parents[1] / "formats" / "v1" / "captures").iterdir())
+    kept = next((Path(__file__).parents[1] / "formats" / "v2" / "captures").iterdir())
     bundle = shutil.copytree(kept, tmp_path / kept.name)
     (bundle / "MANIFEST.json").write_text("{")
     assert f"note: {bundle.name} is left out: " in report(tmp_path, status=0)

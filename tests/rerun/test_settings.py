@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpstats._rerun.micro_batch import refuse_differences
+from ddpstats._rerun.record import refuse_differences
 from ddpstats.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from types import SimpleNamespace
 
-from ddpstats._rerun.walk import walk
+from ddpstats._rerun.record import walk
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 

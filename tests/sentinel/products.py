@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ddpstats.sentinel._matmul_checksum import MatmulFault, doubtful_rows, faults_in
-from ddpstats.sentinel._matmul_kernels import Product
+from ddpstats.sentinel.matmul import MatmulFault, Product, doubtful_rows, faults_in
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 _INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import ConfigError, Sentinel, SentinelAlarm
-from ddpstats._rerun.runner import alone
+from ddpstats._rerun.run import alone
 from ddpstats.testing import count_collectives
 
 
@@ -266,3 +266,21 @@ def with_channels_last() -> Told:
             loss_of(model, x).backward()  # type: ignore[no-untyped-call]
 
     return trained(model, 2, loss_of, run)
+
+
+def compiled_elsewhere() -> Told:
+    """Rank 1's gradient is wrong by the last bits once, in a process that compiled something the step does not use."""
+    torch.compile(torch.sin, backend="eager")(torch.ones(2))
+    model, rank = small(), dist.get_rank()
+
+    def run(step: int, sentinel: Sentinel) -> None:
+        model.zero_grad()
+        x = torch.ones(3, 4) + torch.eye(3, 4) + rank
+        wrong = (rank, step) == (1, 1)
+        hook = model.module.head.weight.register_hook(lambda gradient: gradient * (1 + 1e-6)) if wrong else None
+        with sentinel.micro_batch(x):
+            loss_of(model, x).backward()  # type: ignore[no-untyped-call]
+        if hook is not None:
+            hook.remove()
+
+    return trained(model, 3, loss_of, run)

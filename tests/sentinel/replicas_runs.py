@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats._ranks.gather import gather_trees
 from ddpstats.errors import InvalidStats
-from ddpstats.sentinel import _difference
-from ddpstats.sentinel._divergence import Divergence
-from ddpstats.sentinel._replicas import Replicas
+from ddpstats.sentinel import replicas
+from ddpstats.sentinel.replicas import Divergence, Replicas
 from tests import training
 from tests.threads import lasting_threads
 
@@ -213,10 +212,6 @@ def _nan(model: Net, rank: int) -> None:
     model.middle.bias.data[3] = float("nan")
 
 
-def _zero(model: Net, rank: int) -> None:
-    model.middle.bias.data[3] = -0.0 if rank == 1 else 0.0
-
-
 def _own_scale(model: Net, rank: int) -> None:
     model.scale.fill_(1 + rank)
 
@@ -236,7 +231,6 @@ _MEDDLES: dict[tuple[str, str], tuple[Callable[[Net, int], None], Sequence[int],
     ("after", "noise"): (_noise, (1,), (1,)),
     ("after", "no_gradient"): (_no_gradient, (1,), (1,)),
     ("after", "nan"): (_nan, (0, 1, 2), (0, 1)),
-    ("after", "zero"): (_zero, (1,), (0, 1)),
     ("before", "own_scale"): (_own_scale, (1,), (0, 1)),
     ("before", "ddp_ignores"): (_own_weight, (0,), (0, 1)),
     ("before", "evaluates"): (_evaluate, (0, 1, 2), (1,)),
@@ -352,7 +346,7 @@ def no_room_on_rank_1() -> str:
     model, text = _large(dist.get_rank()), "none"
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(_difference, "flattened", _without_memory)
+            patch.setattr(replicas, "flattened", _without_memory)
         try:
             Replicas(model).compare(gathering([]))
         except InvalidStats as error:

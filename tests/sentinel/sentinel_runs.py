@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import ConfigError, InvalidStats, Sentinel, SentinelAlarm
-from ddpstats.sentinel import SentinelVerdict, _peer_replay
+from ddpstats._observe.gradients import unwrapped
+from ddpstats.sentinel import SentinelFinding, SentinelVerdict, peer_replay, sentinel as sentinel_module
+from ddpstats.sentinel.verdict import Detector, Exam
 from ddpstats.testing import BitFlip, RankPool, count_collectives, inject_bit_flips
 from tests import training
 
@@ -232,6 +234,36 @@ def _zero_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return 0 * step_fn(model, batch)
 
 
+class LargeParameter(Detector):
+    """A detector of the test's own, in one class: a parameter of some rank is beyond 100."""
+
+    def __init__(self, setup: Any) -> None:
+        self.parameters = dict(unwrapped(setup.model).named_parameters())
+
+    def suspicious(self, step: int) -> str | None:
+        return next((name for name, one in self.parameters.items() if bool((one.abs() > 100).any())), None)
+
+    def findings(self, exam: Exam) -> list[SentinelFinding]:
+        names = {rank: name for rank, name in exam.evidence.items() if name}
+        if not names:
+            return []
+        return [SentinelFinding("large parameter", tuple(names), min(names.values()), f"on {sorted(names)}")]
+
+
+def train_with_another_detector(plan: Plan) -> Outcome:
+    sentinel_module.DETECTORS.append(LargeParameter)
+    try:
+        return train(plan)
+    finally:
+        sentinel_module.DETECTORS.pop()
+
+
+def large_on_rank_1(module: nn.Module, step: int) -> None:
+    if step == 2 and dist.get_rank() == 1:
+        with torch.no_grad():
+            module.get_parameter("head.bias")[3] = 1000.0
+
+
 # -- in the test's own process ----------------------------------------------------------------------------------------
 
 
@@ -335,12 +367,12 @@ def noisy_step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def with_room_for_one_batch(flips: Sequence[BitFlip]) -> list[int]:
     """Return the steps at which something was found."""
-    room, _peer_replay.MOST_BYTES = _peer_replay.MOST_BYTES, 1
+    room, peer_replay.MOST_BYTES = peer_replay.MOST_BYTES, 1
     try:
         options = {"mode": 1, "replay_every_steps": 2, "replay_fn": step_fn}
         outcome = train(Plan(options=options, flips=flips, steps=8, lr=0.0))
     finally:
-        _peer_replay.MOST_BYTES = room
+        peer_replay.MOST_BYTES = room
     return [verdict.step for verdict in outcome.verdicts if not verdict.ok]
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from ddpstats.sentinel import _digest
-from ddpstats.sentinel._digest import bucket_digests, digests
+from ddpstats._rerun import digest as rules
+from ddpstats._rerun.digest import digests
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
@@ -109,10 +109,8 @@ def test_conjugated_and_negated_views_count_as_what_they_show() -> None:
 
 def test_no_tensor_no_element_and_no_dimension() -> None:
     assert digests([]).shape == (0,)
-    assert bucket_digests([]).shape == (0,)
     assert digests([torch.empty(0), torch.empty(3, 0, dtype=torch.bool)]).tolist() == [0, 0]
     assert digest(torch.tensor(2.5)) == digest(torch.tensor([2.5]))
-    assert bucket_digests([[], [torch.empty(0)]]).tolist() == [0, 0]
 
 
 def test_equal_bits_of_nan_are_equal_and_zeros_of_other_sign_are_not() -> None:
@@ -123,13 +121,13 @@ def test_equal_bits_of_nan_are_equal_and_zeros_of_other_sign_are_not() -> None:
 
 def test_a_digest_is_what_the_definition_says() -> None:
     """By hand, in Python's integers; ranks of other versions or devices must agree."""
-    tensor = bits_of(2 * _digest._CHUNK_WORDS + 5, dtype=torch.int64)
-    multipliers = [one % 2**64 for one in _digest._odd_numbers(0, _digest._CHUNK_WORDS).tolist()]
-    of_chunks = [1, *(one % 2**64 for one in _digest._odd_numbers((1 << 40) + 1, 2).tolist())]
+    tensor = bits_of(2 * rules._CHUNK_WORDS + 5, dtype=torch.int64)
+    multipliers = [one % 2**64 for one in rules._odd_numbers(0, rules._CHUNK_WORDS).tolist()]
+    of_chunks = [1, *(one % 2**64 for one in rules._odd_numbers((1 << 40) + 1, 2).tolist())]
     total = 0
     for place, signed in enumerate(tensor.tolist()):
         word = signed % 2**64
-        chunk, within = divmod(place, _digest._CHUNK_WORDS)
+        chunk, within = divmod(place, rules._CHUNK_WORDS)
         total += (word ^ word >> 33) * multipliers[within] * of_chunks[chunk]
     assert digest(tensor) % 2**64 == total % 2**64
     assert all(one % 2 for one in multipliers)
@@ -137,33 +135,14 @@ def test_a_digest_is_what_the_definition_says() -> None:
 
 
 def test_the_way_of_accelerators_gives_the_same_digest() -> None:
-    for count in (1, 5, _digest._CHUNK_WORDS, 3 * _digest._CHUNK_WORDS + 7):
+    for count in (1, 5, rules._CHUNK_WORDS, 3 * rules._CHUNK_WORDS + 7):
         flat = bits_of(count, dtype=torch.int64)
-        sums = torch.cat([one.view(-1) for one in _digest._sums(flat)])
-        expected = torch.stack(_digest._sums_on_cpu(flat))
-        assert torch.equal(sums, expected)
-    assert _digest._sums(torch.empty(0)) == []
+        one_chunk_at_once, many = (torch.cat([part.view(-1) for part in rules._sums(flat, n)]) for n in (1, 256))
+        assert torch.equal(one_chunk_at_once, many)
+    assert list(rules._sums(torch.empty(0), 256)) == []
 
 
 def test_splitmix64_is_splitmix64() -> None:
     """Against the published sequence for the seed 0; only the lowest bit is set besides."""
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [one % 2**64 for one in _digest._odd_numbers(0, 3).tolist()] == [one | 1 for one in published]
-
-
-@pytest.mark.parametrize("dtype", [one for one in DTYPES if one is not torch.bool], ids=str)
-def test_every_flipped_bit_changes_the_digest_of_its_bucket_only(dtype: torch.dtype) -> None:
-    small = [bits_of(3, dtype=dtype, seed=seed) for seed in range(3)]
-    mixed = [bits_of(5, dtype=torch.bfloat16), small[0], torch.empty(0), bits_of(40_000, dtype=dtype), small[1]]
-    buckets = [mixed, small, [bits_of(2, dtype=dtype, seed=9)]]
-    before = bucket_digests(buckets).tolist()
-    for flipped in itertools.islice(flips_of(small[1]), 24):
-        after = bucket_digests([[*mixed[:-1], flipped], small, buckets[2]]).tolist()
-        assert after[0] != before[0]
-        assert after[1:] == before[1:]
-
-
-def test_tensors_in_another_order_change_the_digest_of_their_bucket() -> None:
-    tensors = [torch.randn(size) for size in (3, 5, 20_000, 7, 30_000)]
-    seen = {int(bucket_digests([order])) for order in itertools.permutations(tensors)}
-    assert len(seen) == 120
+    assert [one % 2**64 for one in rules._odd_numbers(0, 3).tolist()] == [one | 1 for one in published]

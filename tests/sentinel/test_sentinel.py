@@ -206,6 +206,14 @@ def test_the_window_shuts_again(two_ranks: RankPool) -> None:
         assert [verdict.layers for verdict in outcome.verdicts] == [(), (), ("matmul checksum",), (), ()]
 
 
+def test_a_detector_from_outside_is_one_class_and_one_entry_of_the_list(two_ranks: RankPool) -> None:
+    plan = Plan(options={"mode": 2, "replay_fn": runs.step_fn}, after_backward=runs.large_on_rank_1)
+    step, layers, culprits, text = alarm_of(two_ranks.run(runs.train_with_another_detector, plan).values())
+    assert (step, layers, culprits) == (2, ("large parameter",), (1,))
+    assert "[large parameter] on [1]" in text
+    assert "No rank has applied this step. Test the device of rank 1" in text
+
+
 # -- why: on an alarm -------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +282,9 @@ def test_the_environment_of_mindspore_is_read(monkeypatch: pytest.MonkeyPatch) -
     for name, value in (("ENABLE", "3"), ("UPPER_THRESH", "500,20"), ("SIGMA_THRESH", "5,9")):
         monkeypatch.setenv(f"NPU_ASD_{name}", value)
     module = runs.wrapped("alone")
-    with pytest.warns(UserWarning, match="NPU_ASD_SIGMA_THRESH='5,9'.*100000,5000 is used instead"):
+    with pytest.warns(
+        UserWarning, match="NPU_ASD_SIGMA_THRESH='5,9' is not two integers.* the default is used instead"
+    ):
         sentinel = Sentinel(module)
     with sentinel, logged(logging.INFO) as lines:
         runs.step_fn(module, runs.batch_of(0)).backward()  # type: ignore[no-untyped-call]
@@ -298,7 +308,7 @@ def test_the_environment_of_mindspore_is_read(monkeypatch: pytest.MonkeyPatch) -
         ({"ignore": "*.running_mean"}, r"must be a list of patterns"),
         ({"ignore": [3]}, r"must be a list of patterns"),
         ({"ignore": ["*.no_such"]}, r"'\*.no_such' fits no parameter or buffer"),
-        ({"mode": 2, "checkpoints": ["blocks.9"]}, "no module 'blocks.9'"),
+        ({"mode": 2, "checkpoints": ["blocks.9"]}, "'blocks.9' fits none of the model's"),
     ],
 )
 def test_bad_arguments_are_named(options: dict[str, Any], words: str) -> None:
@@ -307,7 +317,7 @@ def test_bad_arguments_are_named(options: dict[str, Any], words: str) -> None:
 
 
 def test_no_mode_at_all_is_off_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="the sentinel is off; pass mode=1, 2 or 3"):
+    with pytest.warns(UserWarning, match="the sentinel is off: pass mode=1, 2 or 3"):
         Sentinel(runs.wrapped("alone"))
 
 
@@ -405,16 +415,24 @@ def test_a_sentinel_that_sees_nothing_says_so() -> None:
         sentinel.step()
 
 
-def test_a_nan_behind_a_gradient_scaler_is_an_alarm_in_the_end() -> None:
+def test_a_nan_behind_a_gradient_scaler_is_an_alarm_in_the_end_and_is_found_again() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    with Sentinel(module, mode=2, scaler=scaler) as sentinel:
-        for _ in range(15):
-            scaler.scale((module(torch.ones(2, 4)) * float("nan")).sum()).backward()
-            assert sentinel.step().ok
-        scaler.scale((module(torch.ones(2, 4)) * float("nan")).sum()).backward()
-        with pytest.raises(SentinelAlarm, match="value nan"):
+    batch = torch.ones(2, 4)
+
+    def loss_of(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (module(batch) * float("nan")).sum()
+        return loss
+
+    with Sentinel(module, mode=2, scaler=scaler, replay_fn=loss_of) as sentinel:
+        for step in range(16):
+            with sentinel.micro_batch(batch):
+                scaler.scale(loss_of(module, batch)).backward()  # type: ignore[no-untyped-call]
+            if step < 15:
+                assert sentinel.step().ok
+        with pytest.raises(SentinelAlarm, match="value nan") as raised:
             sentinel.step()
+    assert "Run again on rank 0, the micro-batch gives such a value again" in str(raised.value)
 
 
 def test_backward_passes_outside_of_micro_batches_are_not_of_the_step() -> None:

@@ -8,88 +8,62 @@ from typing import Any
 import pytest
 
 from ddpstats import ConfigError
-from ddpstats.sentinel._vote import Judgement, Noise, Run, judge, measured
+from ddpstats.sentinel.peer_replay import Judgement, Run, judge, measured
 
-SWITCH = "torch.use_deterministic_algorithms(True)"
+LIMIT = 1e-2
 
 
-def offer(
-    distance: float | None, *, repeats: bool = False, loose: tuple[str, ...] = (), compiled: bool = False
-) -> dict[str, Any]:
-    return {"distance": distance, "repeats": repeats, "loose": list(loose), "compiled": compiled}
+def offer(distance: float | None, *, repeats: bool = False) -> dict[str, Any]:
+    return {} if distance is None else {"distance": distance, "repeats": repeats}
 
 
 def test_no_noise_is_measured_where_no_rank_could_measure() -> None:
-    assert measured({0: offer(None), 1: offer(None)}) is None
+    assert measured({0: offer(None), 1: offer(None)}, LIMIT, compiled=False) == (None, "")
 
 
-def test_a_rank_is_in_doubt_where_most_ranks_repeat_themselves() -> None:
-    assert measured({0: offer(0.0), 1: offer(0.5, repeats=True), 2: offer(0.0), 3: offer(None)}) == Noise(0.0, (1,))
+def test_bits_are_compared_where_most_ranks_repeat_themselves() -> None:
+    offers = {0: offer(0.0), 1: offer(0.5, repeats=True), 2: offer(0.0), 3: offer(None)}
+    assert measured(offers, LIMIT, compiled=False) == (0.0, "")
 
 
-def test_noise_of_most_ranks_is_measured_and_the_switches_that_are_not_set_are_named_with_their_ranks() -> None:
-    found = measured({0: offer(1e-6), 1: offer(2e-6, loose=(SWITCH,))})
-    assert found is not None
-    assert (found.room, found.doubted) == (8 * 2e-6, ())
-    assert "differ by up to 2.0e-06 of the largest one" in found.text
-    assert found.text.endswith(f"{SWITCH} on rank 1 may make it repeat itself.")
-    rounded = measured({0: offer(1e-6, repeats=True)})  # by another graph, otherwise in each step
-    assert rounded is not None
-    assert rounded.room == 1e-4
-    assert "the step rounds otherwise when it is run again" in rounded.text
-    noisy = measured({0: offer(1e-6, repeats=True), 1: offer(5e-5)})
-    assert noisy is not None
-    assert noisy.room == 8 * 5e-5
-    found = measured({0: offer(1e-6)})
-    assert found is not None
-    assert "Deterministic algorithms are on" in found.text
+def test_noise_of_most_ranks_is_measured() -> None:
+    room, text = measured({0: offer(1e-6), 1: offer(2e-6)}, LIMIT, compiled=False)
+    assert room == 8 * 2e-6
+    assert "differ by up to 2.0e-06 of the largest one" in text
+    assert "with room for 1.6e-05" in text
+    assert measured({0: offer(1e-6, repeats=True)}, LIMIT, compiled=False)[0] == 8 * 1e-6
+    assert measured({0: offer(5e-3)}, LIMIT, compiled=False)[0] == LIMIT
 
 
 @pytest.mark.parametrize(
     ("distance", "repeats", "words"),
     [
-        (1e-300, True, "twice the same gradients, and others than in the step"),
-        (1e-3, True, "twice the same gradients, and others than in the step"),
-        (0.5, False, "other gradients each time than in the step"),
+        (1e-3, True, "norms differ by up to 1.0e-03 of the largest"),
+        (2e-16, True, "norms differ by up to 2.0e-16 of the largest"),
+        (0.5, False, "norms differ by up to 5.0e-01 of the largest"),
         (math.inf, False, "norms differ by up to inf"),
     ],
 )
 def test_a_replay_unlike_the_step_is_an_error_of_replay_fn(distance: float, repeats: bool, words: str) -> None:
     with pytest.raises(ConfigError, match=rf"not the step that was trained[\s\S]*{words}"):
-        measured({0: offer(distance, repeats=repeats), 1: offer(distance, repeats=repeats)})
-
-
-def rounding(distance: float) -> dict[str, Any]:
-    return offer(distance, repeats=True, compiled=True)
+        measured({0: offer(distance, repeats=repeats), 1: offer(distance, repeats=repeats)}, LIMIT, compiled=False)
 
 
 @pytest.mark.parametrize(
-    ("offers", "room", "doubted"),
-    [
-        ([rounding(0.0), rounding(2e-7)], 1e-4, ()),
-        ([rounding(0.0), rounding(1e-300), rounding(0.0)], 1e-4, ()),
-        ([rounding(0.0), rounding(8e-4), rounding(0.0)], 64e-4, ()),
-        ([rounding(0.0), rounding(8e-3), rounding(0.0)], 1e-2, ()),
-        ([rounding(0.0), rounding(2e-2), rounding(0.0)], 0.0, (1,)),
-        ([rounding(0.0), rounding(2e-7), rounding(0.5), rounding(0.0)], 1e-4, (2,)),
-        ([rounding(3e-7), rounding(2e-7), rounding(0.5)], 1e-4, (2,)),
-        ([rounding(0.0), offer(2e-7, compiled=True)], 1e-4, ()),
-        ([rounding(0.0), offer(2e-7, repeats=True)], 1e-4, ()),
-        ([offer(None), rounding(2e-7)], 1e-4, ()),
-        ([offer(0.0), offer(2e-7, repeats=True)], 0.0, (1,)),
-    ],
-    ids=[
-        *("one of two", "hardly", "in bfloat16", "at most", "beyond", "one rounds and one is wrong", "most round"),
-        *("without repeating", "compiled on another rank", "the others have nothing", "not compiled"),
-    ],
+    "distances",
+    [[0.0, 2e-7], [0.0, 8e-3, 0.0], [0.0, 2e-2, 0.0], [0.0, 2e-7, 0.5, 0.0], [3e-7, 2e-7, 0.5], [None, 2e-7], [1e-3]],
+    ids=["one of two", "at most", "beyond", "one is wrong", "most round", "the others have nothing", "one rank"],
 )
-def test_where_something_was_compiled_what_may_be_rounding_puts_no_rank_in_doubt(
-    offers: list[dict[str, Any]], room: float, doubted: tuple[int, ...]
+def test_in_a_compiled_program_what_may_be_rounding_is_neither_noise_nor_another_step(
+    distances: list[float | None],
 ) -> None:
-    found = measured(dict(enumerate(offers)))
-    assert found is not None
-    assert (found.room, found.doubted) == (room, doubted)
-    assert bool(found.text) == (room > 0)
+    offers = {rank: offer(distance, repeats=True) for rank, distance in enumerate(distances)}
+    assert measured(offers, LIMIT, compiled=True) == (0.0, "")
+
+
+def test_in_a_compiled_program_what_most_ranks_repeat_beyond_rounding_is_another_step() -> None:
+    with pytest.raises(ConfigError, match="not the step that was trained"):
+        measured({0: offer(2e-2, repeats=True), 1: offer(3e-2, repeats=True)}, LIMIT, compiled=True)
 
 
 def judged(*runs: tuple[int, str]) -> Judgement:
@@ -156,9 +130,7 @@ def test_the_table_of_cases(
     runs.append(Run(1, "before", before))
     bits = judge(0, runs, float.__eq__)
     assert bits.culprit_ranks == culprits
-    compiled = judge(0, runs, float.__eq__, rounded=lambda one, other: abs(one - other) < NEAR)
-    assert compiled.culprit_ranks == if_compiled
-    assert compiled.is_rounding == (max(results) - min(results) < NEAR)
+    assert judge(0, runs, lambda one, other: abs(one - other) < NEAR).culprit_ranks == if_compiled
 
 
 def test_most_steps_unlike_their_repetitions_are_noise_and_what_one_rank_repeats_is_a_fault() -> None:

@@ -10,15 +10,17 @@ contiguous block, often of a size that is a power of two; `Runs.words` says whic
 from __future__ import annotations
 
 import math
+import os
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from ddpstats._base.files import open_regular
 from ddpstats._base.text import count_of, first_line
-from ddpstats._rerun.archive import check_archive
 from ddpstats.dump.msprobe import is_accurate
 from ddpstats.dump.reader import DumpLeaf, RankDump
 from ddpstats.dump.writer import is_dense
@@ -28,6 +30,7 @@ KEPT_RUNS = 100
 _BLOCK_ELEMENTS = 1 << 20
 _SHOWN_RUNS = 4
 _FEW_RUNS = 8
+_MAX_PICKLE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def load_tensor(dump: RankDump, leaf: DumpLeaf) -> Tensor:
     path = dump.tensor_file(leaf.data_name)
     try:
         with open_regular(path, follow=False) as file:
-            check_archive(file)
+            _check_archive(file)
         tensor = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever a damaged or hostile file makes torch raise
         raise DumpError(
@@ -113,6 +116,16 @@ def load_tensor(dump: RankDump, leaf: DumpLeaf) -> Tensor:
         )
     plain: Tensor = tensor.detach()
     return plain
+
+
+def _check_archive(file: BinaryIO) -> None:
+    """Raise ValueError for an archive that unpacks to more than it holds, or has a large pickle beside its tensors."""
+    entries = zipfile.ZipFile(file).infolist()
+    if sum(entry.file_size for entry in entries) > os.fstat(file.fileno()).st_size:
+        raise ValueError("it unpacks to more than it holds")
+    size = sum(entry.file_size for entry in entries if entry.filename.endswith("data.pkl"))
+    if size > _MAX_PICKLE_BYTES:
+        raise ValueError(f"its data.pkl has {size:,} bytes, and at most {_MAX_PICKLE_BYTES:,} are read")
 
 
 def _odd_kind(held: object) -> str | None:

@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.torch_compat import is_functorch_tensor, storage_id
 from ddpstats._reduction.read import is_capturing
-from ddpstats._rerun.walk import set_fields
+from ddpstats._rerun.record import set_fields
 from ddpstats.dump.statistics import STATISTICS, keys
 from ddpstats.dump.writer import TensorFiles, checksum, is_dense, without_repeats
 

@@ -1,0 +1,704 @@
+"""A capture on disk: what a rank's files hold, how they are read without executing anything, and how they are written.
+
+A bundle holds ``rank<rank>.safetensors`` of each rank, a `RankPart`; ``model.safetensors`` with the parameters, a
+`ModelPart`, or a ``model-rank<rank>.safetensors`` of each rank whose parameters differ or are shards; and
+MANIFEST.json, which is written last. Every file appears complete or not at all.
+
+1. `Bundle` checks of each file that it is no link, its size and its SHA-256; then the codec checks the rest.
+2. `PartSource` makes one rank's part of the step, and its parameters or shards, as they were before the step.
+3. `BundleWriter`: all ranks say how large their parts are; the lowest one makes a directory; each writes its files; the
+   lowest one writes the manifest. Each rank works in a thread and reports in rounds, so that a file system may take
+   longer than the timeout of a collective, but not for ever. Whatever fails is in the manifest ("complete": false) and
+   in the verdict, which says stop, on all ranks. Where a rank dies, the lowest one left writes that manifest before
+   `RankMissing`.
+4. `AloneBundle`: a rank that raised in its micro-batch writes without the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ddpstats._base import config
+from ddpstats._base.files import make_private_directory, replace_file
+from ddpstats._base.text import count_of, ranks_text
+from ddpstats._base.version import __version__
+from ddpstats._observe.gradient_norms import norm_kind, parts_of
+from ddpstats._observe.gradients import GradientWatch
+from ddpstats._ranks.calls import Channel
+from ddpstats._ranks.gather import gather_trees
+from ddpstats._rerun import codec
+from ddpstats._rerun.codec import CannotStore, to_plain
+from ddpstats._rerun.record import MicroBatch, Packet, StepRecord, scale_of, tensor_bytes
+from ddpstats._rerun.state import Autocast, switches
+from ddpstats.capture.manifest import (
+    BUNDLE_NAME,
+    MANIFEST,
+    Manifest,
+    Rank,
+    Step,
+    Written,
+    bundle_name,
+    bundles_in,
+    model_file,
+    new_directory,
+    open_own,
+    prune,
+    rank_file,
+    read_manifest,
+    summarize,
+    write_manifest,
+)
+from ddpstats.capture.verdict import CaptureVerdict
+from ddpstats.errors import BundleError, RankMissing
+
+T = TypeVar("T")
+
+_log = logging.getLogger("ddpstats")
+
+_ROUND_SEC = 5.0
+_MAX_SEC = 1800.0  # that a rank's part of the work on a bundle may take
+
+
+# -- the content ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CapturedMicroBatch(Packet):
+    """One forward and backward pass.
+
+    Attributes:
+        batch_missing: why there is none, or None.
+        changed: paths of what was changed in place after the batch was taken.
+        loss: what was differentiated, without the scale.
+        norms: of the gradients accumulated so far, in the order of `RankPart.parameter_names`, -1 where there is none;
+            None if no backward pass ran.
+    """
+
+    batch_missing: str | None
+    changed: list[str]
+    loss: Tensor | None
+    norms: Tensor | None
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """One rank's step. ``rank`` is its global number, ``world_size`` the number of ranks in the group."""
+
+    rank: Rank
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+    step: Step
+    device: str
+    micro_batches: tuple[CapturedMicroBatch, ...]
+    buffers: dict[str, Tensor]
+    eval_modules: list[str]
+    frozen: list[str]
+    norm: Annotated[str, msgspec.Meta(pattern="^(2|inf)$")]
+    gradients: dict[str, Tensor] | None
+    parameter_names: list[str]
+    scale: float
+    error: str | None
+    environment: dict[str, str | bool | int]
+
+    def __post_init__(self) -> None:
+        count = len(self.parameter_names)
+        for micro in self.micro_batches:
+            if micro.norms is not None and (micro.norms.dtype, micro.norms.shape) != (torch.float64, (count,)):
+                raise ValueError(f"norms: {count} in float64 are expected")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The position of a tensor in its parameter, which has ``shape``."""
+
+    shape: list[int]
+    offsets: list[int]
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Parameters by name. Those in ``shards`` are one rank's shard of the parameter."""
+
+    parameters: dict[str, Tensor]
+    shards: dict[str, Shard] = field(default_factory=dict)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Bundle:
+    """A capture that was opened. Only the manifest has been read.
+
+    Attributes:
+        path: the bundle's directory.
+        manifest: its manifest.
+        notes: what its user should know.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, notes: Iterable[str] = ()) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.notes = tuple(notes)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Bundle:
+        """Open a bundle (or its manifest), or the newest complete one in a directory of bundles. Local.
+
+        Raises `BundleError` for a path that is neither, and for a manifest that is not one.
+        """
+        path = Path(path)
+        if path.name == MANIFEST and not path.is_dir():
+            path = path.parent
+        is_bundle = os.path.lexists(path / MANIFEST) or BUNDLE_NAME.fullmatch(path.resolve().name) is not None
+        if path.is_dir() and not is_bundle:
+            return cls._newest(path)
+        manifest = read_manifest(path)
+        return cls(path, manifest, _incomplete_notes(manifest))
+
+    @classmethod
+    def _newest(cls, path: Path) -> Bundle:
+        bundles = bundles_in(path)
+        complete = [(bundle, manifest) for bundle, manifest in bundles if manifest is not None and manifest.complete]
+        if not bundles:
+            raise BundleError(
+                f"{path} is not a bundle, and holds none: it has no {MANIFEST} and no capture-...-step... Give the "
+                "directory that NaNCapture was given; it is filled when a gradient is not finite."
+            )
+        if not complete:
+            names = ", ".join(bundle.name for bundle, _ in bundles[-4:])
+            raise BundleError(f"{path} holds no complete bundle; incomplete: {names}. Name one of them to use it.")
+        note = f"{path} holds {count_of(len(bundles), 'bundles')}; this is the newest complete one"
+        return cls(*complete[-1], [note])
+
+    def rank_part(self, rank: int) -> RankPart:
+        """Return one rank's step. Raises `BundleError`."""
+        if rank not in self.manifest.ranks_present:
+            why = self.manifest.missing.get(rank, f"there are those of {ranks_text(self.manifest.ranks_present)}")
+            raise BundleError(f"{self.path} has no part of rank {rank}: {why}")
+        part = self._load(rank_file(rank), RankPart)
+        if (part.rank, part.world_size) != (rank, len(self.manifest.ranks)):
+            raise BundleError(
+                f"{self.path / rank_file(rank)} is of rank {part.rank} of {part.world_size}, and the manifest says "
+                f"rank {rank} of {len(self.manifest.ranks)}; the bundle is damaged or hostile"
+            )
+        return part
+
+    def parameters(self, rank: int) -> dict[str, Tensor]:
+        """Return the parameters as ``rank`` had them; shards of all ranks are joined. Raises `BundleError`."""
+        name = self.manifest.model_files.get(rank)
+        if name is None:
+            present = ", ".join(map(str, self.manifest.model_files)) or "none"
+            why = "; ".join(self.manifest.notes) or "they were not written"
+            advice = f"There are those of rank: {present}"
+            raise BundleError(f"{self.path} has no parameters of rank {rank}: {why}. {advice}")
+        part = self._load(name, ModelPart)
+        if not part.shards:
+            return part.parameters
+        others = dict.fromkeys(other for other in self.manifest.model_files.values() if other != name)
+        return _joined([part, *(self._load(other, ModelPart) for other in others)], str(self.path))
+
+    def _load(self, name: str, kind: type[T]) -> T:
+        path, expected = self.path / name, self.manifest.files[name]
+        advice = "copy the bundle again, from where it was written"
+        with open_own(self.path, name) as file:
+            before = os.fstat(file.fileno())
+            if before.st_size != expected.bytes:
+                text = f"{before.st_size} bytes and the manifest says {expected.bytes}: it is cut, or another"
+                raise BundleError(f"{path} has {text}; {advice}")
+            written = summarize(file)
+            if written != expected:
+                text = f"the SHA-256 {written.sha256}, the manifest says {expected.sha256}"
+                raise BundleError(f"{path} has {text}; {advice}")
+            content = codec.read(file, kind, str(path))
+            after = os.fstat(file.fileno())
+        if (after.st_mtime_ns, after.st_ctime_ns) != (before.st_mtime_ns, before.st_ctime_ns):
+            raise BundleError(f"{path} was changed while it was read; nothing of it is used. Read it again.")
+        return content
+
+
+def _joined(parts: list[ModelPart], where: str) -> dict[str, Tensor]:
+    """Return whole parameters. Of shards at the same offsets, as of replicas, the first one counts."""
+    pieces: dict[str, dict[tuple[int, ...], tuple[Shard, Tensor]]] = {}
+    joined: dict[str, Tensor] = {}
+    for part in parts:
+        for name, tensor in part.parameters.items():
+            shard = part.shards.get(name)
+            if shard is None:
+                joined.setdefault(name, tensor)
+            else:
+                pieces.setdefault(name, {}).setdefault(tuple(shard.offsets), (shard, tensor))
+    for name, shards in pieces.items():
+        (shape, dtype), *_ = [(shard.shape, tensor.dtype) for shard, tensor in shards.values()]
+        if sum(tensor.numel() for _, tensor in shards.values()) != math.prod(shape):
+            raise BundleError(f"{where}: the shards of {name} do not make a whole one; some rank's are missing")
+        joined[name] = torch.zeros(shape, dtype=dtype)
+        for offsets, (_, tensor) in shards.items():
+            places = zip(offsets, tensor.shape, strict=False)
+            region = joined[name][tuple(slice(start, start + size) for start, size in places)]
+            if region.shape != tensor.shape:
+                raise BundleError(f"{where}: a shard of {name} lies outside of it; the bundle is damaged or hostile")
+            region.copy_(tensor)
+    return joined
+
+
+def _incomplete_notes(manifest: Manifest) -> list[str]:
+    if manifest.complete:
+        return []
+    reasons = "; ".join([*(f"rank {rank}: {why}" for rank, why in manifest.missing.items()), *manifest.notes])
+    return [f"the bundle is incomplete, what is there is used ({reasons[:1000]})"]
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+class PartSource:
+    """Makes the parts. Local: of a sharded parameter each rank has its own shard, and nothing is gathered."""
+
+    def __init__(self, watch: GradientWatch, record: StepRecord, scaler: Any, store_batch: bool) -> None:
+        self._watch, self._record = watch, record
+        self._scaler, self._store_batch = scaler, store_batch
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of this rank's part and of its parameters."""
+        batches = [micro.batch for micro in self._record.micro_batches if self._store_batch]
+        rank = tensor_bytes([batches, self._record.buffers, self._local_gradients()])
+        return {"rank": rank, "model": tensor_bytes(self.model_part().parameters)}
+
+    def digest(self) -> str:
+        """Return a hash of every bit of the parameters, which tells replicas from others."""
+        part, digest = self.model_part(), hashlib.blake2b(digest_size=16)
+        for name, tensor in part.parameters.items():
+            digest.update(f"{name} {part.shards.get(name)}".encode())
+            digest.update(codec.bytes_in(tensor.cpu()))
+        return digest.hexdigest()
+
+    def model_part(self) -> ModelPart:
+        """Return the parameters themselves, or this rank's shards."""
+        part = ModelPart({})
+        for name, parameter in zip(self._watch.names, self._watch.parameters, strict=True):
+            tensor = parameter.detach()
+            if not hasattr(tensor, "to_local"):
+                part.parameters[name] = tensor
+            elif (local := tensor.to_local()).numel():
+                (chunk,) = getattr(tensor, "__create_chunk_list__")()  # noqa: B009  torch's protocol for distributed checkpoints
+                part.parameters[name] = local
+                part.shards[name] = Shard(list(tensor.shape), list(chunk.offsets))
+        return part
+
+    def rank_part(self, rank: int, world_size: int, step: int, error: str | None = None) -> RankPart:
+        """Return this rank's batches, random states, buffers and norms of the step."""
+        module, device = self._record.module, self._record.device
+        norms = [arrivals.norms() for arrivals in self._watch.arrivals]
+        norms += [None] * len(self._record.micro_batches)
+        return RankPart(
+            rank=int(rank),
+            world_size=world_size,
+            step=step,
+            device=str(device),
+            parameter_names=list(self._watch.names),
+            micro_batches=tuple(map(self._micro_batch, self._record.micro_batches, norms)),
+            buffers={name: buffer.cpu().clone() for name, buffer in (self._record.buffers or {}).items()},
+            eval_modules=[name for name, inner in module.named_modules() if not inner.training],
+            frozen=[name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+            norm=norm_kind(device),
+            gradients=self._local_gradients(),
+            scale=self._scale(),
+            error=error,
+            environment={"host": socket.gethostname(), "torch": str(torch.__version__), **switches()},
+        )
+
+    def _micro_batch(self, micro: MicroBatch, norms: Tensor | None) -> CapturedMicroBatch:
+        batch, missing = None, None if self._store_batch else "store_batch=False"
+        if missing is None:
+            try:
+                batch = to_plain(micro.batch)
+            except CannotStore as error:
+                missing = str(error)
+        micro.look_for_changes()
+        return CapturedMicroBatch(
+            batch=batch,
+            random=micro.random.to_plain(),
+            autocast=None if micro.autocast is None else Autocast(*micro.autocast),  # a caller may set a tuple
+            factor=self._factor(micro),
+            batch_missing=missing,
+            changed=list(micro.changed),
+            loss=None if micro.loss is None else torch.as_tensor(micro.loss).detach().cpu().clone(),
+            norms=norms,
+        )
+
+    def _scale(self) -> float:
+        return scale_of(self._scaler) or 1.0
+
+    def _factor(self, micro: MicroBatch) -> Tensor | None:
+        """Without the scale, which replay applies as well; a scale is a power of two, so nothing is lost."""
+        if micro.factor is None:
+            return None
+        factor = micro.factor.detach().cpu() / self._scale()
+        return None if bool((factor == 1).all()) else factor
+
+    def _local_gradients(self) -> dict[str, Tensor] | None:
+        """Return those of the last micro-batch, before they were reduced, where they could be kept."""
+        arrivals = self._watch.arrivals
+        local = arrivals[-1].local() if arrivals else None
+        if local is None:
+            return None
+        named = ((self._watch.names[index], gradient) for index, gradient in local.items())
+        return {part: tensor for name, gradient in named for part, tensor in parts_of(name, gradient).items()}
+
+
+def write_part(directory: Path, name: str, content: RankPart | ModelPart) -> Written:
+    """Write one file of a bundle, atomically. Raises OSError, also for a full disk."""
+
+    def write(file: BinaryIO) -> Written:
+        codec.write(file, content)
+        return summarize(file)
+
+    return replace_file(directory / name, write, private=True)
+
+
+# -- all ranks together -----------------------------------------------------------------------------------------------
+
+
+def gather_when_done(work: Callable[[], Any], late: Any, *, name: str, group: Any) -> list[Any]:
+    """Return what each rank's ``work`` returned, in the order of group ranks. Collective.
+
+    Ranks report in rounds while some rank is at work: it may take longer than the timeout. ``work`` runs in a thread;
+    of a rank on which it has not ended after half an hour, ``late`` is returned. What it raises becomes `InvalidStats`
+    on every rank.
+    """
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="ddpstats-bundle", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + _MAX_SEC
+    round_sec = min(_ROUND_SEC, config.timeout_sec(None) / 4)
+
+    def answer() -> list[Any]:
+        if thread.is_alive():
+            return [late] if time.monotonic() > deadline else []
+        if errors:
+            raise errors[0]
+        return list(results)
+
+    try:
+        while True:
+            thread.join(round_sec)
+            answers = gather_trees(answer, name=name, group=group)
+            if all(answers):
+                return [result for (result,) in answers]
+    except RankMissing:
+        thread.join(max(0.0, deadline - time.monotonic()))  # what it has written counts
+        raise
+
+
+class BundleWriter:
+    """One bundle of all ranks. Every rank calls `write`, then `finish`.
+
+    Attributes:
+        directory: of the bundle, from `write` on; None if it would be too large, or could not be made.
+        model_writers: rank -> the rank that writes its parameters, bit for bit.
+    """
+
+    def __init__(
+        self, dirpath: Path, keep: int, max_bytes: int | None, group: Any, peers: Channel, finding: CaptureVerdict
+    ) -> None:
+        self._dirpath, self._keep, self._max_bytes = dirpath, keep, max_bytes
+        self._group, self._finding = group, finding
+        self._ranks, self._rank, self._lowest = tuple(map(int, peers.ranks)), int(peers.rank), min(peers.ranks)
+        self._when = datetime.now(timezone.utc)
+        self._unwritten = ""  # why there is no bundle
+        self._mine: dict[str, Any] = {"files": {}, "error": "did not write its part"}
+        self._results: dict[int, dict[str, Any]] = {}
+        self.directory: Path | None = None
+        self.model_writers: dict[int, int] = {}
+
+    def write(self, source: PartSource) -> None:
+        """Write this rank's files, and learn of the others'. Collective."""
+        late_sizes = {"rank": 0, "model": 0, "digest": f"rank {self._rank}"}
+        held = self._gathered(lambda: {**source.sizes(), "digest": source.digest()}, "what each rank holds", late_sizes)
+        first: dict[str, int] = {}  # the lowest of the ranks whose parameters have the same bits writes them
+        self.model_writers = {rank: first.setdefault(held[rank]["digest"], rank) for rank in sorted(held)}
+        needed = sum(answer["rank"] for answer in held.values()) + sum(held[rank]["model"] for rank in first.values())
+        if self._max_bytes is not None and needed > self._max_bytes:
+            self._unwritten = f"it would take {needed} bytes, and max_bytes is {self._max_bytes}."
+            return
+        late = f"the file system did not answer rank {self._lowest} for {_MAX_SEC:.0f} s."
+        made = self._gathered(self._make_directory, "the bundle's directory", {"name": None, "error": late})
+        if made[self._lowest]["name"] is None:
+            self._unwritten = made[self._lowest]["error"]
+            return
+        self.directory = self._dirpath / made[self._lowest]["name"]
+        late_part = {"files": {}, "error": f"its part was not written within {_MAX_SEC:.0f} s"}
+        try:
+            self._results = self._gathered(lambda: self._write_files(source), "the bundle's parts", late_part)
+        except RankMissing as error:
+            self._finish_without(error)
+            raise
+
+    def notes(self) -> tuple[str, ...]:
+        """Return the lines of the verdict about the bundle."""
+        if self.directory is None:
+            return (f"No bundle was written: {self._unwritten}",)
+        missing = self._missing()
+        if not missing:
+            return (
+                f"Bundle: {self.directory}",
+                f"Replay it: ddpstats replay {self.directory} --model PKG:FACTORY --step PKG:FN --bisect",
+            )
+        return (f"The bundle is incomplete: {self.directory}", *_rank_lines(missing))
+
+    def finish(self, verdict: CaptureVerdict) -> CaptureVerdict:
+        """Write the manifest, remove old bundles. Collective. An incomplete bundle is a reason to stop."""
+        if self.directory is None:
+            return verdict if "max_bytes" in self._unwritten else _stopping(verdict)
+        late = f"The bundle's manifest was not written within {_MAX_SEC:.0f} s."
+        problems = self._gathered(lambda: self._write_manifest(verdict.message), "the bundle's manifest", late)
+        problem = problems[self._lowest]
+        return _stopping(verdict, problem) if problem or self._missing() else verdict
+
+    def amended(self, verdict: CaptureVerdict) -> CaptureVerdict:
+        """Return ``verdict``, whose message replaces the one in the manifest. Local."""
+        problem = self._write_manifest(verdict.message)
+        if problem:
+            _log.warning("%s: the manifest does not tell the cause: %s", self.directory, problem)
+        return verdict
+
+    def _gathered(self, work: Callable[[], Any], what: str, late: Any) -> dict[int, Any]:
+        answers = gather_when_done(work, late, name=f"NaNCapture.check: {what}", group=self._group)
+        return dict(zip(self._ranks, answers, strict=True))
+
+    def _make_directory(self) -> dict[str, Any]:
+        if self._rank != self._lowest:
+            return {}
+        try:
+            return {"name": new_directory(self._dirpath, bundle_name(self._finding.step, self._when)).name}
+        except Exception as error:
+            advice = "Give NaNCapture a directory that this rank may write to."
+            why = f"rank {self._lowest} could not make a directory in {self._dirpath}: {_words(error)}"
+            return {"name": None, "error": f"{why}. {advice}"}
+
+    def _write_files(self, source: PartSource) -> dict[str, Any]:
+        """Return what this rank wrote, or why not. Never raises: the others must learn of it."""
+        assert self.directory is not None
+        files: dict[str, Any] = {}
+        self._mine = {"files": files, "error": None}
+        try:
+            make_private_directory(self.directory)
+            name = rank_file(self._rank)
+            part = source.rank_part(self._rank, len(self._ranks), self._finding.step)
+            files[name] = asdict(write_part(self.directory, name, part))
+            if self.model_writers[self._rank] == self._rank:
+                name = self._model_file(self._rank)
+                files[name] = asdict(write_part(self.directory, name, source.model_part()))
+        except Exception as error:
+            self._mine["error"] = _words(error)
+        return self._mine
+
+    def _model_file(self, writer: int) -> str:
+        return "model.safetensors" if writer == self._lowest else model_file(writer)
+
+    def _missing(self) -> dict[int, str]:
+        """Return rank -> why its part is missing."""
+        missing = {rank: result["error"] for rank, result in self._results.items() if result["error"] is not None}
+        for rank in self._results.keys() - missing.keys():
+            writer = self.model_writers[rank]
+            if self._results[writer]["error"] is not None:
+                missing[rank] = f"the module's parameters were to be written by rank {writer}"
+        return missing
+
+    def _write_manifest(self, message: str) -> str:
+        """On the lowest rank that is left: return what is wrong with the bundle as it sees it. Never raises."""
+        if self.directory is None or self._rank != min(self._results):
+            return ""
+        try:
+            unseen = self._write_manifest_of(self.directory, message)
+        except Exception as error:
+            return f"The bundle's manifest could not be written: {_words(error)}"
+        return "\n".join([f"The bundle is incomplete: {self.directory}", *_rank_lines(unseen)]) if unseen else ""
+
+    def _write_manifest_of(self, directory: Path, message: str) -> dict[int, str]:
+        """Write the manifest, and return why parts are missing that other ranks believe to be there."""
+        files, unseen = dict[str, Written](), dict[int, str]()
+        for rank, result in self._results.items():
+            for name, entry in result["files"].items():
+                if (directory / name).exists():
+                    files[name] = Written(**entry)
+                else:
+                    unseen[rank] = f"rank {self._rank} does not see its files: all ranks need one file system"
+        missing = {**self._missing(), **unseen}
+        model_files = {rank: self._model_file(writer) for rank, writer in self.model_writers.items()}
+        manifest = Manifest(
+            reason=self._finding.kind,  # type: ignore[arg-type]
+            step=self._finding.step,
+            created_utc=self._when.isoformat(),
+            ranks=self._ranks,
+            complete=not missing,
+            culprit_ranks=tuple(map(int, self._finding.culprit_ranks)),
+            message=message,
+            files=files,
+            ranks_present=tuple(rank for rank in self._ranks if rank_file(rank) in files),
+            model_files={rank: name for rank, name in model_files.items() if name in files},
+            parameters={int(rank): list(names) for rank, names in self._finding.by_rank.items()},
+            missing=missing,
+            versions=_versions(),
+        )
+        write_manifest(directory, manifest)
+        if not missing:
+            prune(self._dirpath, self._keep, directory)
+        return unseen
+
+    def _finish_without(self, error: RankMissing) -> None:
+        """Write the manifest on the lowest rank left, with its own files: a rank died while it wrote."""
+        living = [rank for rank in self._ranks if rank not in error.missing_ranks]
+        if self._rank != min(living, default=None):
+            return
+        reason = "did not write its part" if error.missing_ranks else "not known: the ranks lost touch"
+        others = {rank: {"files": {}, "error": reason} for rank in self._ranks if rank != self._rank}
+        self._results = {self._rank: self._mine} | others
+        problem = self._write_manifest(f"{error}")
+        if problem:
+            _log.warning("%s", problem)
+
+
+def _versions() -> dict[str, str]:
+    return {"ddpstats": __version__, "torch": str(torch.__version__), "python": sys.version.split()[0]}
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _rank_lines(by_rank: dict[int, str]) -> list[str]:
+    return [f"  rank {rank}: {why}" for rank, why in sorted(by_rank.items())]
+
+
+def _stopping(verdict: CaptureVerdict, problem: str = "") -> CaptureVerdict:
+    lines = [verdict.message, problem, "A bundle that is not complete stops the run, whatever on_nonfinite says."]
+    return replace(verdict, should_stop=True, should_skip=True, message="\n".join(filter(None, lines)))
+
+
+# -- one rank alone ---------------------------------------------------------------------------------------------------
+
+
+class AloneBundle:
+    """The bundle of a rank that raised in its micro-batch: without the others, who stop meanwhile. Local.
+
+    `write` is quick: batch, random state, buffers. Then the rank tells its peers, and `finish` writes the parameters
+    and the manifest. Neither raises: the program's own error must come through.
+
+    Args:
+        name: the directory, unless it exists: ``dirpath / bundle_name(step, when, rank)``.
+        error: what was raised.
+        keep, max_bytes: as `NaNCapture` has them.
+
+    Attributes:
+        directory: the bundle, from `write` on; None if nothing was written.
+    """
+
+    def __init__(
+        self,
+        name: Path,
+        source: PartSource,
+        error: Exception,
+        step: int,
+        peers: Channel,
+        keep: int = 3,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._name, self._source, self._error, self._step = name, source, _words(error), step
+        self._rank, self._ranks = int(peers.rank), tuple(map(int, peers.ranks))
+        self._keep, self._max_bytes = keep, max_bytes
+        self._files: dict[str, Written] = {}
+        self._problem = ""
+        self.directory: Path | None = None
+
+    def write(self) -> None:
+        """Write what this rank saw of the step: the small part."""
+        self._problem = _attempt(self._write_step)
+
+    def finish(self) -> str:
+        """Write the parameters and the manifest, and remove older bundles of this rank. Return a line about it."""
+        directory, left_out = self.directory, ""
+        if directory is not None:
+            why = _attempt(lambda: self._write_parameters(directory))
+            left_out = f" (without parameters: {why})" if why else ""
+            self._problem = _attempt(lambda: self._write_manifest(directory, [why] if why else []))
+        if self._problem:
+            return f"ddpstats: the state of this step could not be written: {self._problem}"
+        return f"ddpstats: the state of this step: {directory}{left_out}"
+
+    def _write_step(self) -> str:
+        """Return why nothing was written, or nothing."""
+        needed = sum(self._source.sizes().values())
+        if self._max_bytes is not None and needed > self._max_bytes:
+            return f"it would take {needed} bytes, and max_bytes is {self._max_bytes}"
+        part = self._source.rank_part(self._rank, len(self._ranks), self._step, self._error)
+        directory = new_directory(self._name.parent, self._name.name)
+        try:
+            self._files[rank_file(self._rank)] = write_part(directory, rank_file(self._rank), part)
+        except BaseException:
+            directory.rmdir()
+            raise
+        self.directory = directory
+        return ""
+
+    def _write_parameters(self, directory: Path) -> str:
+        """Return why the parameters were not written, or nothing."""
+        part, name = self._source.model_part(), model_file(self._rank)
+        if part.shards:
+            return "they are sharded, and one rank alone cannot gather them"
+        self._files[name] = write_part(directory, name, part)
+        return ""
+
+    def _write_manifest(self, directory: Path, notes: list[str]) -> str:
+        others = (rank for rank in self._ranks if rank != self._rank)
+        name = model_file(self._rank)
+        manifest = Manifest(
+            reason="exception",
+            step=self._step,
+            created_utc=datetime.now(timezone.utc).isoformat(),
+            ranks=self._ranks,
+            complete=len(self._ranks) == 1 and not notes,
+            culprit_ranks=(self._rank,),
+            message=f"rank {self._rank} raised in step {self._step}: {self._error}",
+            files=self._files,
+            ranks_present=(self._rank,),
+            model_files={self._rank: name} if name in self._files else {},
+            missing=dict.fromkeys(others, f"this bundle is rank {self._rank}'s alone: it raised"),
+            notes=notes,
+            versions=_versions(),
+        )
+        write_manifest(directory, manifest)
+        prune(directory.parent, self._keep, directory)
+        return ""
+
+
+def _attempt(work: Callable[[], str]) -> str:
+    """Return what ``work`` returned, or what it raised, in words."""
+    try:
+        return work()
+    except Exception as error:
+        _log.warning("the state of the step that raised could not be written", exc_info=error)
+        return _words(error)

@@ -1,0 +1,502 @@
+"""Layer 3: a rank's micro-batch repeated by a peer, to find what went wrong on one rank before gradients were reduced.
+
+`PeerReplay.examine`, every so many steps, on all ranks together:
+
+1. Each rank has digests of its own gradients of the step's first micro-batch, taken before the reduce
+   (`_rerun.digest`). At the first time it also runs that micro-batch twice itself: does the step repeat itself bit for
+   bit? `measured` says what that comes to: bits are compared, or norms, with room for noise. All-zero gradients are no
+   evidence. Where a part of the step is compiled, norms are compared, with room for ``limit``: a program may get other
+   graphs at any time, on one rank only, and they round otherwise.
+2. As many ranks as fit into `MOST_BYTES` hand out their micro-batch (all of them where batches are small), beginning
+   with another rank each time, and those buffers that differ between ranks. The next rank runs it, and all gather what
+   came of it.
+3. Where a result differs, its owner runs that micro-batch twice more, and the next two ranks once (`blame`); `judge`
+   says who is wrong.
+
+`explain_alarm` is the same for an alarm of layer 1: hardware, or software and data?
+
+The course depends on gathered things only. What fails on one rank is reported on all.
+
+What several runs of one micro-batch say of the step, its repetitions on its own rank, and those on two peers, of which
+the first ran it before, too (same letter: the same result). They compute from the same parameters, batch and random
+state, so what two ranks agree on is right: a fault does not happen twice in the same bits.
+
+=====  ======  ==========  ========================================================================================
+step   again   peers       verdict
+=====  ======  ==========  ========================================================================================
+a      a       b, b        its rank, each time; with one peer: undecided
+a      b       b, b        its rank, once; no rank where that is so of most ranks' steps: all at once is no fault, the
+                           program has begun to do something that is not repeated
+a      b       c, c        its rank, each time
+a      a       b, a        the peer
+a      b       c, d        no rank: noise
+=====  ======  ==========  ========================================================================================
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpstats._base.text import holders_lines, ranks_text, shorten
+from ddpstats._rerun.blame import Cause, attempt, blame, cause_of, from_rank_on, hand_out
+from ddpstats._rerun.digest import GradientDigests, LocalGradients, digests
+from ddpstats._rerun.record import tensor_bytes
+from ddpstats._rerun.run import BatchChanged, Reruns
+from ddpstats.errors import ConfigError
+from ddpstats.sentinel.activations import Checkpoints, Values
+from ddpstats.sentinel.verdict import Detector, Exam, Gathered, SentinelFinding, SentinelVerdict
+
+MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
+MOST_NOISE = 1e-2  # of the largest norm: beyond that it is another computation. Compiled bfloat16 comes to 2e-3
+_ROOM = 8.0  # times the noise that was measured
+_ROUNDING = (1e-12, 1e-4)  # of the largest norm, where repetitions give the same bits: a sign changes no norm
+_SHOWN_NAMES = 5
+_LEAST = 2.0**-52  # between gradients of one norm that are not the same, as of a loss and its negative
+
+
+class PeerReplay(Detector):
+    """Compares what ranks compute from the same micro-batch. Local to make; every rank of the group must make one.
+
+    It examines the first step, so that what cannot work is known at once, and every ``every_steps``-th.
+
+    Args:
+        model: as it is trained.
+        ranks: of the group, global, in the order of group ranks.
+        rank: this one, global.
+        limit: the largest noise that is taken for one, as a part of the largest norm of a gradient.
+        raises: a step that cannot be repeated is an error on every rank, and not a warning.
+
+    Raises:
+        ConfigError: as `LocalGradients`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reruns: Reruns,
+        ranks: Sequence[int],
+        rank: int,
+        limit: float,
+        every_steps: int,
+        *,
+        raises: bool,
+    ) -> None:
+        self._original = LocalGradients(model)
+        self._reruns, self._ranks, self._rank, self._limit = reruns, tuple(ranks), rank, limit
+        self._every_steps, self._raises = every_steps, raises
+        self._noise: float | None = None
+        self._compiled = False
+        self._turn = -1
+        self._steps = self._micro_batches = 0
+
+    def begin(self) -> None:
+        if not self._micro_batches and self._is_due():
+            self._original.begin()
+        self._micro_batches += 1
+
+    def end(self, failed: bool) -> None:
+        self._original.end()
+        self._micro_batches -= failed
+        if not self._micro_batches:
+            self._original.discard()
+
+    def findings(self, exam: Exam) -> list[SentinelFinding]:
+        """Return who is wrong. What cannot be repeated is reported by all ranks, but does not hide what was found."""
+        if not self._is_due():
+            return []
+        try:
+            finding = self.examine(exam.gathered)
+        except ConfigError as error:
+            if self._raises and not exam.findings and not exam.is_suspected:
+                raise
+            warnings.warn(str(error), stacklevel=2)
+            exam.notes.append(str(error))
+            return []
+        return [] if finding is None else [finding]
+
+    def conclude(self, verdict: SentinelVerdict | None) -> None:
+        self._steps += verdict is not None
+        self._micro_batches = 0
+
+    def close(self) -> None:
+        self._original.close()
+
+    def _is_due(self) -> bool:
+        return self._steps == 0 or (self._steps + 1) % self._every_steps == 0
+
+    def examine(self, gathered: Gathered) -> SentinelFinding | None:
+        """Compare, and return who is wrong. Collective: two small gathers and one of batches; one more on doubt.
+
+        Raises:
+            ConfigError: some rank's step cannot be repeated, or is not the one that was trained; on every rank.
+        """
+        self._turn += 1
+        own: list[dict[str, Any]] = []
+        offers = gathered(lambda: attempt(lambda: self._offer(own)), "what each rank can hand out")
+        _refuse(offers)
+        self._note_compiled(offers.values())
+        if self._noise is None:
+            self._noise, text = measured(offers, self._limit, self._compiled)
+            self._warn(text)
+        differing = _differing_buffers([offer["buffers"] for offer in offers.values()])
+        owners = _chosen(offers, differing, self._turn)
+        if not owners:
+            why = holders_lines({rank: offer["why"] for rank, offer in offers.items()})
+            self._warn("\n".join(["no rank's first micro-batch of this step can be repeated:", *why]))
+            return None
+        packets = gathered(lambda: _packet(own, differing) if self._rank in owners else None, "micro-batches")
+        checkers = {owner: from_rank_on(self._ranks, owner)[1 % len(self._ranks)] for owner in owners}
+        mine = [owner for owner, checker in checkers.items() if checker == self._rank]
+        answers = gathered(
+            lambda: attempt(lambda: {str(owner): self._run(packets[owner]) for owner in mine}), "what came of them"
+        )
+        _refuse(answers)
+        checks = {owner: answers[checker][str(owner)] for owner, checker in checkers.items()}
+        self._note_compiled(checks.values())
+        doubted = {
+            owner: [
+                Run(owner, "in the step", _digests(packets[owner]["original"])),
+                Run(checkers[owner], "before", run),
+            ]
+            for owner, run in zip(checks, map(_digests, checks.values()), strict=True)
+            if not self._is_same(_digests(packets[owner]["original"]), run)
+        }
+        if not doubted:
+            return None
+        owner, runs = next(iter(doubted.items()))
+        peers = tuple(rank for rank in from_rank_on(self._ranks, owner)[1:3] if rank != owner)
+        again = blame(gathered, self._rank, owner, peers, lambda: self._run(packets[owner]))
+        _refuse(again)
+        runs += [Run(rank, "again", _digests(run)) for rank, tree in again.items() for run in tree["runs"]]
+        judgement = judge(owner, runs, self._is_same, is_common=2 * len(doubted) > len(owners) > 1)
+        if judgement.is_noise:
+            self._noise = None  # measured again at the next time
+            self._warn(judgement.text)
+            return None
+        names = self._differing([run.result for run in runs])
+        text = f"{judgement.text}\nGradients that differ: {shorten(names, _SHOWN_NAMES)}."
+        return SentinelFinding("peer replay", judgement.culprit_ranks, names[0], text)
+
+    def _offer(self, own: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what can be handed out, or why nothing can; the packet goes into ``own``."""
+        micro_batches = self._reruns.record.micro_batches[:1]
+        if not micro_batches:
+            return _nothing("no micro_batch(): put `with sentinel.micro_batch(batch):` around each of them")
+        try:
+            packet = self._reruns.pack(micro_batches)
+        except BatchChanged as error:
+            return _nothing(f"{error}; from now on batches are copied")
+        original = self._original.witness()
+        if original is None:
+            return _nothing(self._original.problem)
+        buffers = packet["buffers"]
+        own.append({**packet, "original": original.to_tree()})
+        return {
+            "bytes": tensor_bytes({**packet, "buffers": None}),
+            "buffers": digests(buffers.values()).cpu(),
+            "buffer_bytes": list(map(tensor_bytes, buffers.values())),
+            "compiled": self._reruns.is_compiled,
+            **(self._distance(packet, original) if self._noise is None else {}),
+        }
+
+    def _distance(self, packet: dict[str, Any], original: GradientDigests) -> dict[str, Any]:
+        """Return how far the step's own repetitions are from it; ``repeats``: whether these have the same bits."""
+        trees = [self._run(packet)]
+        if original.is_same(_digests(trees[0]), 0.0):
+            return {} if original.is_zero else {"distance": 0.0, "repeats": True}
+        trees.append(self._run(packet))
+        first, second = map(_digests, trees)
+        return {
+            "distance": max(_LEAST, original.distance(first), original.distance(second)),
+            "repeats": first.is_same(second, 0.0),
+            "compiled": self._reruns.is_compiled or trees[0]["compiled"],
+        }
+
+    def _run(self, packet: Mapping[str, Any]) -> dict[str, Any]:
+        """Run a packet, and return the digests as a tree."""
+        rerun = self._reruns.run(packet)
+        return {**GradientDigests.of(rerun.gradients).to_tree(), "compiled": rerun.compiled}
+
+    def _note_compiled(self, trees: Iterable[Mapping[str, Any]]) -> None:
+        if not self._compiled and any(tree["compiled"] for tree in trees):
+            self._compiled = True
+            self._warn(f"a part of the step is compiled. {_less_is_seen(self._limit)}")
+
+    def _is_same(self, one: GradientDigests, other: GradientDigests) -> bool:
+        return one.is_same(other, self._room)
+
+    @property
+    def _room(self) -> float:
+        return max(self._noise or 0.0, self._limit if self._compiled else 0.0)
+
+    def _warn(self, text: str) -> None:
+        if text:
+            warnings.warn(f"Sentinel, peer replay: {text}", stacklevel=2)
+
+    def _differing(self, results: Sequence[GradientDigests]) -> list[str]:
+        """Return the parameters whose gradient is not the same in all results. Never empty."""
+        names = self._reruns.names
+        if any(len(result.digests) != len(names) for result in results):
+            return ["(ranks do not have as many parameters that want a gradient)"]
+        pairs = itertools.combinations(results, 2)
+        differs = torch.stack([one.differs(other, self._room) for one, other in pairs]).any(0).tolist()
+        return [name for name, is_other in zip(names, differs, strict=True) if is_other]
+
+
+def _less_is_seen(room: float) -> str:
+    return (
+        f"Peers' gradients are compared by their norms, with room for {room:.1e} of the largest one; smaller faults "
+        "are not seen."
+    )
+
+
+def _nothing(why: str) -> dict[str, Any]:
+    return {"bytes": -1, "buffers": None, "compiled": False, "why": why}
+
+
+def _packet(own: Sequence[dict[str, Any]], differing: Sequence[int] | None) -> dict[str, Any]:
+    """Return what a rank hands out: of its buffers those that differ between ranks."""
+    buffers = list(own[0]["buffers"].items())
+    return {**own[0], "buffers": dict(buffers if differing is None else [buffers[index] for index in differing])}
+
+
+def _differing_buffers(by_rank: Sequence[Tensor | None]) -> list[int] | None:
+    """Return the indices of buffers that differ between ranks; None: all of them. ``by_rank``: digests, if known."""
+    known = [values for values in by_rank if values is not None]
+    if len(known) < len(by_rank) or any(values.shape != known[0].shape for values in known):
+        return None
+    return [int(index) for index in (torch.stack(known) != known[0]).any(0).nonzero()]
+
+
+def _chosen(offers: Mapping[int, dict[str, Any]], differing: Sequence[int] | None, turn: int) -> list[int]:
+    """Return whose micro-batches are handed out: those of as many ranks as fit, in turns; at least one."""
+    holders = [rank for rank, offer in offers.items() if offer["bytes"] >= 0]
+    chosen, total = list[int](), 0
+    for rank in from_rank_on(holders, holders[turn % len(holders)]) if holders else ():
+        sizes = offers[rank]["buffer_bytes"]
+        total += offers[rank]["bytes"] + sum(sizes if differing is None else [sizes[index] for index in differing])
+        if total <= MOST_BYTES or not chosen:
+            chosen.append(rank)
+    return chosen
+
+
+_digests = GradientDigests.from_tree
+
+
+def _refuse(trees: Mapping[int, dict[str, Any]]) -> None:
+    """Raise `ConfigError` where some rank could not run."""
+    errors = {rank: tree["error"] for rank, tree in trees.items() if "error" in tree}
+    if errors:
+        lines = ["Sentinel, peer replay: a micro-batch cannot be run again:", *holders_lines(errors)]
+        raise ConfigError(
+            "\n".join([*lines, "Mend replay_fn, or switch replay off: replay_every_steps=0."]), ranks=errors
+        )
+
+
+# -- noise, and who is wrong: pure functions of what was gathered -----------------------------------------------------
+
+
+def measured(offers: Mapping[int, Mapping[str, Any]], limit: float, compiled: bool) -> tuple[float | None, str]:
+    """Return by how much of the largest one norms may differ, and a warning; None where no rank gave a ``distance``.
+
+    1. Most ranks' steps repeat themselves: bits are compared. A rank whose step does not may be wrong.
+    2. Repetitions are farther from the step than ``limit``, or equal to each other and not as far from it as by
+       rounding: what repeats it is another step.
+    3. Otherwise that is natural noise, and there is room for some times as much, up to ``limit``.
+
+    Raises:
+        ConfigError: what was run again is not the step that was trained.
+    """
+    known = {rank: offer for rank, offer in offers.items() if "distance" in offer}
+    if not known:
+        return None, ""
+    repeating = {rank: offer for rank, offer in known.items() if offer["distance"] <= (limit if compiled else 0.0)}
+    if 2 * len(repeating) >= len(known) > 1 or len(repeating) == len(known):
+        return 0.0, ""
+    distance = max(offer["distance"] for offer in known.values())
+    repeats = any(offer["distance"] and offer["repeats"] for offer in known.values())
+    if distance > limit or (repeats and not _ROUNDING[0] <= distance <= _ROUNDING[1]):
+        raise _another_step(known)
+    room = min(_ROOM * distance, limit)
+    return room, (
+        f"run again, the step gives gradients whose norms differ by up to {distance:.1e} of the largest one. "
+        f"{_less_is_seen(room)} torch.use_deterministic_algorithms(True) may make it repeat itself."
+    )
+
+
+def _another_step(offers: Mapping[int, Mapping[str, Any]]) -> ConfigError:
+    distances = {
+        rank: f"norms differ by up to {offer['distance']:.1e} of the largest" for rank, offer in offers.items()
+    }
+    lines = [
+        "Sentinel, peer replay: replay_fn is not the step that was trained. Run again from the same state on the same "
+        "rank:",
+        *holders_lines(distances),
+        "It must return what backward() was called on (before a GradScaler's scale), computed from the batch that was "
+        "given to micro_batch(), from random numbers drawn inside micro_batch(), and under the same autocast. An "
+        "optimizer inside the backward pass, reentrant checkpointing (it takes use_reentrant=False), a module that "
+        "counts its forward passes, and Inductor's own random numbers (torch._inductor.config.fallback_random = True "
+        "takes torch's) make it another step, too.",
+    ]
+    return ConfigError("\n".join(lines), ranks=offers)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One result for the micro-batch of one rank. ``when``: "in the step", "again", ..."""
+
+    rank: int
+    when: str
+    result: Any
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict on several runs of one micro-batch: which ranks are wrong.
+
+    Attributes:
+        culprit_ranks: empty where the runs do not tell.
+        is_noise: hardly a run is like another one, or no step like its repetitions: that is not a fault of one rank.
+    """
+
+    culprit_ranks: tuple[int, ...]
+    text: str
+    is_noise: bool = False
+
+
+def judge(
+    owner: int, runs: Sequence[Run], is_same: Callable[[Any, Any], bool], *, is_common: bool = False
+) -> Judgement:
+    """Return who is wrong, if any rank is.
+
+    Args:
+        owner: whose micro-batch it is.
+        runs: the first one is the step itself.
+        is_same: whether two results are equal.
+        is_common: whether most of the micro-batches that were run are in doubt.
+    """
+    classes: list[list[Run]] = []
+    for run in runs:
+        alike = next((group for group in classes if is_same(group[0].result, run.result)), None)
+        classes.append([run]) if alike is None else alike.append(run)
+    right = max(classes, key=lambda group: (len({run.rank for run in group}), len(group)))
+    agreeing = sorted({run.rank for run in right})
+    lines = [f"the micro-batch of rank {owner}, run {len(runs)} times:"]
+    for letter, group in zip("ABCDEFGH", classes, strict=False):
+        lines.append(f"  result {letter}: {', '.join(f'rank {run.rank} {run.when}' for run in group)}")
+    if is_common and len(classes) == 2 and len(classes[0]) == 1:
+        lines.append("Most ranks' steps are not what comes of running them again: replay_fn is not the step any more.")
+        return Judgement((), "\n".join(lines), is_noise=True)
+    is_alone = len({run.rank for run in runs}) == 1
+    if len(agreeing) < 2 and not (is_alone and len(right) > 1):
+        is_split = len(classes) == 2 and classes[0][0].rank != classes[1][0].rank
+        lines.append(_SPLIT if is_split else "No two ranks agree: the step is not deterministic.")
+        return Judgement((), "\n".join(lines), is_noise=not is_split)
+    culprits = tuple(sorted({run.rank for group in classes for run in group if group is not right}))
+    lines.append(f"Right by majority: {ranks_text(agreeing)}.")
+    for rank in culprits:
+        often = "was wrong once and right once: a transient fault of its hardware, or a race"
+        if rank not in agreeing:
+            often = f"is wrong each time: a lasting fault of its hardware, or {_ONLY_THERE}"
+        lines.append(f"Rank {rank} {often}.")
+    return Judgement(culprits, "\n".join(lines))
+
+
+_ONLY_THERE = "something that only it holds outside of parameters, buffers, batch and random state"
+_SPLIT = (
+    "Each rank repeats itself and they disagree: one of the two is wrong each time, and a third rank would have to "
+    "decide; or their devices or libraries differ."
+)
+
+
+# -- why: the micro-batch of an alarm ---------------------------------------------------------------------------------
+
+_RTOL = 1e-2
+_ATOL = 1e-6  # of the largest value: what should cancel to nothing does so up to noise
+
+
+def explain_alarm(
+    gathered: Gathered,
+    reruns: Reruns,
+    ranks: Sequence[int],
+    rank: int,
+    owner: int,
+    micro_batch: int,
+    is_abnormal: Callable[[Values], bool],
+    checkpoints: Checkpoints,
+) -> str:
+    """Return in words why rank ``owner``'s micro-batch gave a value that is not normal. Collective: two gathers.
+
+    Whether values are normal only the owner can say: each rank has a past of its own. What both ranks compute is no
+    fault of one of them.
+
+    ``ranks``: of the group; ``rank``: this one; ``is_abnormal``: of the values of a rerun, asked on ``owner`` only.
+    """
+
+    def packed() -> dict[str, Any]:
+        micro_batches = reruns.record.micro_batches[micro_batch : micro_batch + 1]
+        if not micro_batches:
+            raise ConfigError("it did not run inside micro_batch()")
+        return reruns.pack(micro_batches)
+
+    def run() -> dict[str, Any]:
+        with checkpoints.redirected() as values:
+            reruns.run(packet)
+        floats = [(index, float(value)) for index, value in values]  # (checkpoint, value)
+        return {"values": floats, "bad": is_abnormal(values) if rank == owner else None}
+
+    packet = hand_out(gathered, rank == owner, owner, packed)
+    if "error" in packet:
+        return f"The micro-batch could not be run again: {packet['error']}."
+    peer = from_rank_on(ranks, owner)[1 % len(ranks)]
+    answers = blame(gathered, rank, owner, () if peer == owner else (peer,), run)
+    return _explanation(owner, peer, answers, checkpoints.names)
+
+
+def _explanation(owner: int, peer: int, answers: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> str:
+    if "error" in answers[owner]:
+        return f"Rank {owner} could not run the micro-batch again: {answers[owner]['error']}"
+    here, there = answers[owner]["runs"], answers[peer].get("runs")
+    difference = None if there is None else _first_difference(here[0]["values"], there[0]["values"])
+    wrong_there = None if there is None or peer == owner else difference is None
+    cause = cause_of([run["bad"] for run in here], wrong_there)
+    again = f"Run again on rank {owner}, the micro-batch gives "
+    if cause is Cause.TRANSIENT:
+        return again + "normal values: a transient fault of its hardware, or a race."
+    again += "such a value again"
+    if there is None:
+        return f"{again}. Rank {peer} could not run it: {answers[peer]['error']}"
+    if cause is Cause.UNDECIDED:
+        return again + "; there is no other rank to tell hardware from software."
+    if difference is None:
+        return f"{again}, and so it does on rank {peer}: software or data, not hardware."
+    index, value, other = difference
+    return (
+        f"{again}, and on rank {peer} it does not: hardware of rank {owner}, or something that only "
+        f"it holds. {names[index]} has {value:.4g} on rank {owner} and {other:.4g} on rank {peer}."
+    )
+
+
+def _first_difference(
+    here: Sequence[tuple[int, float]], there: Sequence[tuple[int, float]]
+) -> tuple[int, float, float] | None:
+    """Return (checkpoint, the value here, the value there) of the first that are not about equal; NaN for none."""
+    room = _ATOL * max((abs(value) for _, value in (*here, *there) if math.isfinite(value)), default=0.0)
+    for mine, other in itertools.zip_longest(here, there, fillvalue=(-1, math.nan)):
+        if mine[0] != other[0] or not _is_about(mine[1], other[1], room):
+            return max(mine[0], other[0]), mine[1], other[1]
+    return None
+
+
+def _is_about(one: float, other: float, room: float) -> bool:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return not (math.isfinite(one) or math.isfinite(other))
+    return math.isclose(one, other, rel_tol=_RTOL, abs_tol=room)

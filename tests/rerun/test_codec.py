@@ -1,0 +1,274 @@
+"""A batch that is stored comes back as it was; what cannot be stored, or was not stored by us, is refused by name."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from ddpstats._rerun import codec
+from ddpstats._rerun.codec import CannotStore, from_plain, to_plain
+from ddpstats.errors import BundleError
+from tests.capture.replay_models import Pair
+
+
+@dataclasses.dataclass
+class Sample:
+    x: torch.Tensor
+    names: list[str]
+
+
+class Frozen(Mapping[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        return {"a": 1}[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def through_a_file(value: Any) -> Any:
+    return from_plain(codec.unpack(codec.pack([to_plain(value)]), list, "a file")[0])
+
+
+def keys() -> st.SearchStrategy[Any]:
+    simple = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.binary(max_size=3))
+    return st.one_of(simple, st.tuples(simple, simple))
+
+
+def leaves() -> st.SearchStrategy[Any]:
+    numbers = st.one_of(st.integers(), st.floats(), st.complex_numbers(), st.booleans())
+    return st.one_of(st.none(), numbers, st.text(max_size=8), st.binary(max_size=8), st.just("\ud800"))
+
+
+def trees() -> st.SearchStrategy[Any]:
+    def grown(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        lists = st.lists(inner, max_size=3)
+        tags = st.sampled_from(["kind", "items", "data", "name", "fields"])
+        dicts = st.one_of(st.dictionaries(keys(), inner, max_size=3), st.dictionaries(tags, inner, max_size=4))
+        return st.one_of(lists, lists.map(tuple), dicts)
+
+    return st.recursive(leaves(), grown, max_leaves=12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(trees())
+def test_containers_and_numbers_come_back(tree: Any) -> None:
+    back = through_a_file(tree)
+    assert repr(back) == repr(tree)  # NaN is not equal to itself
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]),
+    st.lists(st.integers(0, 3), max_size=3),
+)
+def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, shape: list[int]) -> None:
+    tensor = torch.randint(-3, 3, shape).to(dtype)
+    back = through_a_file({"x": [tensor]})["x"][0]
+    assert back.dtype is dtype
+    assert torch.equal(back, tensor)
+
+
+def test_of_a_view_only_its_elements_are_stored() -> None:
+    whole = torch.arange(1000.0, requires_grad=True)
+    plain = to_plain(whole[10:12])
+    assert plain["data"].untyped_storage().nbytes() == 8
+    assert (plain["requires_grad"], plain["accelerator"]) == (True, False)
+    assert not plain["data"].requires_grad
+    back = from_plain(plain)
+    assert back.requires_grad
+    assert back.is_leaf
+    assert to_plain(torch.ones(1).expand(100))["data"].untyped_storage().nbytes() == 400
+    assert to_plain(torch.ones(4, 4)[:, ::2])["data"].untyped_storage().nbytes() == 32
+
+
+def test_a_stored_batch_is_a_copy() -> None:
+    tensor = torch.zeros(2)
+    plain = to_plain({"x": tensor})
+    tensor += 1
+    first = from_plain(plain)["x"]
+    first += 1
+    assert from_plain(plain)["x"].tolist() == [0, 0]
+
+
+def test_types_of_the_users_come_back_as_their_like() -> None:
+    pair = through_a_file(Pair(torch.ones(1), 3))
+    assert (type(pair).__name__, pair._fields, pair.y) == ("Pair", ("x", "y"), 3)
+    sample = through_a_file(Sample(torch.ones(2), ["a"]))
+    assert isinstance(sample, types.SimpleNamespace)
+    assert sample.names == ["a"]
+    assert through_a_file(collections.UserDict(a=1)) == {"a": 1}
+    assert through_a_file(collections.OrderedDict(b=2)) == {"b": 2}
+    assert through_a_file(Frozen()) == {"a": 1}
+    assert through_a_file(torch.Size([2, 3])) == (2, 3)
+    assert through_a_file(bytearray(b"ab")) == b"ab"
+    renamed = collections.namedtuple("renamed", ["a", "class"], rename=True)
+    assert through_a_file(renamed(1, 2))._1 == 2
+
+
+def test_a_packed_sequence_can_be_used_again() -> None:
+    packed = pack_padded_sequence(torch.randn(2, 3, 4), torch.tensor([3, 2]), batch_first=True)
+    back = through_a_file(packed)
+    assert isinstance(back, PackedSequence)
+    assert torch.equal(back.data, packed.data)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        numpy.arange(6, dtype="int16").reshape(2, 3),
+        numpy.array([math.nan, 1.0]),
+        numpy.array(["ab", "c"]),
+        numpy.array(["2020-01-01"], dtype="datetime64[D]"),
+        numpy.zeros((0, 2), dtype="float32"),
+        numpy.arange(4, dtype=">i4")[::2],
+        numpy.array([1 + 2j]),
+    ],
+    ids=lambda array: str(array.dtype),
+)
+def test_array_of_numpy_comes_back_as_it_was(array: Any) -> None:
+    back = through_a_file(array)
+    assert (back.dtype, back.shape, back.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    back[...] = back  # it can be written to
+
+
+@pytest.mark.parametrize("scalar", [numpy.float32(1.5), numpy.int64(3), numpy.bool_(True), numpy.str_("ab")])
+def test_scalar_of_numpy_comes_back_with_its_type(scalar: Any) -> None:
+    back = through_a_file(scalar)
+    assert type(back) is type(scalar)
+    assert back == scalar
+
+
+@pytest.mark.parametrize(
+    ("batch", "path", "said"),
+    [
+        ({"x": [object()]}, "batch['x'][0]", "of type object"),
+        ((1, {2}), "batch[1]", "of type set"),
+        (Pair(torch.ones(1), lambda: 0), "batch.y", "of type function"),  # type: ignore[arg-type]
+        (Sample(torch.ones(1), [b"", range(2)]), "batch.names[1]", "of type range"),  # type: ignore[list-item]
+        ({"s": torch.eye(2).to_sparse()}, "batch['s']", "torch.sparse_coo"),
+        ({"c": torch.ones(1, dtype=torch.complex128)}, "batch['c']", "torch.complex128"),
+        ({"m": torch.ones(1, device="meta")}, "batch['m']", "meta"),
+        (numpy.array([object()]), "batch", "dtype object"),
+        ({frozenset(): 1}, "the key frozenset() of batch", "of type frozenset"),
+        (int, "batch", "of type type"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(batch: Any, path: str, said: str) -> None:
+    with pytest.raises(CannotStore) as caught:
+        to_plain(batch)
+    assert str(caught.value).startswith(f"{path} is ")
+    assert said in str(caught.value)
+    assert "or leave the batch out" in str(caught.value)
+    assert caught.value.path == path
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantized_tensor_is_named() -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.qint8)
+    with pytest.raises(CannotStore, match=r"batch\['x'\]\[0\] is of type torch.Tensor \(torch.strided, torch.qint8"):
+        to_plain({"x": [quantized]})
+
+
+def test_a_tensor_that_occurs_twice_is_stored_once() -> None:
+    tensor = torch.arange(1000.0)
+    packed = codec.pack([to_plain([tensor, tensor])])
+    assert len(packed) < 6000
+    first, second = from_plain(codec.unpack(packed, list, "a file")[0])
+    assert first is second
+    assert first.tolist() == tensor.tolist()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5)])
+def test_strides_of_channels_last_come_back(shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape).to(memory_format=torch.channels_last)
+    back = through_a_file(tensor)
+    assert torch.equal(back, tensor)
+    assert back.stride() == tensor.stride()
+
+
+def test_a_batch_that_holds_itself_is_refused() -> None:
+    batch: list[Any] = []
+    batch.append(batch)
+    with pytest.raises(CannotStore, match="nested deeper than 64"):
+        to_plain(batch)
+
+
+def test_tensors_of_a_device_are_on_the_host_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[weakref.ref[torch.Tensor]] = []
+    counts = []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        counts.append(sum(copy() is not None for copy in copies))
+        copy = tensor.clone()
+        copies.append(weakref.ref(copy))
+        return copy
+
+    tensors = [torch.full((3,), float(index)) for index in range(5)]
+    monkeypatch.setattr(torch.Tensor, "cpu", copied)
+    packed = codec.pack(tensors)
+    monkeypatch.undo()
+    assert counts == [0] * 6  # the JSON, too
+    assert [tensor.tolist() for tensor in codec.unpack(packed, list, "a file")] == [[index] * 3 for index in range(5)]
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(1).expand(4), torch.arange(6.0).view(2, 3).t()[1:], torch.zeros(0, 3), torch.tensor(7)]
+)
+def test_views_and_expanded_tensors_are_written_as_what_they_show(tensor: torch.Tensor) -> None:
+    shared = torch.arange(4.0)
+    back = codec.unpack(codec.pack([tensor, shared, shared[1:]]), list, "a file")
+    assert (back[0].shape, back[0].tolist()) == (tensor.shape, tensor.tolist())
+    assert [value.tolist() for value in back[1:]] == [[0, 1, 2, 3], [1, 2, 3]]
+
+
+def deep(levels: int) -> Any:
+    plain: Any = []
+    for _ in range(levels):
+        plain = [plain]
+    return plain
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        object(),
+        (1, 2),
+        {"kind": "evil"},
+        {"kind": ["tuple"]},
+        {"no": "kind"},
+        {"kind": "tensor", "data": 3, "accelerator": False, "requires_grad": False},
+        {"kind": "tensor", "data": torch.ones(1)},
+        {"kind": "tensor", "data": torch.ones(1, dtype=torch.int64), "accelerator": False, "requires_grad": True},
+        {"kind": "tuple", "items": 3},
+        {"kind": "dict", "items": [[1]]},
+        {"kind": "dict", "items": [[[], 1]]},
+        {"kind": "bytes", "data": torch.ones(3)},
+        {"kind": "float", "text": "x"},
+        {"kind": "complex", "text": "x"},
+        {"kind": "packed", "name": "a", "fields": ["x"], "items": [1]},
+        {"kind": "array", "data": torch.ones(8, dtype=torch.uint8), "dtype": "O", "shape": [1]},
+        {"kind": "array", "data": torch.ones(8, dtype=torch.uint8), "dtype": "<f8", "shape": [2]},
+        {"kind": "namedtuple", "name": "a b", "fields": [], "items": []},
+        {"kind": "namedtuple", "name": "a", "fields": ["__import__('os')"], "items": [1]},
+        {"kind": "object", "name": "a", "fields": ["x"], "items": []},
+        deep(200),
+    ],
+    ids=range(21),
+)
+def test_what_no_capture_writes_is_refused(plain: Any) -> None:
+    with pytest.raises(BundleError):
+        from_plain(plain)
