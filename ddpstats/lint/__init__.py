@@ -6,8 +6,7 @@
 2. `_collectives` says which calls are collectives, also through functions of the same file.
 3. `_origins` says of an expression whether ranks may differ in it: by their rank, by their data, or not.
 4. `_flow` walks each function and compares what the ranks do on the two sides of such a condition.
-5. `_values` looks at the tensors that are reduced: a second name for one, a mean of means.
-6. `_ignores` takes out what a comment in the program suppresses.
+5. `_ignores` takes out what a comment in the program suppresses.
 
 Where it is not certain that ranks can differ, nothing is said: a legal program that is accused costs more than a faulty
 one that is missed, which the guard finds when it runs.

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Sequence
 
 from ddpstats.lint._program import Exit, Program, blocks_of, changed_by, dotted, last_name, parts_of, stored_in
 
-WITHOUT_VALUE = frozenset(
+_WITHOUT_VALUE = frozenset(
     {"dtype", "device", "shape", "size", "ndim", "dim", "numel", "stride", "is_cuda", "layout"}
     | {"requires_grad", "element_size", "is_floating_point", "nelement"}
 )
 """Attributes of a tensor that say nothing of what is in it."""
 _WRAPS_MODEL = frozenset({"DistributedDataParallel", "DDP"})
 _LEAVES_UNSYNCED = re.compile(r"no_(backward_)?sync|require_backward_grad_sync|accumulate")
-_CUTS = WITHOUT_VALUE | frozenset(
+_CUTS = _WITHOUT_VALUE | frozenset(
     {"detach", "detach_", "item", "data", "grad", "module", "tolist", "numpy"}
     | {"long", "int", "bool", "argmax", "argmin"}
 )

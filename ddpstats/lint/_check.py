@@ -17,7 +17,6 @@ from ddpstats.lint._flow import Accusation, FlowWalk, without_completed
 from ddpstats.lint._ignores import without_ignored
 from ddpstats.lint._program import MatchAsIf, Program
 from ddpstats.lint._rules import Finding
-from ddpstats.lint._values import value_accusations
 
 _MOST_BYTES = 4 << 20
 
@@ -70,7 +69,6 @@ def check_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
     accused, found = list[Accusation](), set()
     for body, function, owner in program.scopes():
         accused += FlowWalk(collectives, owner).walk(body, function)
-        accused += value_accusations(body, collectives, owner)
     lines = text.split("\n")
     for one in without_completed(accused):
         line, last = getattr(one.node, "lineno", 1), getattr(one.node, "end_lineno", 1)

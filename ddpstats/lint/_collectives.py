@@ -83,12 +83,12 @@ _MOST_OPS = 100  # of one function, which others call in turn
 MOST_SEC = 30.0  # of this process, for one file
 _EACH = 1000  # questions between two looks at the clock, which is slow in places
 
-MAY_HOLD = re.compile(
-    rb"torch\.distributed|import distributed|all_reduce|all_gather|\bbarrier|broadcast_object|sync_dist|strategy\.|"
-    rb"horovod|[Aa]ccelerator|accelerate\.utils|wait_for_everyone|mmengine|detectron2|xla_model|[Ff]abric|"
-    rb"DistributedDataParallel|"
-    rb"torchmetrics|ddpstats"
+_LIBRARIES = {home.partition(".")[0] for home in (*_FUNCTIONS, *_METHODS_OF_MADE)} - {"torch"} | _LIGHTNING
+_WORDS = _LIBRARIES.union(
+    ("torch.distributed", "import distributed", "sync_dist"),
+    *(_WRAPPED, _METHODS, _METHODS_OF_NAMED, _FUNCTIONS["torch.nn.parallel"]),
 )
+MAY_HOLD = re.compile("|".join(map(re.escape, sorted(_WORDS))).encode())
 """Bytes that a file has where it calls a collective itself."""
 
 
@@ -97,7 +97,6 @@ class Collective:
     """``op`` is the operation, ``call`` where it is run in this function, ``via`` the function of the file that has it.
 
     ``is_grouped``: of a process group that may be not all ranks. ``agrees``: its result is alike on all ranks.
-    ``in_place``: the tensor that it changes.
     """
 
     op: str
@@ -105,7 +104,6 @@ class Collective:
     via: str = ""
     is_grouped: bool = False
     agrees: bool = True
-    in_place: ast.expr | None = None
 
     def __str__(self) -> str:
         return f"{self.via}() runs {self.op}, which" if self.via else self.op
@@ -203,7 +201,7 @@ class Collectives:
         name = self.program.resolve(call.func)
         home, _, op = name.rpartition(".")
         if home and op in _TORCH and _TORCH_HOMES.fullmatch(home):
-            return self._of_torch(call, op, in_place=not re.search(r"functional|\.nn", home))
+            return self._of_torch(call, op, returns_result=bool(re.search(r"functional|\.nn", home)))
         for known, ops in _FUNCTIONS.items():
             if op in ops and (home == known or home.startswith(f"{known}.")):
                 return (Collective(op, call, "", _may_be_grouped(call), op != "barrier"),)
@@ -213,17 +211,22 @@ class Collectives:
             return self._of_torch(call, op) if is_module else ()
         return self._method(call)
 
-    def _of_torch(self, call: ast.Call, op: str, in_place: bool = True) -> tuple[Collective, ...]:
+    def _of_torch(self, call: ast.Call, op: str, returns_result: bool = False) -> tuple[Collective, ...]:
         if op == "new_group" and any(keyword.arg == "use_local_synchronization" for keyword in call.keywords):
             return ()
         given = [keyword.value for keyword in call.keywords if keyword.arg is None or _names_group(keyword.arg)]
         last = _TORCH[op] + 1  # those that return the result have it elsewhere, behind numbers and operations
-        given += [] if op.startswith("new_") else call.args[last - 1 : last] if in_place else _no_numbers(call.args[1:])
+        given += (
+            []
+            if op.startswith("new_")
+            else _no_numbers(call.args[1:])
+            if returns_result
+            else call.args[last - 1 : last]
+        )
         given += [one for one in call.args if _names_group(last_name(one.func if isinstance(one, ast.Call) else one))]
         grouped = not all(ast.unparse(one) == "None" or dotted(one).endswith(".WORLD") for one in given)
-        changed = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "tensor"), None)
         agrees = op not in _ON_ONE_RANK and op not in _OTHER_RESULTS
-        return (Collective(op, call, "", grouped, agrees, changed if in_place else None),)
+        return (Collective(op, call, "", grouped, agrees),)
 
     def _method(self, call: ast.Call) -> tuple[Collective, ...]:
         op, on = "__call__", call.func  # of an object that the file has made, or a method

@@ -244,9 +244,15 @@ class FlowWalk:
         if exit_ is not None:
             self._skips(exit_, longer[common], origin.why)
         else:
-            tested = test if on_body else ast.UnaryOp(ast.Not(), test)
+            tested = self._rank_part(test) if on_body else ast.UnaryOp(ast.Not(), test)
             self._accuse(origin.rule, longer[common], origin.why, ast.unparse(tested), longer)
         return True
+
+    def _rank_part(self, test: ast.expr) -> ast.expr:
+        """Return ``rank == 0`` of ``rank == 0 and save``: whether two branches complete each other is up to it."""
+        if not isinstance(test, ast.BoolOp) or not isinstance(test.op, ast.And):
+            return test
+        return next((value for value in test.values if is_of_rank(self._origins.of_condition(value))), test)
 
     def _compare(self, test: ast.expr, body: Sequence[ast.AST], orelse: Sequence[ast.AST]) -> None:
         origin = self._origins.of_condition(test)

@@ -94,7 +94,7 @@ class Order:
     def _handed(self, function: Function, name: str) -> Iterator[tuple[ast.expr, Sequence[ast.stmt], Function | None]]:
         """What the calls in this file pass as a parameter, with the function that each call is in."""
         position = parameters_of(function).index(name)
-        is_method = self._program.owner[function] is not None
+        is_method = self._program.is_method(function)
         for body, caller, owner in self._program.scopes():
             calls = (part for part in parts_of(*body) if isinstance(part, ast.Call)) if caller is not function else ()
             for call in calls:

@@ -358,11 +358,6 @@ def _combined(origins: Iterable[Origin]) -> Origin:
     return differing if differing else SAME if found and all(one == SAME for one in found) else None
 
 
-def names_data(name: str) -> bool:
-    """Whether a variable is likely to hold what this rank has read or computed."""
-    return bool(_DATA.fullmatch(name))
-
-
 def names_entries(node: ast.expr) -> bool:
     """Whether a dict is likely to hold what this rank met, and not what its configuration or model says."""
     return bool(_ENTRIES.fullmatch(last_name(node)))

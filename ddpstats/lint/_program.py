@@ -13,7 +13,6 @@ Exit = ast.Return | ast.Break | ast.Continue
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 RANGES = ("range", "trange")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_EQUAL_PARTS = re.compile(r"\w*Distributed(Batch)?Sampler|prepare(_data_?loader)?|setup_dataloaders")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _WITHOUT_RANKS = frozenset({"torch", "numpy", "tqdm", *sys.stdlib_module_names})
 _SHAPED = frozenset({"Linear", "zeros", "ones", "empty", "rand", "randn"})
@@ -27,12 +26,13 @@ class Program:
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
         self.imports: dict[str, str] = {}
-        self.owner: dict[Function, ast.ClassDef | None] = {}
+        self.owner: dict[Function, ast.ClassDef | None] = {}  # of a nested function: that of the method around it
+        self._nested: set[Function] = set()
         self.flags: dict[str, list[ast.expr]] = {}  # "self.is_main", "MAIN": the conditions that it is given
         self.made: dict[str, ast.Call] = {}  # "self.window": the call that its value came from
         self._collect(tree, None)
 
-    def _collect(self, node: ast.AST, owner: ast.ClassDef | None) -> None:
+    def _collect(self, node: ast.AST, owner: ast.ClassDef | None, is_inside: bool = False) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
                 self.imports.update((one.asname, one.name) for one in child.names if one.asname)
@@ -47,8 +47,16 @@ class Program:
                     self.flags.setdefault(dotted(target), []).append(child.value)
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self.owner[child] = owner
-            inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-            self._collect(child, child if isinstance(child, ast.ClassDef) else None if inside else owner)
+                if is_inside:
+                    self._nested.add(child)
+                self._collect(child, owner, True)
+            elif isinstance(child, ast.ClassDef):
+                self._collect(child, child)
+            else:
+                self._collect(child, owner, is_inside)
+
+    def is_method(self, function: Function) -> bool:
+        return self.owner[function] is not None and function not in self._nested
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
@@ -59,13 +67,6 @@ class Program:
         """The first words of what is imported: "torch", "lightning"."""
         plain = (one.name for node in self.nodes if isinstance(node, ast.Import) for one in node.names)
         return {name.partition(".")[0] for name in (*self.imports.values(), *plain)}
-
-    @cached_property
-    def has_equal_parts(self) -> bool:
-        """Whether the file sees to it that ranks have equally many samples: their mean is then the mean."""
-        keywords = (node for node in self.nodes if isinstance(node, ast.keyword) and node.arg == "drop_last")
-        drops = any(isinstance(one.value, ast.Constant) and one.value.value is True for one in keywords)
-        return drops or any(_EQUAL_PARTS.fullmatch(last_name(node)) for node in self.nodes)
 
     @cached_property
     def configured(self) -> set[str]:
@@ -140,7 +141,8 @@ class Program:
     def _by_name(self) -> dict[tuple[str | None, str], list[Function]]:
         found: dict[tuple[str | None, str], list[Function]] = {}
         for function, owner in self.owner.items():
-            found.setdefault((owner.name if owner else None, function.name), []).append(function)
+            class_name = owner.name if owner and self.is_method(function) else None
+            found.setdefault((class_name, function.name), []).append(function)
         return found
 
     @cached_property

@@ -18,8 +18,6 @@ DATA_BRANCH = "data-branch"
 EARLY_EXIT = "early-exit"
 SWALLOWED_ERROR = "swallowed-error"
 DICT_ORDER = "dict-order"
-ALIASED_REDUCE = "aliased-reduce"
-MEAN_OF_MEANS = "mean-of-means"
 UNUSED_IGNORE = "unused-ignore"
 
 RULES = {
@@ -43,14 +41,6 @@ RULES = {
     DICT_ORDER: Rule(
         "A collective for each entry, in an order that ranks do not share: that of a dict's insertions, or of a set.",
         "Loop over sorted keys that all ranks agree on, or reduce the dict in one call: ddpstats.reduce_stats(stats).",
-    ),
-    ALIASED_REDUCE: Rule(
-        "A reduction in place of a tensor that is read afterwards under another name, as if it were still local.",
-        "Reduce a copy: x.detach().clone().",
-    ),
-    MEAN_OF_MEANS: Rule(
-        "The mean over ranks of means over different numbers of things.",
-        "Reduce sum and count, and divide afterwards; or ddpstats.reduce_stats(stats, weight=count).",
     ),
     UNUSED_IGNORE: Rule(
         "A comment that suppresses a finding that is not there.",

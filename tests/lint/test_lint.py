@@ -202,3 +202,16 @@ def test_index_of_group_parameter_is_that_of_torch() -> None:
     indices = {op: list(inspect.signature(call).parameters).index("group") for op, call in functions.items()}
     assert len(indices) > 10
     assert indices == {op: _TORCH[op] for op in functions}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import deepspeed\nengine, *_ = deepspeed.initialize()\nif rank == 0:\n    engine.save_checkpoint('x')\n",
+        "import lightning\ntrainer = lightning.Trainer()\nif rank == 0:\n    trainer.save_checkpoint('x')\n",
+        "import pytorch_lightning as pl\nif rank == 0:\n    trainer.save_checkpoint('x')\n",
+    ],
+)
+def test_file_that_names_a_library_alone_is_parsed(tmp_path: Path, text: str) -> None:
+    (tmp_path / "train.py").write_text(text)
+    assert [finding.rule for finding in lint([tmp_path]).findings] == ["rank-branch"]
