@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ddpstats.lint._check import check_tree, parsed
+from ddpstats.lint.lint import check_tree, parsed
 
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "benchmarks" / "lint"

@@ -12,10 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from ddpstats import cli
-from ddpstats.lint._collectives import _TORCH
-from ddpstats.lint._lint import lint
-from ddpstats.lint._rules import RULES
-from ddpstats.lint._sarif import as_sarif
+from ddpstats.lint.collectives import _TORCH
+from ddpstats.lint.findings import RULES, as_sarif
+from ddpstats.lint.lint import lint
 
 FAULTY = """import torch.distributed as dist
 def save(rank):
@@ -181,7 +180,7 @@ def test_chained_calls_and_long_functions_are_checked_in_time(tmp_path: Path) ->
 
 
 def test_file_that_takes_too_long_is_not_checked(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpstats.lint._collectives.MOST_SEC", -1.0)
+    monkeypatch.setattr("ddpstats.lint.collectives.MOST_SEC", -1.0)
     (tree / "src" / "faulty.py").write_text(FAULTY + "        dist.all_reduce(rank)\n" * 1000)
     checked = lint([tree / "src" / "faulty.py"])
     assert checked.status == 2

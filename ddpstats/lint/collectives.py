@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from ddpstats.lint._backwards import backwards_of
-from ddpstats.lint._program import Function, Program, blocks_of, dotted, exits, last_name, parts_of
+from ddpstats.lint.backwards import backwards_of
+from ddpstats.lint.program import Function, Program, blocks_of, dotted, exits, last_name, parts_of
 
 # by operation: at which position the process group is passed
 _TORCH = {

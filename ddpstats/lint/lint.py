@@ -9,19 +9,27 @@ Exit status 0 if nothing is found, 1 if something is, 2 if nothing is found and 
 from __future__ import annotations
 
 import argparse
+import ast
+import io
 import json
 import os
+import re
 import stat
+import sys
+import tokenize
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpstats._base.files import open_regular, read_at_most
 from ddpstats._base.text import VerbReport, check_writable, count_of, first_line, write_file
 from ddpstats.errors import DdpstatsError
-from ddpstats.lint._check import UnreadError, check_file
-from ddpstats.lint._rules import RULES, Finding
-from ddpstats.lint._sarif import as_sarif
+from ddpstats.lint.collectives import MAY_HOLD, Collectives, TooLongError
+from ddpstats.lint.findings import RULES, Finding, as_sarif, without_ignored
+from ddpstats.lint.flow import Accusation, FlowWalk, without_completed
+from ddpstats.lint.program import MatchAsIf, Program
 
 EPILOG = """examples:
   ddpstats lint train.py
@@ -102,3 +110,62 @@ def _files_below(path: Path) -> Iterator[Path]:
         inside[:] = sorted(name for name in inside if not name.startswith("."))
         found = (Path(directory, name) for name in sorted(names) if name.endswith(".py"))
         yield from (one for one in found if one.is_file())
+
+
+_MOST_BYTES = 4 << 20
+
+
+class UnreadError(Exception):
+    """A file could not be checked; its text says why."""
+
+
+def check_file(path: Path) -> list[Finding]:
+    """What is found in one file, in the order of its lines. Raises `UnreadError`."""
+    if path.suffix != ".py":
+        raise UnreadError("its name does not end in .py")
+    try:
+        with open_regular(path) as file:
+            content = read_at_most(file, _MOST_BYTES)
+        if not MAY_HOLD.search(content):
+            return []
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        text = io.TextIOWrapper(io.BytesIO(content), encoding).read()
+        tree = parsed(text)
+    except OSError as error:
+        raise UnreadError(error.strerror or type(error).__name__) from None
+    except SyntaxError as error:
+        where = f"line {error.lineno}: " if error.lineno else ""
+        raise UnreadError(f"{where}{error.msg} (read as Python {sys.version_info[0]}.{sys.version_info[1]})") from None
+    except (ValueError, tokenize.TokenError) as error:  # also UnicodeDecodeError
+        raise UnreadError(first_line(error)) from None
+    except (RecursionError, MemoryError):
+        raise UnreadError("it is nested too deeply") from None
+    try:
+        return check_tree(tree, text, str(path))
+    except RecursionError:
+        raise UnreadError("it is nested too deeply") from None
+    except TooLongError:
+        raise UnreadError("it takes too long") from None
+
+
+def parsed(text: str) -> ast.Module:
+    """Raises SyntaxError, ValueError, RecursionError or MemoryError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escape sequences in strings of somebody else
+        tree = ast.parse(text)
+    return tree if "match " not in text else MatchAsIf().visit(tree)
+
+
+def check_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
+    """``path`` is what findings name. Raises RecursionError and `TooLongError`."""
+    program = Program(tree)
+    collectives = Collectives(program)
+    accused, found = list[Accusation](), set()
+    for body, function, owner in program.scopes():
+        accused += FlowWalk(collectives, owner).walk(body, function)
+    lines = text.split("\n")
+    for one in without_completed(accused):
+        line, last = getattr(one.node, "lineno", 1), getattr(one.node, "end_lineno", 1)
+        before = lines[line - 1].encode()[: getattr(one.node, "col_offset", 0)].decode()  # ast counts bytes
+        found.add(Finding(path, line, len(before) + 1, one.rule, re.sub(r"\s+", " ", one.reason), last))
+    return sorted(without_ignored(sorted(found), text, path))

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ddpstats.lint._collectives import Collectives, is_about_world
-from ddpstats.lint._program import COMPREHENSIONS, Function, dotted, last_name, parts_of, text_of
-from ddpstats.lint._rules import DATA_BRANCH, RANK_BRANCH
+from ddpstats.lint.collectives import Collectives, is_about_world
+from ddpstats.lint.findings import DATA_BRANCH, RANK_BRANCH
+from ddpstats.lint.program import COMPREHENSIONS, Function, dotted, last_name, parts_of, text_of
 
 
 @dataclass(frozen=True)

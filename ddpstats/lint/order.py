@@ -11,8 +11,8 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from ddpstats.lint._origins import names_entries
-from ddpstats.lint._program import Function, Program, dotted, last_name, parameters_of, parts_of, text_of
+from ddpstats.lint.origins import names_entries
+from ddpstats.lint.program import Function, Program, dotted, last_name, parameters_of, parts_of, text_of
 
 _SHARED = re.compile(
     r"(?i).*(param|state(_dict)?|buffers|modules|config|weights|groups|children|dataset|loader|model|optim|args|hyper)"

@@ -11,7 +11,7 @@ import ast
 import re
 from collections.abc import Iterable, Sequence
 
-from ddpstats.lint._program import Exit, Program, blocks_of, changed_by, dotted, last_name, parts_of, stored_in
+from ddpstats.lint.program import Exit, Program, blocks_of, changed_by, dotted, last_name, parts_of, stored_in
 
 _WITHOUT_VALUE = frozenset(
     {"dtype", "device", "shape", "size", "ndim", "dim", "numel", "stride", "is_cuda", "layout"}
