@@ -66,7 +66,7 @@ RULES = {
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """``line`` and ``column`` count from 1, in characters; ``reason`` is a sentence about this place."""
+    """``line`` and ``column`` count from 1, in characters; ``reason`` is a sentence about this line."""
 
     path: str
     line: int
@@ -110,13 +110,13 @@ def without_ignored(findings: Iterable[Finding], text: str, path: str) -> Iterat
 
 
 def _ignores(text: str) -> Iterator[tuple[int, tuple[int, frozenset[str], bool]]]:
-    """By line: the column, the rules, and whether nothing else stands on the line."""
+    """Yield each line with its column, its rules, and whether the comment is alone on the line."""
     if "ddpstats" not in text:
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and (found := _COMMENT.search(token.string)):
+        if token.type == tokenize.COMMENT and (match := _COMMENT.search(token.string)):
             line, column = token.start
-            rules = frozenset(rule.strip() for rule in (found[1] or "").split(","))
+            rules = frozenset(rule.strip() for rule in (match[1] or "").split(","))
             yield line, (column + 1, rules, not token.line[:column].strip())
 
 
@@ -124,7 +124,7 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def as_sarif(findings: Iterable[Finding], unread: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """One run. A file that could not be read is a notification of it, and the run not a complete one."""
+    """Return one SARIF run. A file that could not be read is a notification, and the run is not complete then."""
     notes = [
         {
             "level": "error",
@@ -147,7 +147,7 @@ def as_sarif(findings: Iterable[Finding], unread: Iterable[tuple[str, str]]) -> 
 
 
 def _result(finding: Finding) -> dict[str, Any]:
-    place = {
+    location = {
         "artifactLocation": _uri(finding.path),
         "region": {"startLine": finding.line, "startColumn": finding.column},
     }
@@ -156,7 +156,7 @@ def _result(finding: Finding) -> dict[str, Any]:
         "ruleIndex": list(RULES).index(finding.rule),
         "level": "warning",
         "message": {"text": f"{finding.reason} {finding.fix}"},
-        "locations": [{"physicalLocation": place}],
+        "locations": [{"physicalLocation": location}],
     }
 
 

@@ -59,8 +59,8 @@ class LintResult:
     def as_text(self) -> str:
         lines = [finding.as_text() for finding in self.findings]
         lines += [f"{path}: not checked: {why}" for path, why in self.unread]
-        found = count_of(len(self.findings), "findings") if self.findings else "nothing found"
-        return "\n".join([*lines, f"{found} in {count_of(self.files, 'files')}"])
+        count = count_of(len(self.findings), "findings") if self.findings else "nothing found"
+        return "\n".join([*lines, f"{count} in {count_of(self.files, 'files')}"])
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -89,7 +89,7 @@ def lint(paths: Sequence[Path], rules: Sequence[str] = tuple(RULES)) -> LintResu
             findings += check_file(path)
         except UnreadError as error:
             unread.append((str(path), str(error)))
-    return LintResult(files, tuple(one for one in findings if one.rule in rules), tuple(unread))
+    return LintResult(files, tuple(finding for finding in findings if finding.rule in rules), tuple(unread))
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
@@ -99,17 +99,17 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
         except (OSError, ValueError) as error:  # also of a name that is too long, or has a null in it
             why = getattr(error, "strerror", None) or first_line(error)
             raise DdpstatsError(f"{path}: {why[:1].lower()}{why[1:]}.", path=str(path)) from None
-        found = list(_files_below(path)) if is_dir else [path]
-        if not found:
+        files = list(_files_below(path)) if is_dir else [path]
+        if not files:
             raise DdpstatsError(f"{path}: there is no Python file in this directory.", path=str(path))
-        yield from found
+        yield from files
 
 
 def _files_below(path: Path) -> Iterator[Path]:
     for directory, inside, names in os.walk(path):
         inside[:] = sorted(name for name in inside if not name.startswith("."))
-        found = (Path(directory, name) for name in sorted(names) if name.endswith(".py"))
-        yield from (one for one in found if one.is_file())
+        files = (Path(directory, name) for name in sorted(names) if name.endswith(".py"))
+        yield from (file for file in files if file.is_file())
 
 
 _MOST_BYTES = 4 << 20
@@ -120,7 +120,7 @@ class UnreadError(Exception):
 
 
 def check_file(path: Path) -> list[Finding]:
-    """What is found in one file, in the order of its lines. Raises `UnreadError`."""
+    """Return the findings in one file, in the order of its lines. Raises `UnreadError`."""
     if path.suffix != ".py":
         raise UnreadError("its name does not end in .py")
     try:
@@ -151,7 +151,7 @@ def check_file(path: Path) -> list[Finding]:
 def parsed(text: str) -> ast.Module:
     """Raises SyntaxError, ValueError, RecursionError or MemoryError."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escape sequences in strings of somebody else
+        warnings.simplefilter("ignore")  # about escape sequences in the program's strings
         tree = ast.parse(text)
     return tree if "match " not in text else MatchAsIf().visit(tree)
 
@@ -160,12 +160,14 @@ def check_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
     """``path`` is what findings name. Raises RecursionError and `TooLongError`."""
     program = Program(tree)
     collectives = Collectives(program)
-    accused, found = list[Accusation](), set()
+    accused, findings = list[Accusation](), set()
     for body, function, owner in program.scopes():
         accused += FlowWalk(collectives, owner).walk(body, function)
     lines = text.split("\n")
-    for one in without_completed(accused):
-        line, last = getattr(one.node, "lineno", 1), getattr(one.node, "end_lineno", 1)
-        before = lines[line - 1].encode()[: getattr(one.node, "col_offset", 0)].decode()  # ast counts bytes
-        found.add(Finding(path, line, len(before) + 1, one.rule, re.sub(r"\s+", " ", one.reason), last))
-    return sorted(without_ignored(sorted(found), text, path))
+    for accusation in without_completed(accused):
+        line, last = getattr(accusation.node, "lineno", 1), getattr(accusation.node, "end_lineno", 1)
+        before = lines[line - 1].encode()[: getattr(accusation.node, "col_offset", 0)].decode()  # ast counts bytes
+        findings.add(
+            Finding(path, line, len(before) + 1, accusation.rule, re.sub(r"\s+", " ", accusation.reason), last)
+        )
+    return sorted(without_ignored(sorted(findings), text, path))
