@@ -26,7 +26,7 @@ _MAX_BYTES = 64 << 20
 _MOST_ENTRIES, _MOST_MEMBERS, _MOST_FRAMES, _MOST_SIZES = 1 << 20, 1 << 22, 256, 4096
 _MOST_DIMENSIONS, _MOST_TEXT, _LEAST_ENTRY_BYTES = 64, 1000, 32
 _PEERS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
-_INNER = ("/torch/", "/ddpstats/_observe/")
+_IN_TORCH = re.compile(r"(.*\btorch/)distributed/.+")
 _COMPARED = {"scatter": "output", "all_to_all": "", "all_to_all_single": "", "alltoall": "", "alltoall_base": ""}
 
 
@@ -197,9 +197,12 @@ def _seconds(nanoseconds: Any) -> float:
 
 
 def _site(frames: Sequence[Mapping[str, Any]]) -> str:
-    """Of the innermost frame outside torch and the guard; frames begin there."""
+    """Return the innermost frame outside torch and the guard. Frames begin with the innermost: torch's collective."""
+    inner = ["/ddpstats/_observe/"]
     for frame in frames:
         file = line_of(frame["filename"])[-_MOST_TEXT:]
-        if not any(inner in file for inner in _INNER):
+        if len(inner) == 1 and (match := _IN_TORCH.fullmatch(file)):
+            inner.append(match[1])
+        if not any(directory in file for directory in inner):
             return f"{file}:{_whole(frame['line'])} in {line_of(frame['name'])[:200]}"
     return ""

@@ -109,6 +109,18 @@ def test_entry_without_frames_has_no_call_site(tmp_path: Path, report: Report) -
     assert "Last collective on which they agreed: number 1, all_reduce(Float[4]).\n" in text
 
 
+def test_a_program_in_a_directory_called_torch_keeps_its_call_site(tmp_path: Path) -> None:
+    frames = [
+        {"name": "all_reduce", "filename": "/env/site-packages/torch/distributed/distributed_c10d.py", "line": 1},
+        {"name": "wrapper", "filename": "/env/site-packages/torch/utils/hooks.py", "line": 2},
+        {"name": "step", "filename": "/home/user/torch/train.py", "line": 7},
+    ]
+    for rank in range(2):
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(dump(entry(1, size=5 + rank, frames=frames))))
+    (finding,) = read_timeline([tmp_path]).findings
+    assert "at /home/user/torch/train.py:7 in step" in finding.message
+
+
 def test_two_dumps_of_a_rank_are_refused_or_left_out_beside_records(tmp_path: Path, report: Report) -> None:
     for name in ("a_rank_0.json", "b_rank_0.json"):
         (tmp_path / name).write_text(json.dumps(dump(entry(1))))
