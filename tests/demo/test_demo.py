@@ -292,3 +292,14 @@ def test_interrupted_parent_ends_its_ranks_and_says_nothing(start: Start, tmp_pa
     parent = start_hanging_ranks(start, tmp_path)
     os.kill(parent.pid, signal.SIGINT)
     assert ended(parent) == (130, "", "")
+
+
+@pytest.mark.slow
+def test_a_long_temporary_directory_is_no_hindrance(start: Start, tmp_path: Path) -> None:
+    """The path of a socket has about 100 bytes at most."""
+    directory = tmp_path / ("long" * 30)
+    directory.mkdir()
+    status, out, err = demo(start, "--json", TMPDIR=str(directory))
+    assert (status, err) == (0, "")
+    assert json.loads(out)["ok"]
+    assert not list(directory.iterdir())
