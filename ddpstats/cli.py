@@ -60,7 +60,7 @@ _VERBS = {
     "replay": _Verb("ddpstats.capture.replay", "a captured step, run again in one process, down to the first NaN"),
     "compare": _Verb("ddpstats.dump.analyze.compare", "two dumps, or the ranks of one: where they first differ"),
     "nan-origin": _Verb("ddpstats.dump.analyze.nan_origin", "the operation of a dump that made the first NaN"),
-    "lint": _Verb("ddpstats.lint._lint", "collectives of a program that some ranks may not run, found in its text"),
+    "lint": _Verb("ddpstats.lint.lint", "collectives of a program that some ranks may not run, found in its text"),
     "doctor": _Verb(
         "ddpstats.doctor.doctor", "what differs between the ranks of a job: versions, environment, clocks, directories"
     ),

@@ -58,17 +58,17 @@ def soak(
         while number < most_rounds and (time.monotonic() - started < 60 * minutes or len(soaked.samples) < _LEAST):
             told = pool.run(rounds, seed, range(number, number + at_once), directory, leak).values()
             number += at_once
-            _add(soaked, told, time.monotonic() - started, number)
+            _add(soaked, told, time.monotonic() - started, range(number - at_once, number))
             for one in Path(directory).iterdir():
                 shutil.rmtree(one)
     return soaked
 
 
-def _add(soaked: Soaked, told: Sequence[Told], seconds: float, number: int) -> None:
-    soaked.samples.append((seconds, number, [one.holds for one in told]))
+def _add(soaked: Soaked, told: Sequence[Told], seconds: float, played: range) -> None:
+    soaked.samples.append((seconds, played.stop, [one.holds for one in told]))
     soaked.wrong += [f"rank {rank}: {text}" for rank, one in enumerate(told) for text in one.wrong]
     if any(one.digests != told[0].digests for one in told):
-        soaked.wrong.append(f"ranks have other results in rounds {number - _AT_ONCE} to {number - 1}")
+        soaked.wrong.append(f"ranks have other results in rounds {played[0]} to {played[-1]}")
     soaked.done.update(told[0].done)
 
 

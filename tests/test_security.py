@@ -9,7 +9,7 @@ from ddpstats.testing import run_ranks
 from tests import security_runs
 
 PACKAGE = Path(__file__).parents[1] / "ddpstats"
-BESIDE_RUNS = ("testing", "demo")  # start ranks on this machine, and talk to them over pairs of sockets of their own
+BESIDE_RUNS = ("testing", "demo", "report")  # two start ranks and talk to them over socket pairs; one reads files later
 UNPICKLES = r"^\s*(?:import|from) (?:pickle|marshal|shelve|dill|cloudpickle|joblib)\b"
 FETCHES = r"^\s*(?:import|from) (?:urllib(?!\.parse)|http|requests|httpx|ftplib|smtplib|xmlrpc)\b"
 LISTENS = r"\.listen\(|create_server\(|socketserver"

@@ -52,24 +52,10 @@ class RankReport:
     worst: Sequence[Sequence[float]]
     """Which ranks are farthest from the median of `ASKED`, and what they hold."""
 
-    @staticmethod
-    def from_json(text: str) -> RankReport:
-        """The inverse of `to_json`."""
-        fields = json.loads(text)
-        return RankReport(**fields | {"collectives": Collectives(**fields["collectives"])})
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
 
 def stats_of(rank: int) -> Stats:
     """What a rank holds; its weight is `WEIGHT`. Four values on every rank, so that the plain way does not hang."""
     return _BATCHES[rank % len(_BATCHES)]
-
-
-def report_name(rank: int) -> str:
-    """The name of the file in which a rank leaves its report."""
-    return f"rank{rank}.json"
 
 
 def flat(stats: Stats) -> dict[str, float]:

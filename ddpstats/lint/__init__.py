@@ -1,13 +1,12 @@
 """The static check of distributed programs: which collectives some ranks may not run. Nothing of a program is imported.
 
-``ddpstats lint PATH...`` is in `_lint`. For each file:
+``ddpstats lint PATH...`` is in `lint`. For each file:
 
-1. `_program` parses it, and knows its imports, functions and classes.
-2. `_collectives` says which calls are collectives, also through functions of the same file.
-3. `_origins` says of an expression whether ranks may differ in it: by their rank, by their data, or not.
-4. `_flow` walks each function and compares what the ranks do on the two sides of such a condition.
-5. `_values` looks at the tensors that are reduced: a second name for one, a mean of means.
-6. `_ignores` takes out what a comment in the program suppresses.
+1. `program` parses it, and knows its imports, functions and classes.
+2. `collectives` says which calls are collectives, also through functions of the same file.
+3. `origins` says of an expression whether ranks may differ in it: by their rank, by their data, or not.
+4. `flow` walks each function and compares what the ranks do on the two sides of such a condition.
+5. `findings` takes out what a comment in the program suppresses.
 
 Where it is not certain that ranks can differ, nothing is said: a legal program that is accused costs more than a faulty
 one that is missed, which the guard finds when it runs.

@@ -1,6 +1,6 @@
 """PyTorch's Flight Recorder dumps (``fr_trace``'s input) as records like ours, and joined with ours.
 
-1. A file is named by prefix and rank, as ``nccl_trace_rank_3``: a pickle, read by `_plain_pickle`, or the same as JSON.
+1. A file is named by prefix and rank, as ``nccl_trace_rank_3``: a pickle (`_PlainUnpickler`) or JSON.
 2. An entry becomes an event: its group, its number there, operation and shapes, and the innermost frame outside torch.
    The recorder knows neither reduce ops, roots nor tags.
 3. Beside a record of the guard, an entry adds to the event that was recorded last before it on that rank and group:
@@ -9,24 +9,33 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ddpstats._base.files import LATEST_TIME_SEC, open_regular, parse_json, read_at_most
 from ddpstats.guard.event import MESSAGES, Event, Signature, digest_of, line_of, text_of
 from ddpstats.guard.record import RankRecord
-from ddpstats.report._plain_pickle import check_made, plain_value
 from ddpstats.report._timeline import Span
 
 _NAME = re.compile(r"(?:[\w\-.]*[_\-.])?rank_?(\d{1,7})(?:\.json|\.pkl)?")
 _MAX_BYTES = 64 << 20
 _MOST_ENTRIES, _MOST_MEMBERS, _MOST_FRAMES, _MOST_SIZES = 1 << 20, 1 << 22, 256, 4096
 _MOST_DIMENSIONS, _MOST_TEXT, _LEAST_ENTRY_BYTES = 64, 1000, 32
+_PLAIN_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
+    *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.EMPTY_DICT),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
+)
 _PEERS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
-_INNER = ("/torch/", "/ddpstats/_observe/")
+_IN_TORCH = re.compile(r"(.*\btorch/)distributed/.+")
 _COMPARED = {"scatter": "output", "all_to_all": "", "all_to_all_single": "", "alltoall": "", "alltoall_base": ""}
 
 
@@ -75,16 +84,44 @@ def joined(record: RankRecord, dump: FlightDump) -> dict[int, Span]:
 
 
 def _content(data: bytes) -> dict[str, Any]:
-    is_json = data[:1] == b"{"
-    if is_json:
-        check_made(data.count(b"[") + data.count(b"{") + data.count(b'"') // 2, len(data))
-    found = parse_json(data) if is_json else plain_value(data)
-    if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
+    content = parse_json(data) if data[:1] == b"{" else unpickle_plain(data)
+    if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
         raise ValueError("it has no entries")
     most = min(_MOST_ENTRIES, len(data) // _LEAST_ENTRY_BYTES)
-    if len(found["entries"]) > most:
+    if len(content["entries"]) > most:
         raise ValueError(f"it has more than {most:,} entries")
-    return found
+    return content
+
+
+def unpickle_plain(data: bytes) -> Any:
+    """Return the dicts, lists, tuples, text and numbers of a pickle. Raises ValueError if it holds anything else."""
+    try:
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    except Exception as error:
+        raise ValueError(f"it holds more than plain values, or ends too early: {type(error).__name__}") from None
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """An unpickler that knows the opcodes of plain values alone: it can neither look up a name nor call anything."""
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+
+    def _set_items(self, items: Sequence[Any]) -> None:
+        keys, values = items[::2], items[1::2]
+        if not all(type(key) in (str, int, float) for key in keys):  # the hash of a deep tuple overflows C's stack
+            raise TypeError("a key that is neither text nor a number")
+        self.stack[-1].update(zip(keys, values, strict=True))
+
+    def _set_items_to_mark(self) -> None:
+        self._set_items(self.pop_mark())
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    dispatch: ClassVar[dict[int, Any]] = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _PLAIN_OPCODES}
+    dispatch |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items_to_mark}
 
 
 class _Budget:
@@ -197,9 +234,12 @@ def _seconds(nanoseconds: Any) -> float:
 
 
 def _site(frames: Sequence[Mapping[str, Any]]) -> str:
-    """Of the innermost frame outside torch and the guard; frames begin there."""
+    """Return the innermost frame outside torch and the guard. Frames begin with the innermost: torch's collective."""
+    inner = ["/ddpstats/_observe/"]
     for frame in frames:
         file = line_of(frame["filename"])[-_MOST_TEXT:]
-        if not any(inner in file for inner in _INNER):
+        if len(inner) == 1 and (match := _IN_TORCH.fullmatch(file)):
+            inner.append(match[1])
+        if not any(directory in file for directory in inner):
             return f"{file}:{_whole(frame['line'])} in {line_of(frame['name'])[:200]}"
     return ""

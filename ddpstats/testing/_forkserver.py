@@ -44,6 +44,7 @@ _READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_",
 START_TIMEOUT_SEC = 120.0  # importing torch takes minutes on a loaded machine
 _LOST = -signal.SIGKILL
 _MOST_IDLE = 4
+_LONG_PATH = 60
 _NO_ANSWER = (
     f"the process that forks ranks has ended, or did not answer within {START_TIMEOUT_SEC:g} s: "
     "see what it wrote to the stderr of this process"
@@ -110,7 +111,7 @@ def _server_for(environ: Mapping[str, str]) -> forkserver.ForkServer:
         server.set_forkserver_preload(_preloaded)
     _servers[key] = server  # the last is the one that was used last
     start_method = multiprocessing.get_start_method(allow_none=True)
-    with _environment(at_start):
+    with _environment(at_start), _short_temporary_directory():
         server.ensure_running()
     if not start_method:  # to start a server chooses one for the whole process; that is for the program to do
         multiprocessing.set_start_method(None, force=True)
@@ -177,6 +178,18 @@ def _environment(at_start: Mapping[str, str]) -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _short_temporary_directory() -> Iterator[None]:
+    """The server's socket is in the temporary directory, and the path of a socket has about 100 bytes at most."""
+    before = tempfile.tempdir
+    if len(tempfile.gettempdir()) > _LONG_PATH and os.path.isdir("/tmp"):
+        tempfile.tempdir = "/tmp"
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 class _Program:

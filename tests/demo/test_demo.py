@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -120,32 +119,6 @@ def test_wrong_number_of_ddpstats_is_not_right() -> None:
     assert not report_module.is_right([report(0, lacking), report(1)])
 
 
-def test_report_reads_back_from_json() -> None:
-    assert RankReport.from_json(report(1).to_json()) == report(1)
-
-
-WAITS_FOR_STDIN = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.stdin.read(); sys.exit(7)"
-IGNORES_EVERYTHING = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
-
-
-@pytest.mark.parametrize(("code", "status"), [(WAITS_FOR_STDIN, 7), (IGNORES_EVERYTHING, -signal.SIGKILL)])
-def test_launcher_is_reaped_whether_it_ends_itself_or_must_be_killed(
-    code: str, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first ends only when its stdin closes, the second only when it is killed."""
-    monkeypatch.setattr(demo_module, "_END_GRACE_SEC", 1.0 if status < 0 else LIMIT_SEC)
-    monkeypatch.setattr(demo_module, "_TORCHRUN_GRACE_SEC", 0.1)
-    process = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE)
-    demo_module._end(process)
-    assert process.returncode == status
-
-
-def test_failure_quotes_the_last_twenty_lines_of_the_launcher(tmp_path: Path) -> None:
-    (tmp_path / "torchrun.log").write_text("".join(f"line {number}\n" for number in range(50)))
-    quoted = [line for line in demo_module._failure(tmp_path, 1, 6).splitlines() if line.startswith("  line ")]
-    assert quoted == [f"  line {number}" for number in range(30, 50)]
-
-
 # -- with real ranks --------------------------------------------------------------------------------------------------
 
 
@@ -186,12 +159,12 @@ def start(tmp_path: Path, mark: str) -> Iterator[Start]:
             os.kill(program.pid, signal.SIGKILL)
             program.wait()
     try:
-        # The ranks of a parent that was killed need a moment to notice.
-        until = time.monotonic() + (LIMIT_SEC if was_killed else 0)
+        # The ranks of a parent that was killed need a moment to notice, and so does the process that forked them.
+        until = time.monotonic() + LIMIT_SEC
         while (left := marked(mark)) and time.monotonic() < until:
             time.sleep(0.1)
         assert left == []
-        assert was_killed or not list(scratch.glob("ddpstats-demo-*"))
+        assert was_killed or not list(scratch.iterdir())
     finally:
         for program in started:
             program.kill()
@@ -246,26 +219,35 @@ def test_demo_of_one_rank_shows_nothing_wrong(start: Start) -> None:
 def test_error_of_the_ranks_is_quoted(start: Start) -> None:
     status, out, err = demo(start, "--json", DDPSTATS_TIMEOUT_SEC="soon")
     assert (status, out) == (2, "")
-    assert err.startswith("ddpstats demo: error: the ranks failed\nthe end of rank ")
+    assert err.startswith("ddpstats demo: error: the ranks could not run: 2 of 2 ranks failed\n--- rank 0 ---\n")
     assert "ConfigError: DDPSTATS_TIMEOUT_SEC='soon' must be a number of seconds" in err
 
 
-HANGS = "time.sleep(1000)"
-LIMITED = """import time
+LIMITED = """import sys, time
 from ddpstats.demo import demo
 began = time.monotonic()
 try:
-    demo.measure(2, limit_sec=20)
+    demo.measure(2, limit_sec=5)
 finally:
-    print(time.monotonic() - began)
+    print(time.monotonic() - began, file=sys.__stdout__)
 """
+HANGS = "time.sleep(1000)"
 
 
 def on_rank_1(tmp_path: Path, code: str) -> str:
-    """Return a PYTHONPATH with which rank 1 runs ``code`` before anything else."""
+    """Return a PYTHONPATH with which rank 1 runs ``code`` where it makes its batch."""
     folder = tmp_path / "site"
     folder.mkdir()
-    text = f"import os, signal, time\nif os.environ.get('LOCAL_RANK') == '1':\n    {code}\n"
+    text = f"""import os, signal, time
+from ddpstats.demo import report
+stats_of = report.stats_of
+def stats_of_rank(rank):
+    if rank == 1:
+        open({str(tmp_path / "begun")!r}, "w").close()
+        {code}
+    return stats_of(rank)
+report.stats_of = stats_of_rank
+"""
     (folder / "sitecustomize.py").write_text(text)
     return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
 
@@ -274,24 +256,22 @@ def on_rank_1(tmp_path: Path, code: str) -> str:
 def test_killed_rank_is_named_with_its_signal(start: Start, tmp_path: Path) -> None:
     status, out, err = demo(start, PYTHONPATH=on_rank_1(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
     assert (status, out) == (2, "")
-    assert "exitcode  : -9" in err
+    assert "rank 1 died without an answer: killed by SIGKILL" in err
 
 
 @pytest.mark.slow
 def test_ranks_that_hang_are_ended_at_the_limit(start: Start, tmp_path: Path) -> None:
-    """Rank 1 does not even begin to watch whether its parent lives."""
     status, out, err = ended(start("-c", LIMITED, PYTHONPATH=on_rank_1(tmp_path, HANGS)))
     assert status == 1
-    assert "DdpstatsError: the ranks took longer than 20 s, and were ended" in err
-    assert 20 <= float(out) < 2 * 20 + 5
-    assert "the end of rank 0's stderr:" in err
-    assert " in _end_with_parent" in err  # its stacks, which it writes when the pipe on its stdin closes
+    assert "rank 1 still ran after 5 s and was killed. It was here:" in err
+    assert "in stats_of_rank" in err
+    assert 5 <= float(out) < LIMIT_SEC
 
 
 def start_hanging_ranks(start: Start, tmp_path: Path) -> Program:
     parent = start("-m", "ddpstats", "demo", PYTHONPATH=on_rank_1(tmp_path, HANGS))
     until = time.monotonic() + LIMIT_SEC
-    while len(list((tmp_path / "scratch").glob("*/logs/**/stderr.log"))) < 2:
+    while not (tmp_path / "begun").exists():
         assert parent.poll() is None
         assert time.monotonic() < until
         time.sleep(0.1)
@@ -312,3 +292,14 @@ def test_interrupted_parent_ends_its_ranks_and_says_nothing(start: Start, tmp_pa
     parent = start_hanging_ranks(start, tmp_path)
     os.kill(parent.pid, signal.SIGINT)
     assert ended(parent) == (130, "", "")
+
+
+@pytest.mark.slow
+def test_a_long_temporary_directory_is_no_hindrance(start: Start, tmp_path: Path) -> None:
+    """The path of a socket has about 100 bytes at most."""
+    directory = tmp_path / ("long" * 30)
+    directory.mkdir()
+    status, out, err = demo(start, "--json", TMPDIR=str(directory))
+    assert (status, err) == (0, "")
+    assert json.loads(out)["ok"]
+    assert not list(directory.iterdir())

@@ -12,10 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from ddpstats import cli
-from ddpstats.lint._collectives import _TORCH
-from ddpstats.lint._lint import lint
-from ddpstats.lint._rules import RULES
-from ddpstats.lint._sarif import as_sarif
+from ddpstats.lint.collectives import _TORCH
+from ddpstats.lint.findings import RULES, as_sarif
+from ddpstats.lint.lint import lint
 
 FAULTY = """import torch.distributed as dist
 def save(rank):
@@ -181,7 +180,7 @@ def test_chained_calls_and_long_functions_are_checked_in_time(tmp_path: Path) ->
 
 
 def test_file_that_takes_too_long_is_not_checked(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpstats.lint._collectives.MOST_SEC", -1.0)
+    monkeypatch.setattr("ddpstats.lint.collectives.MOST_SEC", -1.0)
     (tree / "src" / "faulty.py").write_text(FAULTY + "        dist.all_reduce(rank)\n" * 1000)
     checked = lint([tree / "src" / "faulty.py"])
     assert checked.status == 2
@@ -202,3 +201,16 @@ def test_index_of_group_parameter_is_that_of_torch() -> None:
     indices = {op: list(inspect.signature(call).parameters).index("group") for op, call in functions.items()}
     assert len(indices) > 10
     assert indices == {op: _TORCH[op] for op in functions}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import deepspeed\nengine, *_ = deepspeed.initialize()\nif rank == 0:\n    engine.save_checkpoint('x')\n",
+        "import lightning\ntrainer = lightning.Trainer()\nif rank == 0:\n    trainer.save_checkpoint('x')\n",
+        "import pytorch_lightning as pl\nif rank == 0:\n    trainer.save_checkpoint('x')\n",
+    ],
+)
+def test_file_that_names_a_library_alone_is_parsed(tmp_path: Path, text: str) -> None:
+    (tmp_path / "train.py").write_text(text)
+    assert [finding.rule for finding in lint([tmp_path]).findings] == ["rank-branch"]

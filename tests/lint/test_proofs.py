@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.lint._lint import lint
+from ddpstats.lint.lint import lint
 from ddpstats.testing import RankPool
 from tests.lint import proof_runs
 from tests.needs import needs

@@ -1,10 +1,10 @@
-"""Which collectives some ranks run and others do not, in one function.
+"""The walk through one function: it reports collectives that some ranks run and others do not.
 
 1. The statements are walked in order; `Origins` follows what each variable depends on.
 2. At a condition in which ranks may differ, the collectives of the two sides are compared, up to where the sides meet
-   again: what comes after an early exit is a side's own. Sides that run the same operations accuse nobody.
+   again: what comes after an early exit belongs to the other side. Sides that run the same operations are no finding.
 3. A loop of which ranks may make different numbers of turns, an iteration in an order of its own, an exception that is
-   caught between collectives, and a context or a decorator for single ranks are found on the way.
+   caught between collectives, and a context or a decorator for single ranks are reported on the way.
 4. Branches that complete each other (first the others wait, then rank 0) are taken out at the end.
 """
 
@@ -12,15 +12,27 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ddpstats.lint._collectives import Collective, Collectives, is_for_one_rank
-from ddpstats.lint._errors import Errors
-from ddpstats.lint._order import Order
-from ddpstats.lint._origins import SAME, Differs, Origin, Origins, is_of_rank
-from ddpstats.lint._program import COMPREHENSIONS, RANGES, Exit, Function, exits, last_name, parts_of, text_of
-from ddpstats.lint._rules import DICT_ORDER, EARLY_EXIT, RANK_BRANCH, SWALLOWED_ERROR
+from ddpstats.lint.collectives import Collective, Collectives, is_about_world, is_for_one_rank
+from ddpstats.lint.findings import DICT_ORDER, EARLY_EXIT, RANK_BRANCH, SWALLOWED_ERROR
+from ddpstats.lint.order import Order
+from ddpstats.lint.origins import SAME, Differs, Origin, Origins, is_of_rank
+from ddpstats.lint.program import (
+    COMPREHENSIONS,
+    RANGES,
+    Exit,
+    Function,
+    Program,
+    changed_by,
+    exits,
+    key_of,
+    last_name,
+    parts_of,
+    stored_in,
+    text_of,
+)
 
 _ONE_AFTER_ANOTHER = re.compile(r".*(process|zero|rank)_first")
 _MAY_FAIL_ON_ONE = frozenset(
@@ -65,7 +77,7 @@ class _Later:
 
 @dataclass(frozen=True)
 class Accusation:
-    """At ``node``; ``test`` and ``ops`` tell whether two branches complete each other."""
+    """A finding at ``node``; ``test`` and ``ops`` decide whether two branches complete each other."""
 
     rule: str
     node: ast.AST
@@ -75,13 +87,13 @@ class Accusation:
 
 
 class FlowWalk:
-    """Of one function, or of a module's own statements."""
+    """The walk through one function, or through a module's own statements."""
 
     def __init__(self, collectives: Collectives, owner: ast.ClassDef | None) -> None:
         self._collectives = collectives
         self._owner = owner
         self._origins = Origins(collectives, owner)
-        self._found: list[Accusation] = []
+        self._accusations: list[Accusation] = []
         self._body: Sequence[ast.stmt] = ()
         self._order: Order
         self._errors: Errors
@@ -91,40 +103,48 @@ class FlowWalk:
         if function is not None and is_for_one_rank(function):
             if ops:
                 self._accuse(RANK_BRANCH, ops[0], f"a decorator lets only one rank run {function.name}()")
-        elif ops or any(isinstance(one, COMPREHENSIONS) for part in body for one in ast.walk(part)):
+        elif ops or any(isinstance(node, COMPREHENSIONS) for part in body for node in ast.walk(part)):
             program = self._collectives.program
             self._body, self._order = body, Order(program, body, function)
             self._errors = Errors(program, self._owner, function)
             self._origins.enter(body, function)
             self._block(body, _Later())
-        tests = {(one.ops, one.test) for one in self._found if one.rule == RANK_BRANCH and one.ops}
+        tests = {
+            (accusation.ops, accusation.test)
+            for accusation in self._accusations
+            if accusation.rule == RANK_BRANCH and accusation.ops
+        }
         completed = [ops for ops, _ in tests]
-        return [one for one in self._found if one.rule != RANK_BRANCH or completed.count(one.ops) < 2]
+        return [
+            accusation
+            for accusation in self._accusations
+            if accusation.rule != RANK_BRANCH or completed.count(accusation.ops) < 2
+        ]
 
     def _among(self, nodes: Sequence[ast.AST]) -> list[Collective]:
         return self._collectives.among(nodes, self._owner)
 
-    def _accuse(self, rule: str, one: Collective, why: str, test: str = "", ops: Sequence[Collective] = ()) -> None:
-        reason = f"{one} needs all ranks: {why}."
-        self._found.append(Accusation(rule, one.call, reason, test, tuple(one.op for one in ops)))
+    def _accuse(self, rule: str, first: Collective, why: str, test: str = "", ops: Sequence[Collective] = ()) -> None:
+        reason = f"{first} needs all ranks: {why}."
+        self._accusations.append(Accusation(rule, first.call, reason, test, tuple(collective.op for collective in ops)))
 
-    def _skips(self, exit_: ast.stmt, first: Collective, why: str) -> None:
+    def _report_skip(self, exit_: ast.stmt, first: Collective, why: str) -> None:
         skipped = f"{type(exit_).__name__.lower()} skips {first.op} (line {first.call.lineno})"
-        self._found.append(Accusation(EARLY_EXIT, exit_, f"{skipped}, which other ranks run: {why}."))
+        self._accusations.append(Accusation(EARLY_EXIT, exit_, f"{skipped}, which other ranks run: {why}."))
 
     # -- statements ---------------------------------------------------------------------------------------------------
 
-    def _block(self, statements: Sequence[ast.stmt], later: _Later, *, told: bool = False) -> None:
-        """``told``: what is in it is not told again."""
-        found = len(self._found)
-        leaves = [index for index, one in enumerate(statements) if isinstance(one, (ast.Return, ast.Raise))]
+    def _block(self, statements: Sequence[ast.stmt], later: _Later, *, is_reported: bool = False) -> None:
+        """Walk statements. ``is_reported``: a finding covers them already, so that none is added for what is inside."""
+        before = len(self._accusations)
+        leaves = [index for index, statement in enumerate(statements) if isinstance(statement, (ast.Return, ast.Raise))]
         rest = self._among(statements)
         for index, statement in enumerate(statements):
             rest = rest[len(self._among([statement])) :]
             others = _Later() if leaves and index < leaves[-1] else later  # the others leave as well
             self._statement(statement, others.behind(rest) if hasattr(statement, "body") else later)
-        if told:
-            del self._found[found:]
+        if is_reported:
+            del self._accusations[before:]
 
     def _statement(self, node: ast.stmt, later: _Later) -> None:
         if isinstance(node, ast.If):
@@ -142,7 +162,7 @@ class FlowWalk:
             self._origins.assigned_by(node)
 
     def _expressions(self, *nodes: ast.AST) -> None:
-        """Conditions and iterations inside of expressions; then what the calls have made alike."""
+        """Walk conditions and iterations inside of expressions; then note what calls have made equal on all ranks."""
         for part in parts_of(*nodes):
             if isinstance(part, ast.IfExp):
                 self._compare(part.test, [part.body], [part.orelse])
@@ -161,12 +181,12 @@ class FlowWalk:
     def _if(self, node: ast.If, later: _Later) -> None:
         self._expressions(node.test)
         origin = self._origins.of_condition(node.test)
-        told = isinstance(origin, Differs) and self._sides(node, origin, later)
+        is_reported = isinstance(origin, Differs) and self._report_branches(node, origin, later)
         before = dict(self._origins.known)
         after: list[tuple[dict[str, Origin], bool]] = []  # with whether a collective has run
         for side in (node.body, node.orelse):
             self._origins.known = dict(before)
-            self._block(side, later, told=told)
+            self._block(side, later, is_reported=is_reported)
             if not (side and isinstance(side[-1], Exit | ast.Raise)):
                 after.append((self._origins.known, bool(self._among(side))))
         # a condition that does not differ, with a collective on one side: with several ranks, it is that side
@@ -174,8 +194,8 @@ class FlowWalk:
         self._origins.merge(ran or [known for known, _ in after] or [before])
         self._origins.assign_under(origin, node.body + node.orelse)
 
-    def _sides(self, node: ast.If, origin: Differs, later: _Later) -> bool:
-        """Whether they do differ, which is then told."""
+    def _report_branches(self, node: ast.If, origin: Differs, later: _Later) -> bool:
+        """Report a finding if the branches run different collectives; return whether they do."""
         sides = [node.body, node.orelse]
         for side in sides:
             if self._is_answered_elsewhere(side) and is_of_rank(origin):
@@ -194,38 +214,47 @@ class FlowWalk:
             return self._differ(runs, origin, node.test, exit_ if missed else None)
         if self._differ(runs, origin, node.test):
             return True
-        for one in () if exit_ else (one for side in sides for one in exits(side)):
-            if missed := later.missed_sometimes(one):
-                self._skips(one, missed[0], origin.why)
+        for inner in () if exit_ else (each for side in sides for each in exits(side)):
+            if missed := later.missed_sometimes(inner):
+                self._report_skip(inner, missed[0], origin.why)
                 return True
         return False
 
     def _is_made_behind(self, node: ast.If, file: str) -> bool:
-        """Whether one rank alone makes the file before the next collective: a rank that looks later sees it."""
+        """Return whether one rank makes the file before the next collective: a rank that looks later sees it."""
         named = re.compile(rf"(?<![\w.])(?<!dirname\(){re.escape(file)}(?!\w|\.(parent|name|stem)\b)")  # not its folder
-        for one in parts_of(*self._body):
-            if isinstance(one, ast.Call) and one.lineno > node.lineno and self._collectives.of(one, self._owner):
+        for part in parts_of(*self._body):
+            if isinstance(part, ast.Call) and part.lineno > node.lineno and self._collectives.of(part, self._owner):
                 return False
-            if not isinstance(one, ast.If) or one.lineno <= node.lineno or not is_of_rank(self._origins.of(one.test)):
+            if (
+                not isinstance(part, ast.If)
+                or part.lineno <= node.lineno
+                or not is_of_rank(self._origins.of(part.test))
+            ):
                 continue
-            calls = [part for part in parts_of(*one.body) if isinstance(part, ast.Call)]
+            calls = [part for part in parts_of(*part.body) if isinstance(part, ast.Call)]
             if any(not _HARMLESS.fullmatch(last_name(call.func)) and named.search(ast.unparse(call)) for call in calls):
                 return True
         return False
 
     def _hands_over(self, side: Sequence[ast.stmt]) -> bool:
-        """Whether a function that runs a collective is defined in it: who runs it, and how often, is not seen here.
+        """Return whether a side defines a function that runs a collective, or serves others in an endless loop.
 
-        Nor whom those answer that a function serves for ever.
+        Which ranks run that, and how often, cannot be read from the text.
         """
-        inner = [one for part in side for one in ast.walk(part) if isinstance(one, ast.FunctionDef)]
+        inner = [node for part in side for node in ast.walk(part) if isinstance(node, ast.FunctionDef)]
         calls = [part for part in parts_of(*side) if isinstance(part, ast.Call)]
         called = (self._collectives.program.function_called(call, self._owner) for call in calls)
-        serves = any(isinstance(one, ast.While) and _is_endless(one) for each in called if each for one in each.body)
-        return serves or any(self._among(one.body) for one in inner)
+        serves = any(
+            isinstance(statement, ast.While) and _is_endless(statement)
+            for each in called
+            if each
+            for statement in each.body
+        )
+        return serves or any(self._among(function.body) for function in inner)
 
     def _is_answered_elsewhere(self, side: Sequence[ast.stmt]) -> bool:
-        """Whether a function of another file may run there what the other side runs."""
+        """Return whether a function of another file may run the collective of the other side."""
         calls = (part for part in parts_of(*side) if isinstance(part, ast.Call))
         elsewhere = (call for call in calls if self._collectives.program.is_elsewhere(call))
         return not self._among(side) and any(not _HARMLESS.fullmatch(last_name(call.func)) for call in elsewhere)
@@ -233,20 +262,26 @@ class FlowWalk:
     def _differ(
         self, runs: Sequence[list[Collective]], origin: Differs, test: ast.expr, exit_: ast.stmt | None = None
     ) -> bool:
-        """``exit_``: by which one of the two leaves, before collectives that are then in the other."""
-        body, orelse = ([one.op for one in run] for run in runs)
+        """Report if two sides run different collectives. ``exit_``: how one side leaves before those of the other."""
+        body, orelse = ([collective.op for collective in run] for run in runs)
         if body == orelse or (body and orelse and {*body} == {*orelse}):
             return False
         pairs = enumerate(zip(body, orelse, strict=False))
-        common = next((at for at, (one, other) in pairs if one != other), min(len(body), len(orelse)))
+        common = next((at for at, (first, other) in pairs if first != other), min(len(body), len(orelse)))
         on_body = len(body) > common
         longer = runs[0] if on_body else runs[1]
         if exit_ is not None:
-            self._skips(exit_, longer[common], origin.why)
+            self._report_skip(exit_, longer[common], origin.why)
         else:
-            tested = test if on_body else ast.UnaryOp(ast.Not(), test)
+            tested = self._rank_part(test) if on_body else ast.UnaryOp(ast.Not(), test)
             self._accuse(origin.rule, longer[common], origin.why, ast.unparse(tested), longer)
         return True
+
+    def _rank_part(self, test: ast.expr) -> ast.expr:
+        """Return ``rank == 0`` of ``rank == 0 and save``: whether two branches complete each other is up to it."""
+        if not isinstance(test, ast.BoolOp) or not isinstance(test.op, ast.And):
+            return test
+        return next((value for value in test.values if is_of_rank(self._origins.of_condition(value))), test)
 
     def _compare(self, test: ast.expr, body: Sequence[ast.AST], orelse: Sequence[ast.AST]) -> None:
         origin = self._origins.of_condition(test)
@@ -259,20 +294,23 @@ class FlowWalk:
         self._expressions(node.iter)
         self._iteration(node, node.body)
         ops = self._among(node.body)
-        told = self._tell_turns(self._turns(node.iter), ops)
+        is_reported = self._report_turns(self._turns(node.iter), ops)
         self._origins.assign_turn(node.target, node.iter)
         before = dict(self._origins.known)
-        self._block(node.body, later.in_loop(ops), told=told)
+        self._block(node.body, later.in_loop(ops), is_reported=is_reported)
         self._origins.merge([before, self._origins.known])
         self._block(node.orelse, later)
 
-    def _tell_turns(self, origin: Origin, ops: Sequence[Collective]) -> bool:
+    def _report_turns(self, origin: Origin, ops: Sequence[Collective]) -> bool:
         if isinstance(origin, Differs) and ops:
             self._accuse(origin.rule, ops[0], f"ranks may make different numbers of turns, {origin.why}")
         return isinstance(origin, Differs)
 
     def _turns(self, iterated: ast.expr) -> Origin:
-        """Of ``range(rank, n, size)`` and ``files[rank::size]``; parts are equal where both ends move with the rank."""
+        """Return the origin of the number of turns: ranks differ in ``range(rank, n, size)`` and ``files[rank::size]``.
+
+        Where both ends move with the rank, the parts are equal.
+        """
         ends: list[ast.expr | None] = []
         if isinstance(iterated, ast.Call) and last_name(iterated.func) in RANGES and len(iterated.args) > 1:
             ends = [*iterated.args[:2]]
@@ -280,35 +318,43 @@ class FlowWalk:
             ends = [iterated.slice.lower, iterated.slice.upper]
         differing = [origin for end in ends if end is not None and is_of_rank(origin := self._origins.of(end))]
         parts = parts_of(*self._body if len(differing) == 1 else ())
-        even = (isinstance(getattr(one, "op", None), ast.Mod) or _MAKES_EVEN.search(last_name(one)) for one in parts)
+        even = (isinstance(getattr(part, "op", None), ast.Mod) or _MAKES_EVEN.search(last_name(part)) for part in parts)
         return differing[0] if len(differing) == 1 and not any(even) else None  # padded, or known to be divisible
 
     def _while(self, node: ast.While, later: _Later) -> None:
         self._expressions(node.test)
         ops = self._among(node.body)
-        before, found = dict(self._origins.known), len(self._found)
+        known, before = dict(self._origins.known), len(self._accusations)
         self._block(node.body, later.in_loop(ops, endless=_is_true(node.test)))
         origin = self._origins.of(node.test)  # of what a turn has left
         if isinstance(origin, Differs):
-            del self._found[found:]
-            self._tell_turns(origin, ops)
-        self._origins.merge([before, self._origins.known])
+            del self._accusations[before:]
+            self._report_turns(origin, ops)
+        self._origins.merge([known, self._origins.known])
         self._block(node.orelse, later)
 
     def _iteration(self, loop: ast.For | ast.AsyncFor | ast.comprehension, body: Sequence[ast.AST]) -> None:
-        """Each turn runs a collective: in which order?"""
+        """Report a loop whose turns run a collective in an order that ranks do not share."""
         calls = (part for part in parts_of(*body) if isinstance(part, ast.Call))
         ops = ((call, self._collectives.possible(call, self._owner)) for call in calls)
         call, op = next(((call, op) for call, op in ops if op not in ("", "backward", "log", "log_dict")), (None, ""))
         is_same = self._origins.of(loop.iter) == SAME and not isinstance(loop.iter, ast.Set)
-        if call and not (is_same or self._is_agreed(loop.iter)) and (why := self._order.own(loop, body, call)):
+        if (
+            call
+            and not (is_same or self._is_agreed(loop.iter))
+            and (why := self._order.differing_order(loop, body, call))
+        ):
             reason = f"{op} for each entry in the order of {why}."
-            self._found.append(Accusation(DICT_ORDER, call, reason))
+            self._accusations.append(Accusation(DICT_ORDER, call, reason))
 
     def _is_agreed(self, iterated: ast.expr) -> bool:
-        """Whether ranks have sent each other what is iterated, as lists of keys, before."""
-        names = {one.id for one in ast.walk(iterated) if isinstance(one, ast.Name)}
-        sent = (one.call for one in self._among(self._body) if "object" in one.op and one.call.lineno < iterated.lineno)
+        """Return whether ranks have gathered before what is iterated, such as lists of keys."""
+        names = {node.id for node in ast.walk(iterated) if isinstance(node, ast.Name)}
+        sent = (
+            collective.call
+            for collective in self._among(self._body)
+            if "object" in collective.op and collective.call.lineno < iterated.lineno
+        )
         return any(isinstance(part, ast.Name) and part.id in names for call in sent for part in ast.walk(call))
 
     # -- errors and contexts ------------------------------------------------------------------------------------------
@@ -332,9 +378,9 @@ class FlowWalk:
     def _handler(self, node: ast.Try, handler: ast.ExceptHandler, ops: list[Collective], later: _Later) -> None:
         kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
         broad = any(kind is None or last_name(kind) in _MAY_FAIL_ON_ONE for kind in kinds)
-        if not broad or self._errors.are_told(node, handler) or self._among(handler.body):
+        if not broad or self._errors.is_raised(node, handler) or self._among(handler.body):
             return
-        collectives = {id(one.call) for one in ops}
+        collectives = {id(collective.call) for collective in ops}
         calls = [part for part in parts_of(*node.body) if isinstance(part, ast.Call) and id(part) not in collectives]
         risky = [call for call in calls if not _HARMLESS.fullmatch(last_name(call.func))]
         if not risky or any(last_name(call.func) == _TRIES_TO_START for call in risky):
@@ -345,7 +391,7 @@ class FlowWalk:
             self._accuse(SWALLOWED_ERROR, ops[-1], f"{why}, and line {handler.lineno} goes on")
         for exit_ in () if ops else exits(handler.body):
             if (missed := later.missed_sometimes(exit_)) and not _LEADS.match(missed[0].op):
-                self._skips(exit_, missed[0], why)
+                self._report_skip(exit_, missed[0], why)
                 return
 
     def _with(self, node: ast.With | ast.AsyncWith, later: _Later) -> None:
@@ -356,7 +402,7 @@ class FlowWalk:
         if first and (ops := self._among(node.body)):
             self._accuse(RANK_BRANCH, ops[0], f"{first}() lets the other ranks wait until the first has left it")
         uneven = any(name in ("Join", "join") for name in called)  # ranks without a batch run what the others do
-        self._block(node.body, later, told=uneven)
+        self._block(node.body, later, is_reported=uneven)
 
 
 def _is_true(test: ast.expr) -> bool:
@@ -364,12 +410,104 @@ def _is_true(test: ast.expr) -> bool:
 
 
 def _is_endless(loop: ast.While) -> bool:
-    return _is_true(loop.test) and all(isinstance(one, ast.Continue) for one in exits(loop.body))
+    return _is_true(loop.test) and all(isinstance(exit_, ast.Continue) for exit_ in exits(loop.body))
 
 
 def without_completed(accused: Sequence[Accusation]) -> list[Accusation]:
-    """Without what one function does on rank 0 and another on the rest, as in ``__enter__`` and ``__exit__``."""
+    """Drop what one function runs on rank 0 and another on the rest, as in ``__enter__`` and ``__exit__``."""
     sides: dict[tuple[str, ...], set[bool]] = {}
-    for one in accused:
-        sides.setdefault(one.ops, set()).add(bool(_NEGATIVE.match(one.test)))
-    return [one for one in accused if not (one.rule == RANK_BRANCH and one.ops and len(sides[one.ops]) > 1)]
+    for accusation in accused:
+        sides.setdefault(accusation.ops, set()).add(bool(_NEGATIVE.match(accusation.test)))
+    return [
+        accusation
+        for accusation in accused
+        if not (accusation.rule == RANK_BRANCH and accusation.ops and len(sides[accusation.ops]) > 1)
+    ]
+
+
+_ENDS_THE_RUN = frozenset({"exit", "_exit", "abort", "quit", "kill", "destroy_process_group"})
+_HANDS_ON = frozenset({"put", "put_nowait", "send", "set_exception"})
+_IS_TEST = re.compile(r"_?test_\w+")
+_CHECKS = re.compile(r"\b(self|pytest)\.fail\(|\.(assert[A-Z]\w*|fail)\([^)]")  # of a test
+_ONLY_READS = re.compile(r"(?i)(\w*print|log|warn|write)\w*|info|debug|error|exception|critical|len|str|repr|type|bool")
+_SEVERAL = (ast.Tuple, ast.List, ast.Dict)
+
+
+class Errors:
+    """The exceptions that one function, or a module's own statements, catch."""
+
+    def __init__(self, program: Program, owner: ast.ClassDef | None, function: Function | None) -> None:
+        self._program = program
+        self._owner = owner
+        self._function = function
+
+    def is_raised(self, node: ast.Try, handler: ast.ExceptHandler) -> bool:
+        """Return whether a caught error is raised, ends the run, is expected by a test, or is kept to be raised."""
+        if _raises(handler) or self._is_expected(node, handler) or self._tells_status(node, handler):
+            return True
+        return self.end_the_run([*handler.body, *node.finalbody])
+
+    def end_the_run(self, statements: Sequence[ast.stmt], depth: int = 1) -> bool:
+        """Return whether statements end the run, by a call or by a function of this file."""
+        calls = [part for part in parts_of(*statements) if isinstance(part, ast.Call)]
+        if any(last_name(call.func) in _ENDS_THE_RUN for call in calls):
+            return True
+        called = (self._program.function_called(call, self._owner) for call in calls if depth)
+        return any(self.end_the_run(function.body, depth - 1) for function in called if function is not None)
+
+    def _is_expected(self, node: ast.Try, handler: ast.ExceptHandler) -> bool:
+        """Return whether a test expects the error on all ranks, or an assertion is about it."""
+        text = "\n".join(map(ast.unparse, [*handler.body, *node.orelse]))
+        if _CHECKS.search(text) or ("assert" in text and self._function and _IS_TEST.fullmatch(self._function.name)):
+            return True
+        own = stored_in(*handler.body) | {handler.name}
+        asserted = (node for part in parts_of(*handler.body) if isinstance(part, ast.Assert) for node in ast.walk(part))
+        return any(last_name(node) in own for node in asserted)
+
+    def _tells_status(self, node: ast.Try, handler: ast.ExceptHandler) -> bool:
+        """Return whether a handler sets the exit status, as main() of ``sys.exit(main())`` does, or keeps the error."""
+        scope = self._function or self._program.tree
+        calm = {
+            part for statement in [*node.body, *node.orelse] for part in ast.walk(statement)
+        }  # which runs without an error
+        around = [part for part in ast.walk(scope) if part not in calm]
+        ends = self._program.ends_of(around)
+        values = [part.value for part in around if isinstance(part, (ast.Return, ast.Assign))]
+        for call in (part for part in around if isinstance(part, ast.Call)):
+            if function := self._program.function_called(call, self._owner):
+                ends |= set(map(key_of, call.args)) if self._program.ends_of(ast.walk(function)) else set()
+            elif not _ONLY_READS.fullmatch(last_name(call.func)):
+                values += [*call.args, *(keyword.value for keyword in call.keywords)]
+        passed = {key_of(item) for value in values for item in _each(value)}  # to whoever may raise it
+        shared = {name for part in around if isinstance(part, (ast.Global, ast.Nonlocal)) for name in part.names}
+        for part in parts_of(*handler.body):
+            keys = set(map(key_of, changed_by(part)))
+            others = keys - (stored_in(*scope.body) - shared)  # which are read elsewhere
+            given = part.args if isinstance(part, ast.Call) else [part.value] if isinstance(part, ast.Assign) else []
+            keeps = any(last_name(item) == handler.name for value in given for item in _each(value))
+            hands_on = isinstance(part, ast.Call) and last_name(part.func) in _HANDS_ON
+            if keys & ends or others & self._program.statuses or (keeps and (hands_on or others or keys & passed)):
+                return True
+        returns = any(isinstance(exit_, ast.Return) for exit_ in exits(handler.body))
+        return returns and f"{getattr(scope, 'name', '')}()" in self._program.statuses
+
+
+def _each(value: ast.AST | None) -> Iterable[ast.AST]:
+    """Return the items of a tuple, list or dict, or the value itself."""
+    return ast.iter_child_nodes(value) if isinstance(value, _SEVERAL) else [value] if value else []
+
+
+def _raises(handler: ast.ExceptHandler) -> bool:
+    """Return whether a handler raises, whatever the error's text is."""
+    asks = [
+        statement
+        for statement in handler.body
+        if isinstance(statement, ast.If) and f"str({handler.name})" in ast.unparse(statement.test)
+    ]
+    skips = [
+        statement.body
+        for statement in asks
+        if isinstance(statement.body[-1], Exit) and not is_about_world(statement.test)
+    ]
+    raises = any(isinstance(part, ast.Raise) for part in parts_of(*handler.body))
+    return raises and all(any(isinstance(part, ast.Raise) for part in parts_of(*body)) for body in skips)

@@ -1,8 +1,8 @@
-"""In which order an iteration runs: whether it is one that ranks may not share.
+"""The order of an iteration: whether ranks may not share it.
 
-A set of strings has another order in each process, and a dict that of its insertions. A dict is accused where a
-function is handed it, unless the calls in the same file hand over one that they fill alike, and where its keys are
-those of such a dict or are read from the data. Other dicts, as those that a call has returned, are not known.
+A set of strings has another order in each process, and a dict has that of its insertions. A dict is a finding where
+it is a function's argument, unless the calls in the same file pass one that ranks fill equally, and where its keys are
+those of such a dict or are read from the data. Other dicts, such as those that a call returned, are not judged.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from ddpstats.lint._origins import names_entries
-from ddpstats.lint._program import Function, Program, dotted, last_name, parameters_of, parts_of, text_of
+from ddpstats.lint.origins import names_entries
+from ddpstats.lint.program import Function, Program, dotted, last_name, parameters_of, parts_of, text_of
 
 _SHARED = re.compile(
     r"(?i).*(param|state(_dict)?|buffers|modules|config|weights|groups|children|dataset|loader|model|optim|args|hyper)"
@@ -23,24 +23,28 @@ _DIRECT = frozenset({"all_reduce", "all_gather", "reduce", "broadcast"})
 
 
 class Order:
-    """Of the iterations in one function, or in a module's own statements."""
+    """The iterations in one function, or in a module's own statements."""
 
     def __init__(self, program: Program, body: Sequence[ast.stmt], function: Function | None) -> None:
         self._program = program
         self._body = body
         self._function = function
 
-    def own(self, loop: ast.For | ast.AsyncFor | ast.comprehension, turn: Sequence[ast.AST], call: ast.Call) -> str:
-        """What gives an order that is this rank's own; empty where that is not known.
+    def differing_order(
+        self, loop: ast.For | ast.AsyncFor | ast.comprehension, turn: Sequence[ast.AST], call: ast.Call
+    ) -> str:
+        """Return what gives this rank an order that others may not have; empty where that is not known.
 
         ``turn`` is the loop's body, ``call`` the one in it that runs a collective.
         """
         iterated = _passed_on(loop.iter)
-        assigned = (one for one in parts_of(*self._body) if isinstance(one, ast.Assign))
-        given = [one.value for one in assigned if dotted(one.targets[0]) == dotted(iterated) != ""]
-        source = given[0] if len(given) == 1 else iterated
+        assigned = (part for part in parts_of(*self._body) if isinstance(part, ast.Assign))
+        values = [
+            assignment.value for assignment in assigned if dotted(assignment.targets[0]) == dotted(iterated) != ""
+        ]
+        source = values[0] if len(values) == 1 else iterated
         args = source.args if isinstance(source, ast.Call) else []
-        has_keys = any(names_entries(one) and _is_indexed(one, turn) for one in args)
+        has_keys = any(names_entries(argument) and _is_indexed(argument, turn) for argument in args)
         if _is_set_of_strings(source, "keys" if has_keys else dotted(iterated)):
             return f"the set `{text_of(iterated)}`, whose strings each process hashes otherwise"
         held = _dict_of(iterated)
@@ -53,28 +57,28 @@ class Order:
         return f"the dict `{name}`, which is that of its insertions on this rank"
 
     def _is_for_any(self, function: Function, loop: ast.For | ast.AsyncFor | ast.comprehension, call: ast.Call) -> bool:
-        """Whether it is a function for any dict: it reduces the entries themselves, or calls itself for each."""
-        entries = {one.id for one in ast.walk(loop.target) if isinstance(one, ast.Name)}
-        given = {one.id for part in call.args for one in ast.walk(part) if isinstance(one, ast.Name)}
+        """Return whether the function takes any dict: it reduces the entries themselves, or calls itself for each."""
+        entries = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+        passed = {node.id for part in call.args for node in ast.walk(part) if isinstance(node, ast.Name)}
         name = last_name(call.func)
-        is_direct = name in _DIRECT and not entries.isdisjoint(given)
+        is_direct = name in _DIRECT and not entries.isdisjoint(passed)
         return not _SHARED.fullmatch(function.name) and (is_direct or name == function.name)
 
     def _is_own(self, name: str, body: Sequence[ast.stmt], function: Function | None, depth: int) -> bool:
-        """Whether the text shows that ranks may insert other keys, or in another order."""
+        """Return whether the text shows that ranks may insert other keys, or in another order."""
         owner = self._program.owner[function] if function is not None and name.startswith("self.") else None
         if owner is not None:
-            body = [one for method, of in self._program.owner.items() if of is owner for one in method.body]
-        is_given, sources = False, set[str]()
+            body = [statement for method, of in self._program.owner.items() if of is owner for statement in method.body]
+        is_reset, sources = False, set[str]()
         for part in parts_of(*body):
             for target in part.targets if isinstance(part, ast.Assign) else ():
                 if dotted(target) == name and isinstance(part, ast.Assign):
                     if "sorted(" in ast.unparse(part.value):
                         return False
-                    names = {one.id for one in ast.walk(part.value) if isinstance(one, ast.Name)}
-                    is_given |= part in body and name not in names
+                    names = {node.id for node in ast.walk(part.value) if isinstance(node, ast.Name)}
+                    is_reset |= part in body and name not in names
                     generators = part.value.generators if isinstance(part.value, ast.DictComp) else ()
-                    sources |= {dotted(part.value), *(dotted(_dict_of(one.iter)) for one in generators)}
+                    sources |= {dotted(part.value), *(dotted(_dict_of(generator.iter)) for generator in generators)}
                 elif isinstance(target, ast.Subscript) and dotted(target.value) == name:
                     if isinstance(target.slice, (ast.Subscript, ast.Call)):
                         return True  # a key of the data
@@ -83,7 +87,7 @@ class Order:
             depth and source not in ("", name) and self._is_own(source, body, function, depth - 1) for source in sources
         ):
             return True
-        if function is None or is_given or name not in parameters_of(function):
+        if function is None or is_reset or name not in parameters_of(function):
             return False
         handed = list(self._handed(function, name))
         return not handed or any(
@@ -92,9 +96,9 @@ class Order:
         )
 
     def _handed(self, function: Function, name: str) -> Iterator[tuple[ast.expr, Sequence[ast.stmt], Function | None]]:
-        """What the calls in this file pass as a parameter, with the function that each call is in."""
+        """Yield what the calls in this file pass as a parameter, with the function that each call is in."""
         position = parameters_of(function).index(name)
-        is_method = self._program.owner[function] is not None
+        is_method = self._program.is_method(function)
         for body, caller, owner in self._program.scopes():
             calls = (part for part in parts_of(*body) if isinstance(part, ast.Call)) if caller is not function else ()
             for call in calls:
@@ -108,7 +112,7 @@ def _sources_of(key: ast.expr, body: Sequence[ast.stmt]) -> Iterator[str]:
     """The dicts whose keys a loop runs over that sets ``key``."""
     loops = (part for part in parts_of(*body) if isinstance(part, ast.For) and isinstance(key, ast.Name))
     for loop in loops:
-        if dotted(key) in {dotted(one) for one in ast.walk(loop.target)}:
+        if dotted(key) in {dotted(node) for node in ast.walk(loop.target)}:
             yield dotted(_dict_of(_passed_on(loop.iter)))
 
 
@@ -120,7 +124,9 @@ def _is_set_of_strings(iterated: ast.expr, name: str) -> bool:
     if isinstance(iterated, ast.Call) and dotted(iterated.func) != "set":
         return False
     if isinstance(held, (ast.Set, ast.List, ast.Tuple)) and (held is not iterated or isinstance(held, ast.Set)):
-        strings = (one for one in held.elts if isinstance(one, ast.Constant) and isinstance(one.value, str))
+        strings = (
+            element for element in held.elts if isinstance(element, ast.Constant) and isinstance(element.value, str)
+        )
         return len(held.elts) > 1 and any(strings)
     is_set = held is not iterated or isinstance(held, ast.SetComp)
     return is_set and bool(_STRINGS.search(f"{name} {ast.unparse(held)}"))

@@ -9,19 +9,27 @@ Exit status 0 if nothing is found, 1 if something is, 2 if nothing is found and 
 from __future__ import annotations
 
 import argparse
+import ast
+import io
 import json
 import os
+import re
 import stat
+import sys
+import tokenize
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpstats._base.files import open_regular, read_at_most
 from ddpstats._base.text import VerbReport, check_writable, count_of, first_line, write_file
 from ddpstats.errors import DdpstatsError
-from ddpstats.lint._check import UnreadError, check_file
-from ddpstats.lint._rules import RULES, Finding
-from ddpstats.lint._sarif import as_sarif
+from ddpstats.lint.collectives import MAY_HOLD, Collectives, TooLongError
+from ddpstats.lint.findings import RULES, Finding, as_sarif, without_ignored
+from ddpstats.lint.flow import Accusation, FlowWalk, without_completed
+from ddpstats.lint.program import MatchAsIf, Program
 
 EPILOG = """examples:
   ddpstats lint train.py
@@ -51,8 +59,8 @@ class LintResult:
     def as_text(self) -> str:
         lines = [finding.as_text() for finding in self.findings]
         lines += [f"{path}: not checked: {why}" for path, why in self.unread]
-        found = count_of(len(self.findings), "findings") if self.findings else "nothing found"
-        return "\n".join([*lines, f"{found} in {count_of(self.files, 'files')}"])
+        count = count_of(len(self.findings), "findings") if self.findings else "nothing found"
+        return "\n".join([*lines, f"{count} in {count_of(self.files, 'files')}"])
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -81,7 +89,7 @@ def lint(paths: Sequence[Path], rules: Sequence[str] = tuple(RULES)) -> LintResu
             findings += check_file(path)
         except UnreadError as error:
             unread.append((str(path), str(error)))
-    return LintResult(files, tuple(one for one in findings if one.rule in rules), tuple(unread))
+    return LintResult(files, tuple(finding for finding in findings if finding.rule in rules), tuple(unread))
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
@@ -91,14 +99,75 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
         except (OSError, ValueError) as error:  # also of a name that is too long, or has a null in it
             why = getattr(error, "strerror", None) or first_line(error)
             raise DdpstatsError(f"{path}: {why[:1].lower()}{why[1:]}.", path=str(path)) from None
-        found = list(_files_below(path)) if is_dir else [path]
-        if not found:
+        files = list(_files_below(path)) if is_dir else [path]
+        if not files:
             raise DdpstatsError(f"{path}: there is no Python file in this directory.", path=str(path))
-        yield from found
+        yield from files
 
 
 def _files_below(path: Path) -> Iterator[Path]:
     for directory, inside, names in os.walk(path):
         inside[:] = sorted(name for name in inside if not name.startswith("."))
-        found = (Path(directory, name) for name in sorted(names) if name.endswith(".py"))
-        yield from (one for one in found if one.is_file())
+        files = (Path(directory, name) for name in sorted(names) if name.endswith(".py"))
+        yield from (file for file in files if file.is_file())
+
+
+_MOST_BYTES = 4 << 20
+
+
+class UnreadError(Exception):
+    """A file could not be checked; its text says why."""
+
+
+def check_file(path: Path) -> list[Finding]:
+    """Return the findings in one file, in the order of its lines. Raises `UnreadError`."""
+    if path.suffix != ".py":
+        raise UnreadError("its name does not end in .py")
+    try:
+        with open_regular(path) as file:
+            content = read_at_most(file, _MOST_BYTES)
+        if not MAY_HOLD.search(content):
+            return []
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        text = io.TextIOWrapper(io.BytesIO(content), encoding).read()
+        tree = parsed(text)
+    except OSError as error:
+        raise UnreadError(error.strerror or type(error).__name__) from None
+    except SyntaxError as error:
+        where = f"line {error.lineno}: " if error.lineno else ""
+        raise UnreadError(f"{where}{error.msg} (read as Python {sys.version_info[0]}.{sys.version_info[1]})") from None
+    except (ValueError, tokenize.TokenError) as error:  # also UnicodeDecodeError
+        raise UnreadError(first_line(error)) from None
+    except (RecursionError, MemoryError):
+        raise UnreadError("it is nested too deeply") from None
+    try:
+        return check_tree(tree, text, str(path))
+    except RecursionError:
+        raise UnreadError("it is nested too deeply") from None
+    except TooLongError:
+        raise UnreadError("it takes too long") from None
+
+
+def parsed(text: str) -> ast.Module:
+    """Raises SyntaxError, ValueError, RecursionError or MemoryError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escape sequences in the program's strings
+        tree = ast.parse(text)
+    return tree if "match " not in text else MatchAsIf().visit(tree)
+
+
+def check_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
+    """``path`` is what findings name. Raises RecursionError and `TooLongError`."""
+    program = Program(tree)
+    collectives = Collectives(program)
+    accused, findings = list[Accusation](), set()
+    for body, function, owner in program.scopes():
+        accused += FlowWalk(collectives, owner).walk(body, function)
+    lines = text.split("\n")
+    for accusation in without_completed(accused):
+        line, last = getattr(accusation.node, "lineno", 1), getattr(accusation.node, "end_lineno", 1)
+        before = lines[line - 1].encode()[: getattr(accusation.node, "col_offset", 0)].decode()  # ast counts bytes
+        findings.add(
+            Finding(path, line, len(before) + 1, accusation.rule, re.sub(r"\s+", " ", accusation.reason), last)
+        )
+    return sorted(without_ignored(sorted(findings), text, path))

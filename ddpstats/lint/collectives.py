@@ -1,8 +1,8 @@
-"""Which calls of a program are collectives of all ranks.
+"""The calls of a program that are collectives of all ranks.
 
-Known are the functions of torch.distributed and of libraries that stand on it, methods of objects that the file makes,
-and a few methods whose names say it. A function of the same file that runs a collective whatever happens counts as one.
-A collective of a process group that is not all ranks is left out: whose turn it is in a group cannot be read here.
+The tables have the functions of torch.distributed and of libraries that are built on it, methods of objects that the
+file makes, and a few methods by name. A function of the same file that always runs a collective counts as a collective.
+A collective of a process group other than all ranks is left out: its members cannot be read from the text.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from ddpstats.lint._backwards import backwards_of
-from ddpstats.lint._program import Function, Program, blocks_of, dotted, exits, last_name, parts_of
+from ddpstats.lint.backwards import backwards_of
+from ddpstats.lint.program import Function, Program, blocks_of, dotted, exits, last_name, parts_of
 
 # by operation: at which position the process group is passed
 _TORCH = {
@@ -83,12 +83,12 @@ _MOST_OPS = 100  # of one function, which others call in turn
 MOST_SEC = 30.0  # of this process, for one file
 _EACH = 1000  # questions between two looks at the clock, which is slow in places
 
-MAY_HOLD = re.compile(
-    rb"torch\.distributed|import distributed|all_reduce|all_gather|\bbarrier|broadcast_object|sync_dist|strategy\.|"
-    rb"horovod|[Aa]ccelerator|accelerate\.utils|wait_for_everyone|mmengine|detectron2|xla_model|[Ff]abric|"
-    rb"DistributedDataParallel|"
-    rb"torchmetrics|ddpstats"
+_LIBRARIES = {home.partition(".")[0] for home in (*_FUNCTIONS, *_METHODS_OF_MADE)} - {"torch"} | _LIGHTNING
+_WORDS = _LIBRARIES.union(
+    ("torch.distributed", "import distributed", "sync_dist"),
+    *(_WRAPPED, _METHODS, _METHODS_OF_NAMED, _FUNCTIONS["torch.nn.parallel"]),
 )
+MAY_HOLD = re.compile("|".join(map(re.escape, sorted(_WORDS))).encode())
 """Bytes that a file has where it calls a collective itself."""
 
 
@@ -96,8 +96,7 @@ MAY_HOLD = re.compile(
 class Collective:
     """``op`` is the operation, ``call`` where it is run in this function, ``via`` the function of the file that has it.
 
-    ``is_grouped``: of a process group that may be not all ranks. ``agrees``: its result is alike on all ranks.
-    ``in_place``: the tensor that it changes.
+    ``is_grouped``: of a process group that may be not all ranks. ``agrees``: its result is the same on all ranks.
     """
 
     op: str
@@ -105,18 +104,17 @@ class Collective:
     via: str = ""
     is_grouped: bool = False
     agrees: bool = True
-    in_place: ast.expr | None = None
 
     def __str__(self) -> str:
         return f"{self.via}() runs {self.op}, which" if self.via else self.op
 
 
 class TooLongError(Exception):
-    """To look for a file's collectives takes longer than anybody waits."""
+    """Raised when a file takes longer than `MOST_SEC`."""
 
 
 class Collectives:
-    """Of one file; what is found is kept."""
+    """The collectives of one file, looked up once for each call."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -124,21 +122,21 @@ class Collectives:
         self._calls: dict[ast.AST, list[ast.Call]] = {}
         self._certain_of: dict[Function, tuple[str, ...]] = {}
         self._possible_of: dict[Function, str] = {}
-        self._found: dict[ast.Call, tuple[Collective, ...]] = {}
+        self._known: dict[ast.Call, tuple[Collective, ...]] = {}
 
     def of(self, call: ast.Call, owner: ast.ClassDef | None) -> tuple[Collective, ...]:
-        """What a call runs; the operations, in order, where it is a function of this file. Raises `TooLongError`."""
+        """Return the collectives that a call runs, in order. Raises `TooLongError`."""
         self._asked += 1
         if self._asked % _EACH == 0 and time.process_time() > self._end:
             raise TooLongError
-        if call not in self._found:
-            self._found[call] = self._through(call, owner) or self._direct(call)
-        return self._found[call]
+        if call not in self._known:
+            self._known[call] = self._through(call, owner) or self._direct(call)
+        return self._known[call]
 
     def among(self, nodes: Sequence[ast.AST], owner: ast.ClassDef | None) -> list[Collective]:
-        """Those of all ranks, in the order of the text."""
+        """Return the collectives of all ranks in the nodes, in the order of the text."""
         calls = (call for node in nodes for call in self._calls_in(node))
-        return [one for call in calls for one in self.of(call, owner) if not one.is_grouped]
+        return [collective for call in calls for collective in self.of(call, owner) if not collective.is_grouped]
 
     def _calls_in(self, node: ast.AST) -> list[ast.Call]:
         if node not in self._calls:
@@ -146,14 +144,14 @@ class Collectives:
         return self._calls[node]
 
     def possible(self, call: ast.Call, owner: ast.ClassDef | None) -> str:
-        """An operation that the call may run, of any group and under any condition; empty if there is none."""
+        """Return an operation that the call may run, of any group and under any condition; empty if there is none."""
         if run := self._direct(call):
             return run[0].op
         function = self.program.function_called(call, owner)
         if function is not None and function not in self._possible_of:
             self._possible_of[function] = ""  # of one that calls itself
             calls = (part for part in parts_of(*function.body) if isinstance(part, ast.Call))
-            inside = (self.possible(one, self.program.owner[function]) for one in calls)
+            inside = (self.possible(inner, self.program.owner[function]) for inner in calls)
             self._possible_of[function] = next((op for op in inside if op), "")
         return self._possible_of[function] if function is not None else ""
 
@@ -165,11 +163,11 @@ class Collectives:
             return ()
         ops = self._certain(function)
         passed = any(_names_group(keyword.arg or "") for keyword in call.keywords)
-        grouped = passed or any(_names_group(last_name(one)) for one in call.args)
+        grouped = passed or any(_names_group(last_name(argument)) for argument in call.args)
         return tuple(Collective(op, call, function.name, grouped) for op in ops)
 
     def _certain(self, function: Function) -> tuple[str, ...]:
-        """What it runs whenever there is more than one rank."""
+        """Return the operations that a function runs whenever there is more than one rank."""
         if function not in self._certain_of:
             self._certain_of[function] = ()  # of one that calls itself
             ops = self._of_block(function.body, self.program.owner[function])
@@ -179,7 +177,7 @@ class Collectives:
     def _of_block(self, statements: Sequence[ast.stmt], owner: ast.ClassDef | None) -> Iterator[str]:
         for statement in statements:
             if isinstance(statement, ast.If):
-                yield from (one.op for one in self.among([statement.test], owner))
+                yield from (collective.op for collective in self.among([statement.test], owner))
                 branches = [list(self._of_block(block, owner)) for block in (statement.body, statement.orelse)]
                 if is_about_world(statement.test):
                     yield from branches[0] or branches[1]
@@ -189,11 +187,11 @@ class Collectives:
                     return
             elif blocks := list(blocks_of(statement)):
                 heads = [part for part in ast.iter_child_nodes(statement) if isinstance(part, (ast.expr, ast.withitem))]
-                yield from (one.op for one in self.among(heads, owner))
+                yield from (collective.op for collective in self.among(heads, owner))
                 for block in blocks[:1] if isinstance(statement, ast.Try) else blocks:
                     yield from self._of_block(block, owner)
             else:
-                yield from (one.op for one in self.among([statement], owner))
+                yield from (collective.op for collective in self.among([statement], owner))
                 if isinstance(statement, (ast.Return, ast.Raise)):
                     return
 
@@ -203,7 +201,7 @@ class Collectives:
         name = self.program.resolve(call.func)
         home, _, op = name.rpartition(".")
         if home and op in _TORCH and _TORCH_HOMES.fullmatch(home):
-            return self._of_torch(call, op, in_place=not re.search(r"functional|\.nn", home))
+            return self._of_torch(call, op, returns_result=bool(re.search(r"functional|\.nn", home)))
         for known, ops in _FUNCTIONS.items():
             if op in ops and (home == known or home.startswith(f"{known}.")):
                 return (Collective(op, call, "", _may_be_grouped(call), op != "barrier"),)
@@ -213,17 +211,26 @@ class Collectives:
             return self._of_torch(call, op) if is_module else ()
         return self._method(call)
 
-    def _of_torch(self, call: ast.Call, op: str, in_place: bool = True) -> tuple[Collective, ...]:
+    def _of_torch(self, call: ast.Call, op: str, returns_result: bool = False) -> tuple[Collective, ...]:
         if op == "new_group" and any(keyword.arg == "use_local_synchronization" for keyword in call.keywords):
             return ()
-        given = [keyword.value for keyword in call.keywords if keyword.arg is None or _names_group(keyword.arg)]
+        groups = [keyword.value for keyword in call.keywords if keyword.arg is None or _names_group(keyword.arg)]
         last = _TORCH[op] + 1  # those that return the result have it elsewhere, behind numbers and operations
-        given += [] if op.startswith("new_") else call.args[last - 1 : last] if in_place else _no_numbers(call.args[1:])
-        given += [one for one in call.args if _names_group(last_name(one.func if isinstance(one, ast.Call) else one))]
-        grouped = not all(ast.unparse(one) == "None" or dotted(one).endswith(".WORLD") for one in given)
-        changed = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "tensor"), None)
+        groups += (
+            []
+            if op.startswith("new_")
+            else _no_numbers(call.args[1:])
+            if returns_result
+            else call.args[last - 1 : last]
+        )
+        groups += [
+            argument
+            for argument in call.args
+            if _names_group(last_name(argument.func if isinstance(argument, ast.Call) else argument))
+        ]
+        grouped = not all(ast.unparse(group) == "None" or dotted(group).endswith(".WORLD") for group in groups)
         agrees = op not in _ON_ONE_RANK and op not in _OTHER_RESULTS
-        return (Collective(op, call, "", grouped, agrees, changed if in_place else None),)
+        return (Collective(op, call, "", grouped, agrees),)
 
     def _method(self, call: ast.Call) -> tuple[Collective, ...]:
         op, on = "__call__", call.func  # of an object that the file has made, or a method
@@ -231,7 +238,7 @@ class Collectives:
             op, on = on.attr, on.value
         maker = self.program.made.get(dotted(on)) or (on if isinstance(on, ast.Call) else None)
         made_by = self.program.resolve(maker.func) if maker else ""
-        keywords = [one.arg for one in ast.walk(maker) if isinstance(one, ast.keyword)] if maker else []
+        keywords = [node.arg for node in ast.walk(maker) if isinstance(node, ast.keyword)] if maker else []
         alone = not _SYNCS_OTHERWISE.isdisjoint(keywords)
         known = not alone and any(op in ops and made_by.startswith(begin) for begin, ops in _METHODS_OF_MADE.items())
         if known and op == "__call__":
@@ -251,7 +258,7 @@ class Collectives:
         if op in ("log", "log_dict"):
             synced = [keyword.value for keyword in call.keywords if keyword.arg == "sync_dist"]
             alone = any(keyword.arg in ("rank_zero_only", "sync_dist_group") for keyword in call.keywords)
-            return not alone and any(isinstance(one, ast.Constant) and one.value is True for one in synced)
+            return not alone and any(isinstance(value, ast.Constant) and value.value is True for value in synced)
         gathers = op == "all_gather" and dotted(on) in ("self", "pl_module")
         return self._has_lightning and (gathers or (op == "save_checkpoint" and last_name(on) == "trainer"))
 
@@ -265,20 +272,22 @@ class Collectives:
 
 
 def is_for_one_rank(function: Function) -> bool:
-    """Whether a decorator lets only one rank run it."""
-    called = (one.func if isinstance(one, ast.Call) else one for one in function.decorator_list)
-    return any(_ONLY_ONE_RANK.fullmatch(last_name(one)) for one in called)
+    """Return whether a decorator lets only one rank run the function."""
+    functions = (
+        decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in function.decorator_list
+    )
+    return any(_ONLY_ONE_RANK.fullmatch(last_name(called)) for called in functions)
 
 
 def is_about_world(test: ast.expr) -> bool:
-    """Whether a condition asks if there are other ranks at all."""
+    """Return whether a condition asks if there are other ranks at all."""
     text = ast.unparse(test)
     return bool(_ASKS_FOR_WORLD.search(text)) and not _ASKS_FOR_RANK.search(text)
 
 
 def _may_be_grouped(call: ast.Call) -> bool:
-    named = [*(one.arg for one in call.keywords), *map(last_name, call.args)]
-    return any(one in (None, "no_dist", "groups") or _names_group(one) for one in named)
+    named = [*(keyword.arg for keyword in call.keywords), *map(last_name, call.args)]
+    return any(name in (None, "no_dist", "groups") or _names_group(name) for name in named)
 
 
 def _names_group(name: str) -> bool:
@@ -286,4 +295,8 @@ def _names_group(name: str) -> bool:
 
 
 def _no_numbers(arguments: Sequence[ast.expr]) -> list[ast.expr]:
-    return [one for one in arguments if not isinstance(one, ast.Constant) and "ReduceOp" not in dotted(one)]
+    return [
+        argument
+        for argument in arguments
+        if not isinstance(argument, ast.Constant) and "ReduceOp" not in dotted(argument)
+    ]

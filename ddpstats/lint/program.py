@@ -13,7 +13,6 @@ Exit = ast.Return | ast.Break | ast.Continue
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 RANGES = ("range", "trange")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_EQUAL_PARTS = re.compile(r"\w*Distributed(Batch)?Sampler|prepare(_data_?loader)?|setup_dataloaders")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _WITHOUT_RANKS = frozenset({"torch", "numpy", "tqdm", *sys.stdlib_module_names})
 _SHAPED = frozenset({"Linear", "zeros", "ones", "empty", "rand", "randn"})
@@ -27,28 +26,37 @@ class Program:
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
         self.imports: dict[str, str] = {}
-        self.owner: dict[Function, ast.ClassDef | None] = {}
-        self.flags: dict[str, list[ast.expr]] = {}  # "self.is_main", "MAIN": the conditions that it is given
+        self.owner: dict[Function, ast.ClassDef | None] = {}  # of a nested function: that of the method around it
+        self._nested: set[Function] = set()
+        self.flags: dict[str, list[ast.expr]] = {}  # "self.is_main", "MAIN": the conditions that it is assigned
         self.made: dict[str, ast.Call] = {}  # "self.window": the call that its value came from
         self._collect(tree, None)
 
-    def _collect(self, node: ast.AST, owner: ast.ClassDef | None) -> None:
+    def _collect(self, node: ast.AST, owner: ast.ClassDef | None, is_inside: bool = False) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
-                self.imports.update((one.asname, one.name) for one in child.names if one.asname)
+                self.imports.update((alias.asname, alias.name) for alias in child.names if alias.asname)
             elif isinstance(child, ast.ImportFrom):
                 home = "." * child.level + (child.module or "")
-                self.imports.update((one.asname or one.name, f"{home}.{one.name}") for one in child.names)
+                self.imports.update((alias.asname or alias.name, f"{home}.{alias.name}") for alias in child.names)
             elif isinstance(child, ast.Assign) and isinstance(child.value, ast.Call):
-                firsts = (one.elts[0] if isinstance(one, ast.Tuple) else one for one in child.targets)
+                firsts = (target.elts[0] if isinstance(target, ast.Tuple) else target for target in child.targets)
                 self.made.update((dotted(first), child.value) for first in firsts if dotted(first))
             if isinstance(child, ast.Assign) and isinstance(child.value, (ast.Compare, ast.Call, ast.Subscript)):
                 for target in child.targets:
                     self.flags.setdefault(dotted(target), []).append(child.value)
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self.owner[child] = owner
-            inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-            self._collect(child, child if isinstance(child, ast.ClassDef) else None if inside else owner)
+                if is_inside:
+                    self._nested.add(child)
+                self._collect(child, owner, True)
+            elif isinstance(child, ast.ClassDef):
+                self._collect(child, child)
+            else:
+                self._collect(child, owner, is_inside)
+
+    def is_method(self, function: Function) -> bool:
+        return self.owner[function] is not None and function not in self._nested
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
@@ -57,20 +65,13 @@ class Program:
     @cached_property
     def modules(self) -> set[str]:
         """The first words of what is imported: "torch", "lightning"."""
-        plain = (one.name for node in self.nodes if isinstance(node, ast.Import) for one in node.names)
+        plain = (alias.name for node in self.nodes if isinstance(node, ast.Import) for alias in node.names)
         return {name.partition(".")[0] for name in (*self.imports.values(), *plain)}
 
     @cached_property
-    def has_equal_parts(self) -> bool:
-        """Whether the file sees to it that ranks have equally many samples: their mean is then the mean."""
-        keywords = (node for node in self.nodes if isinstance(node, ast.keyword) and node.arg == "drop_last")
-        drops = any(isinstance(one.value, ast.Constant) and one.value.value is True for one in keywords)
-        return drops or any(_EQUAL_PARTS.fullmatch(last_name(node)) for node in self.nodes)
-
-    @cached_property
     def configured(self) -> set[str]:
-        """Attributes that a constructor sets: from what it is given, or to what no other method changes."""
-        given, made, changed = set[str](), set[str](), set[str]()
+        """Return attributes that a constructor sets from its parameters, or that no other method changes."""
+        passed, made, changed = set[str](), set[str](), set[str]()
         for function in self.owner:
             parameters = set(parameters_of(function))
             for part in parts_of(*function.body):
@@ -78,70 +79,71 @@ class Program:
                 if function.name != "__init__":
                     changed.update(names)
                 elif isinstance(part, ast.Assign):
-                    named = {one.id for one in ast.walk(part.value) if isinstance(one, ast.Name)}
-                    (given if named & parameters else made).update(names)
-        return given | (made - changed)
+                    named = {node.id for node in ast.walk(part.value) if isinstance(node, ast.Name)}
+                    (passed if named & parameters else made).update(names)
+        return passed | (made - changed)
 
     @cached_property
     def sizes(self) -> set[str]:
         """Parameters that are a size, by their default or in the shape of a tensor: ``rank`` of a decomposition."""
-        found = set[str]()
+        sizes = set[str]()
         for node in self.nodes:
             if isinstance(node, ast.arguments):
                 named = [*node.posonlyargs, *node.args]
                 pairs = zip(named[len(named) - len(node.defaults) :], node.defaults, strict=True)
-                found.update(one.arg for one, default in pairs if _is_size(default))
+                sizes.update(argument.arg for argument, default in pairs if _is_size(default))
             elif isinstance(node, ast.AnnAssign) and node.value is not None and _is_size(node.value):
-                found.add(last_name(node.target))
+                sizes.add(last_name(node.target))
             elif isinstance(node, ast.Call) and last_name(node.func) in _SHAPED and len(node.args) > 1:
-                found.update(map(last_name, node.args))
-        return found
+                sizes.update(map(last_name, node.args))
+        return sizes
 
     @cached_property
     def constants(self) -> dict[str, bool]:
-        """By the last word of its name, whether the file may set it to a number below zero, which is no rank."""
-        found: dict[str, bool] = {}
+        """Return constants by the last word of their name, with whether the file may set a negative number: no rank."""
+        constants: dict[str, bool] = {}
         for node in self.nodes:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
                 for name in filter(str.isupper, map(last_name, changed_by(node))):
-                    found[name] = found.get(name, False) or bool(re.search(r"-\d", ast.unparse(node.value)))
-        return found
+                    constants[name] = constants.get(name, False) or bool(re.search(r"-\d", ast.unparse(node.value)))
+        return constants
 
     @cached_property
     def statuses(self) -> set[str]:
         """`ends_of` the whole file, and what made their values: "main()" of ``code = main()``."""
-        found = self.ends_of(self.nodes)
-        return found | {f"{last_name(self.made[name].func)}()" for name in found & self.made.keys()}
+        keys = self.ends_of(self.nodes)
+        return keys | {f"{last_name(self.made[name].func)}()" for name in keys & self.made.keys()}
 
     @staticmethod
     def ends_of(nodes: Iterable[ast.AST]) -> set[str]:
         """What a run ends with or for, as `key_of`: ``sys.exit(code)``, ``assert not problems``, ``raise error``."""
-        found = set[str]()
+        keys = set[str]()
         for node in nodes:
             values: list[ast.expr] = []
             if isinstance(node, ast.Raise):
                 raised = [node.exc, node.cause, *(node.exc.args if isinstance(node.exc, ast.Call) else ())]
-                found.update(key_of(one.value if isinstance(one, ast.Subscript) else one) for one in raised)
+                keys.update(key_of(value.value if isinstance(value, ast.Subscript) else value) for value in raised)
             elif isinstance(node, ast.Call) and _SETS_STATUS.fullmatch(last_name(node.func)):
                 values = node.args
             elif isinstance(node, ast.Assert) or (isinstance(node, ast.If) and any(map(_stops, node.body))):
                 values = [node.test]
             elif isinstance(node, ast.For) and any(map(_stops, node.body)):
                 values = [node.iter]
-            found.update(key_of(part) for one in values for part in ast.walk(one))
-        return found - {""}
+            keys.update(key_of(part) for value in values for part in ast.walk(value))
+        return keys - {""}
 
     def is_elsewhere(self, call: ast.Call) -> bool:
-        """Whether it is a function of another file of the program, or of a library that may know ranks."""
+        """Return whether a call is of another file of the program, or of a library that may know ranks."""
         first = dotted(call.func).partition(".")[0]
         return first in self.imports and self.imports[first].partition(".")[0] not in _WITHOUT_RANKS
 
     @cached_property
     def _by_name(self) -> dict[tuple[str | None, str], list[Function]]:
-        found: dict[tuple[str | None, str], list[Function]] = {}
+        functions: dict[tuple[str | None, str], list[Function]] = {}
         for function, owner in self.owner.items():
-            found.setdefault((owner.name if owner else None, function.name), []).append(function)
-        return found
+            class_name = owner.name if owner and self.is_method(function) else None
+            functions.setdefault((class_name, function.name), []).append(function)
+        return functions
 
     @cached_property
     def _parameters(self) -> set[str]:
@@ -150,7 +152,7 @@ class Program:
     @cached_property
     def _bases(self) -> dict[str, list[str]]:
         classes = (node for node in self.nodes if isinstance(node, ast.ClassDef))
-        return {one.name: [dotted(base) for base in one.bases] for one in classes}
+        return {node.name: [dotted(base) for base in node.bases] for node in classes}
 
     def resolve(self, called: ast.expr) -> str:
         """``torch.distributed.all_reduce`` of ``dist.all_reduce``; empty where it is no plain name."""
@@ -163,18 +165,18 @@ class Program:
         name = dotted(call.func)
         first, _, rest = name.rpartition(".")
         if not first:
-            found = self._by_name.get((None, name), []) if name not in self._parameters else []
+            functions = self._by_name.get((None, name), []) if name not in self._parameters else []
         elif first in ("self", "cls") and owner is not None:
-            found = self._method(owner.name, rest, frozenset())
+            functions = self._method(owner.name, rest, frozenset())
         else:
             return None
-        return found[0] if len(found) == 1 else None
+        return functions[0] if len(functions) == 1 else None
 
     def _method(self, owner: str, name: str, seen: frozenset[str]) -> list[Function]:
-        found = self._by_name.get((owner, name), [])
-        for base in self._bases.get(owner, ()) if not found and owner not in seen else ():
-            found = found or self._method(base, name, seen | {owner})
-        return found
+        functions = self._by_name.get((owner, name), [])
+        for base in self._bases.get(owner, ()) if not functions and owner not in seen else ():
+            functions = functions or self._method(base, name, seen | {owner})
+        return functions
 
     def scopes(self) -> Iterator[tuple[Sequence[ast.stmt], Function | None, ast.ClassDef | None]]:
         """Each body of statements that runs as one: the module's, and each function's with its class."""
@@ -221,13 +223,13 @@ def changed_by(part: ast.AST) -> list[ast.expr]:
         targets = [part.target]
     elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in _FILLS:
         targets = [part.func.value]
-    each = [one for target in targets for one in getattr(target, "elts", [target])]
-    return [one.value if isinstance(one, ast.Subscript) else one for one in each]
+    each = [element for target in targets for element in getattr(target, "elts", [target])]
+    return [element.value if isinstance(element, ast.Subscript) else element for element in each]
 
 
 def stored_in(*nodes: ast.AST) -> set[str]:
     """The variables that are set anywhere in them, also by a loop or ``with``."""
-    return {dotted(one) for one in parts_of(*nodes) if isinstance(getattr(one, "ctx", None), ast.Store)}
+    return {dotted(part) for part in parts_of(*nodes) if isinstance(getattr(part, "ctx", None), ast.Store)}
 
 
 def _is_size(default: ast.expr) -> bool:
@@ -235,9 +237,13 @@ def _is_size(default: ast.expr) -> bool:
 
 
 def parameters_of(function: Function) -> list[str]:
-    """In the order in which a call passes them."""
-    given = function.args
-    return [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs) if one.arg not in ("self", "cls")]
+    """Return the names of the parameters in the order in which a call passes them."""
+    signature = function.args
+    return [
+        argument.arg
+        for argument in (*signature.posonlyargs, *signature.args, *signature.kwonlyargs)
+        if argument.arg not in ("self", "cls")
+    ]
 
 
 def dotted(node: ast.AST) -> str:
@@ -270,13 +276,13 @@ def parts_of(*nodes: ast.AST) -> Iterator[ast.AST]:
 
 
 def exits(statements: Sequence[ast.stmt]) -> Iterator[Exit]:
-    """What leaves these statements early, and does not belong to a loop in them."""
+    """Yield the statements that leave these ones early, and do not belong to a loop in them."""
     for statement in statements:
         if isinstance(statement, Exit):
             yield statement
         for block in blocks_of(statement):
             inside = exits(block)
-            yield from (one for one in inside if isinstance(one, ast.Return) or not isinstance(statement, _LOOPS))
+            yield from (exit_ for exit_ in inside if isinstance(exit_, ast.Return) or not isinstance(statement, _LOOPS))
 
 
 def blocks_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:

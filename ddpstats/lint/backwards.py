@@ -1,8 +1,8 @@
-"""Which calls of ``backward()`` are of what a DistributedDataParallel has made.
+"""The calls of ``backward()`` on a loss that a DistributedDataParallel has computed.
 
 A loss counts where the text shows that the wrapped model was called for it, on each way to the call: what went through
 ``detach()`` or ``no_grad()``, is a number or a shape, or was made by ``model.module``, by a copy or by a model that is
-frozen, meets no other rank.
+frozen, needs no other rank.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import ast
 import re
 from collections.abc import Iterable, Sequence
 
-from ddpstats.lint._program import Exit, Program, blocks_of, changed_by, dotted, last_name, parts_of, stored_in
+from ddpstats.lint.program import Exit, Program, blocks_of, changed_by, dotted, last_name, parts_of, stored_in
 
-WITHOUT_VALUE = frozenset(
+_WITHOUT_VALUE = frozenset(
     {"dtype", "device", "shape", "size", "ndim", "dim", "numel", "stride", "is_cuda", "layout"}
     | {"requires_grad", "element_size", "is_floating_point", "nelement"}
 )
 """Attributes of a tensor that say nothing of what is in it."""
 _WRAPS_MODEL = frozenset({"DistributedDataParallel", "DDP"})
 _LEAVES_UNSYNCED = re.compile(r"no_(backward_)?sync|require_backward_grad_sync|accumulate")
-_CUTS = WITHOUT_VALUE | frozenset(
+_CUTS = _WITHOUT_VALUE | frozenset(
     {"detach", "detach_", "item", "data", "grad", "module", "tolist", "numpy"}
     | {"long", "int", "bool", "argmax", "argmin"}
 )
@@ -31,33 +31,33 @@ _FREEZES = re.compile(r"(.+)\.requires_grad_\(False\)")
 
 
 def backwards_of(program: Program) -> dict[ast.Call, bool]:
-    """Those outside of no_sync(), with whether a wrapped model has made the loss, as far as its function shows."""
+    """Return the calls outside of no_sync(), with whether the text shows that a wrapped model computed the loss."""
     wrapped = _names_of(node for node in program.nodes if isinstance(node, ast.Assign) and _wraps(node.value))
-    found: dict[ast.Call, bool] = {}
+    calls: dict[ast.Call, bool] = {}
     for body, _, _ in program.scopes():
         nodes = list(parts_of(*body))
         if not any(_LEAVES_UNSYNCED.fullmatch(last_name(node)) for node in nodes):
-            own = _names_of(node for node in nodes if isinstance(node, ast.Assign))
-            _Losses(wrapped - own, found).block(body)
-    return found
+            reassigned = _names_of(node for node in nodes if isinstance(node, ast.Assign))
+            _Losses(wrapped - reassigned, calls).block(body)
+    return calls
 
 
 class _Losses:
-    """Of one function: ``models`` are wrapped where it begins, ``made`` has what they have made so far."""
+    """The losses of one function. ``models`` are wrapped at its begin; ``_made`` has what they have computed so far."""
 
-    def __init__(self, models: set[str], found: dict[ast.Call, bool]) -> None:
+    def __init__(self, models: set[str], calls: dict[ast.Call, bool]) -> None:
         self._models = models
         self._made = set[str]()
-        self._found = found
+        self._calls = calls
 
     def block(self, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:
             if any(blocks_of(statement)):
                 self._compound(statement)
                 continue
-            for call in (one for one in parts_of(statement) if isinstance(one, ast.Call)):
+            for call in (part for part in parts_of(statement) if isinstance(part, ast.Call)):
                 if last_name(call.func) == "backward":
-                    self._found[call] = any(map(self._is_made, ast.iter_child_nodes(call)))
+                    self._calls[call] = any(map(self._is_made, ast.iter_child_nodes(call)))
                 elif frozen := _FREEZES.fullmatch(ast.unparse(call)):
                     self._models -= {frozen[1]}
             if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and statement.value is not None:
@@ -66,8 +66,8 @@ class _Losses:
     def _compound(self, statement: ast.stmt) -> None:
         """Behind it, a loss is made where each of its sides has made it, and a model wrapped where none unwraps it."""
         heads = (part for part in ast.iter_child_nodes(statement) if isinstance(part, (ast.expr, ast.withitem)))
-        anew = stored_in(*heads)
-        models, made = self._models - anew, self._made - anew
+        reassigned = stored_in(*heads)
+        models, made = self._models - reassigned, self._made - reassigned
         after: list[tuple[set[str], set[str]]] = []
         for side in _sides_of(statement):
             self._models, self._made = set(models), set(made)
@@ -77,7 +77,7 @@ class _Losses:
         wrapped, kept = zip(*after or [(models, made)], strict=True)
         self._models = set.intersection(*wrapped) | (set.union(*wrapped) - models)
         self._made = set.intersection(*kept)
-        if isinstance(statement, ast.With) and any(_NO_GRADIENT.search(ast.unparse(one)) for one in statement.items):
+        if isinstance(statement, ast.With) and any(_NO_GRADIENT.search(ast.unparse(item)) for item in statement.items):
             self._made &= made - _names_of(parts_of(*statement.body))
 
     def _assign(self, statement: ast.Assign | ast.AnnAssign | ast.AugAssign, value: ast.expr) -> None:
@@ -109,13 +109,15 @@ def _sides_of(statement: ast.stmt) -> list[list[ast.stmt]]:
     if isinstance(statement, ast.Try):
         whole = [*statement.body, *statement.orelse, *statement.finalbody]
         return [whole, *(handler.body for handler in statement.handlers)]
-    return [[one for block in blocks_of(statement) for one in block]]
+    return [[inner for block in blocks_of(statement) for inner in block]]
 
 
 def _wraps(value: ast.AST) -> bool:
-    return any(isinstance(one, ast.Call) and last_name(one.func) in _WRAPS_MODEL for one in ast.walk(value))
+    return any(isinstance(node, ast.Call) and last_name(node.func) in _WRAPS_MODEL for node in ast.walk(value))
 
 
 def _names_of(statements: Iterable[ast.AST]) -> set[str]:
     """The variables that they set; of ``losses["ce"]`` the dict."""
-    return {dotted(one) for node in statements if isinstance(node, ast.stmt) for one in changed_by(node)} - {""}
+    return {dotted(variable) for node in statements if isinstance(node, ast.stmt) for variable in changed_by(node)} - {
+        ""
+    }
