@@ -248,10 +248,10 @@ def _joined(parts: list[ModelPart], where: str) -> dict[str, Tensor]:
             raise BundleError(f"{where}: the shards of {name} do not make a whole one; some rank's are missing")
         joined[name] = torch.zeros(shape, dtype=dtype)
         for offsets, (_, tensor) in shards.items():
-            places = zip(offsets, tensor.shape, strict=False)
-            region = joined[name][tuple(slice(start, start + size) for start, size in places)]
+            extents = zip(offsets, tensor.shape, strict=False)
+            region = joined[name][tuple(slice(start, start + size) for start, size in extents)]
             if region.shape != tensor.shape:
-                raise BundleError(f"{where}: a shard of {name} lies outside of it; the bundle is damaged or hostile")
+                raise BundleError(f"{where}: a shard of {name} exceeds its shape; the bundle is damaged or hostile")
             region.copy_(tensor)
     return joined
 
@@ -280,7 +280,7 @@ class PartSource:
         return {"rank": rank, "model": tensor_bytes(self.model_part().parameters)}
 
     def digest(self) -> str:
-        """Return a hash of every bit of the parameters, which tells replicas from others."""
+        """Return a hash of every bit of the parameters, which is the same on replicas."""
         part, digest = self.model_part(), hashlib.blake2b(digest_size=16)
         for name, tensor in part.parameters.items():
             digest.update(f"{name} {part.shards.get(name)}".encode())
@@ -422,11 +422,11 @@ class BundleWriter:
     """
 
     def __init__(
-        self, dirpath: Path, keep: int, max_bytes: int | None, group: Any, peers: Channel, finding: CaptureVerdict
+        self, dirpath: Path, keep: int, max_bytes: int | None, group: Any, channel: Channel, finding: CaptureVerdict
     ) -> None:
         self._dirpath, self._keep, self._max_bytes = dirpath, keep, max_bytes
         self._group, self._finding = group, finding
-        self._ranks, self._rank, self._lowest = tuple(map(int, peers.ranks)), int(peers.rank), min(peers.ranks)
+        self._ranks, self._rank, self._lowest = tuple(map(int, channel.ranks)), int(channel.rank), min(channel.ranks)
         self._when = datetime.now(timezone.utc)
         self._unwritten = ""  # why there is no bundle
         self._mine: dict[str, Any] = {"files": {}, "error": "did not write its part"}
@@ -435,7 +435,7 @@ class BundleWriter:
         self.model_writers: dict[int, int] = {}
 
     def write(self, source: PartSource) -> None:
-        """Write this rank's files, and learn of the others'. Collective."""
+        """Write this rank's files, and gather what the others wrote. Collective."""
         late_sizes = {"rank": 0, "model": 0, "digest": f"rank {self._rank}"}
         held = self._gathered(lambda: {**source.sizes(), "digest": source.digest()}, "what each rank holds", late_sizes)
         first: dict[str, int] = {}  # the lowest of the ranks whose parameters have the same bits writes them
@@ -482,7 +482,7 @@ class BundleWriter:
         """Return ``verdict``, whose message replaces the one in the manifest. Local."""
         problem = self._write_manifest(verdict.message)
         if problem:
-            _log.warning("%s: the manifest does not tell the cause: %s", self.directory, problem)
+            _log.warning("%s: the manifest lacks the cause: %s", self.directory, problem)
         return verdict
 
     def _gathered(self, work: Callable[[], Any], what: str, late: Any) -> dict[int, Any]:
@@ -605,8 +605,8 @@ def _stopping(verdict: CaptureVerdict, problem: str = "") -> CaptureVerdict:
 class AloneBundle:
     """The bundle of a rank that raised in its micro-batch: without the others, who stop meanwhile. Local.
 
-    `write` is quick: batch, random state, buffers. Then the rank tells its peers, and `finish` writes the parameters
-    and the manifest. Neither raises: the program's own error must come through.
+    `write` is quick: batch, random state, buffers. Then the caller leaves a note for the other ranks, and `finish`
+    writes the parameters and the manifest. Neither raises: the program's own error must come through.
 
     Args:
         name: the directory, unless it exists: ``dirpath / bundle_name(step, when, rank)``.
@@ -623,12 +623,12 @@ class AloneBundle:
         source: PartSource,
         error: Exception,
         step: int,
-        peers: Channel,
+        channel: Channel,
         keep: int = 3,
         max_bytes: int | None = None,
     ) -> None:
         self._name, self._source, self._error, self._step = name, source, _words(error), step
-        self._rank, self._ranks = int(peers.rank), tuple(map(int, peers.ranks))
+        self._rank, self._ranks = int(channel.rank), tuple(map(int, channel.ranks))
         self._keep, self._max_bytes = keep, max_bytes
         self._files: dict[str, Written] = {}
         self._problem = ""

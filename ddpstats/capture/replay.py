@@ -70,7 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises `BundleError` for the bundle, `ConfigError` for everything that keeps the step from running."""
+    """Replay, print the report, and return the exit status.
+
+    Raises `BundleError` for the bundle, `ConfigError` for everything that keeps the step from running.
+    """
     if args.repeat < 1:
         raise ConfigError(f"--repeat {args.repeat}: at least one run is needed")
     with _stdout_to_stderr() if args.json else contextlib.nullcontext():

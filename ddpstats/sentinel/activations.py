@@ -1,4 +1,4 @@
-"""The places where the sentinel looks: gradients of activations, as they pass in the backward pass.
+"""Layer 1 samples gradients of activations at checkpoints, as they pass in the backward pass.
 
 1. Modules are chosen once: norm layers, where the caller does not say; a model has few of them, and every gradient goes
    through one. Their order is that of ``named_modules``, and so the same on every rank.
@@ -53,7 +53,7 @@ class Checkpoints:
             in float32, do not show that gradients may be scaled.
 
     Raises:
-        ConfigError: an entry of ``selection`` fits no module, or there is none to look at.
+        ConfigError: ``selection`` is empty, or an entry of it fits no module.
     """
 
     def __init__(
