@@ -102,7 +102,7 @@ class StepRecord:
         return device_of(self.module)
 
     def begin(self, batch: Any) -> MicroBatch:
-        """A micro-batch is about to run. Its forward and backward pass come before `end`."""
+        """Keep a micro-batch that is about to run. Its forward and backward pass come before `end`."""
         keeping = _Keeping(self.copies)
         kept = keeping.keep(batch)
         self._current = MicroBatch(kept, RandomState.take(self.device), _tensors=keeping.tensors)
@@ -110,7 +110,7 @@ class StepRecord:
         return self._current
 
     def end(self) -> None:
-        """The micro-batch is through."""
+        """End the micro-batch, and look whether its batch was changed."""
         current, self._current = self._current, None
         if self.buffers is None:  # a program that calls other methods of the module than its forward
             self.buffers = self._copies.take()
@@ -118,7 +118,7 @@ class StepRecord:
             self.copies = True
 
     def clear(self) -> None:
-        """The step is over: let go of its batches."""
+        """Forget the step, which is over, and its batches."""
         self.micro_batches = []
         self.buffers = None
         self._current = None
@@ -295,7 +295,7 @@ class StepWatch:
             self._finalizer()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is closed: what is watched is the model that was given, and no copy of it."""
+        """Return the state of a copy, which is closed: the original watches its model, and no copy of it."""
         closed = f"of a copy, which watches nothing: make a {type(self).__name__} for the copied model"
         state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {

@@ -345,7 +345,7 @@ class PartSource:
         return scale_of(self._scaler) or 1.0
 
     def _factor(self, micro: MicroBatch) -> Tensor | None:
-        """Without the scale, which replay applies as well; a scale is a power of two, so nothing is lost."""
+        """Return the trainer's factor without the scale, which replay applies, and which is a power of two."""
         if micro.factor is None:
             return None
         factor = micro.factor.detach().cpu() / self._scale()
@@ -529,7 +529,7 @@ class BundleWriter:
         return missing
 
     def _write_manifest(self, message: str) -> str:
-        """On the lowest rank that is left: return what is wrong with the bundle as it sees it. Never raises."""
+        """Write the manifest on the lowest rank left, and return what is wrong with the bundle there. Never raises."""
         if self.directory is None or self._rank != min(self._results):
             return ""
         try:

@@ -360,7 +360,7 @@ class Sentinel(StepWatch):
         return verdict
 
     def _drop(self) -> None:
-        """The step was not judged, on any rank, also where it was not looked at: it does not count."""
+        """Forget the step, which no rank has judged: it does not count."""
         self._conclude(None)
 
     def _conclude(self, verdict: SentinelVerdict | None) -> None:
