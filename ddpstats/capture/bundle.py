@@ -409,7 +409,7 @@ def gather_when_done(work: Callable[[], Any], late: Any, *, name: str, group: An
             if all(answers):
                 return [result for (result,) in answers]
     except RankMissing:
-        thread.join(max(0.0, deadline - time.monotonic()))  # what it has written counts
+        thread.join(config.timeout_sec(None))  # what it has written by then counts
         raise
 
 
@@ -428,7 +428,7 @@ class BundleWriter:
         self._group, self._finding = group, finding
         self._ranks, self._rank, self._lowest = tuple(map(int, channel.ranks)), int(channel.rank), min(channel.ranks)
         self._when = datetime.now(timezone.utc)
-        self._unwritten = ""  # why there is no bundle
+        self._unwritten, self._is_too_large = "", False  # why there is no bundle
         self._mine: dict[str, Any] = {"files": {}, "error": "did not write its part"}
         self._results: dict[int, dict[str, Any]] = {}
         self.directory: Path | None = None
@@ -443,6 +443,7 @@ class BundleWriter:
         needed = sum(answer["rank"] for answer in held.values()) + sum(held[rank]["model"] for rank in first.values())
         if self._max_bytes is not None and needed > self._max_bytes:
             self._unwritten = f"it would take {needed} bytes, and max_bytes is {self._max_bytes}."
+            self._is_too_large = True
             return
         late = f"the file system did not answer rank {self._lowest} for {_MAX_SEC:.0f} s."
         made = self._gathered(self._make_directory, "the bundle's directory", {"name": None, "error": late})
@@ -472,7 +473,7 @@ class BundleWriter:
     def finish(self, verdict: CaptureVerdict) -> CaptureVerdict:
         """Write the manifest, remove old bundles. Collective. An incomplete bundle is a reason to stop."""
         if self.directory is None:
-            return verdict if "max_bytes" in self._unwritten else _stopping(verdict)
+            return verdict if self._is_too_large else _stopping(verdict)
         late = f"The bundle's manifest was not written within {_MAX_SEC:.0f} s."
         problems = self._gathered(lambda: self._write_manifest(verdict.message), "the bundle's manifest", late)
         problem = problems[self._lowest]
