@@ -8,7 +8,8 @@ For each optimizer step:
    has broadcast rank 0's. The first forward pass of each micro-batch notes the autocast settings.
 3. `end` looks whether the batch was changed in place. If it was, later batches are copied at `begin`: a reference is
    of no use there. So are arrays of numpy, which count no versions.
-4. `clear` forgets the step.
+4. `clear` forgets the step, `drop_last` a micro-batch that an exception left. What such a one did to the buffers is
+   known if no other one came before it in its step.
 
 Memory: one step's batches stay alive as long as the step, and one copy of the buffers. Nothing is drawn from any
 generator.
@@ -116,6 +117,12 @@ class StepRecord:
             self.buffers = self._copies.take()
         if current is not None and current.look_for_changes():
             self.copies = True
+
+    def drop_last(self) -> None:
+        """The micro-batch that was ended last is no part of the step. A step begins with the first one that is."""
+        del self.micro_batches[-1:]  # none is left after `close`
+        if not self.micro_batches:
+            self.buffers = None
 
     def clear(self) -> None:
         """Forget the step, which is over, and its batches."""

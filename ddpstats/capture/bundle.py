@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ddpstats._base import config
 from ddpstats._base.files import make_private_directory, replace_file
-from ddpstats._base.text import count_of, ranks_text
+from ddpstats._base.text import count_of, first_line, ranks_text
 from ddpstats._base.version import __version__
 from ddpstats._observe.gradient_norms import norm_kind, parts_of
 from ddpstats._observe.gradients import GradientWatch
@@ -243,17 +243,27 @@ def _joined(parts: list[ModelPart], where: str) -> dict[str, Tensor]:
             else:
                 pieces.setdefault(name, {}).setdefault(tuple(shard.offsets), (shard, tensor))
     for name, shards in pieces.items():
-        (shape, dtype), *_ = [(shard.shape, tensor.dtype) for shard, tensor in shards.values()]
-        if sum(tensor.numel() for _, tensor in shards.values()) != math.prod(shape):
-            raise BundleError(f"{where}: the shards of {name} do not make a whole one; some rank's are missing")
-        joined[name] = torch.zeros(shape, dtype=dtype)
-        for offsets, (_, tensor) in shards.items():
-            extents = zip(offsets, tensor.shape, strict=False)
-            region = joined[name][tuple(slice(start, start + size) for start, size in extents)]
-            if region.shape != tensor.shape:
-                raise BundleError(f"{where}: a shard of {name} exceeds its shape; the bundle is damaged or hostile")
-            region.copy_(tensor)
+        try:
+            joined[name] = _whole(list(shards.values()))
+        except (ValueError, RuntimeError, TypeError, IndexError) as error:
+            raise BundleError(f"{where}: the shards of {name} do not make a whole one: {first_line(error)}") from None
     return joined
+
+
+def _whole(shards: list[tuple[Shard, Tensor]]) -> Tensor:
+    """Return the parameter. Raises one of some errors of Python and torch for shards that no capture wrote."""
+    (first, tensor), *_ = shards
+    if sum(tensor.numel() for _, tensor in shards) != math.prod(first.shape):
+        raise ValueError("some rank's are missing")
+    whole = torch.zeros(first.shape, dtype=tensor.dtype)
+    for shard, tensor in shards:
+        region = whole[
+            tuple(slice(start, start + size) for start, size in zip(shard.offsets, tensor.shape, strict=False))
+        ]
+        if region.shape != tensor.shape:
+            raise ValueError("one exceeds its shape; the bundle is damaged or hostile")
+        region.copy_(tensor)
+    return whole
 
 
 def _incomplete_notes(manifest: Manifest) -> list[str]:

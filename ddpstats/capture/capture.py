@@ -249,7 +249,7 @@ class NaNCapture(StepWatch):
             self._forget_micro_batch()
 
     def _forget_micro_batch(self) -> None:
-        self._record.micro_batches.pop()
+        self._record.drop_last()
         del self._watch.arrivals[len(self._record.micro_batches) :]
 
     def _discard(self) -> None:

@@ -325,7 +325,7 @@ class Sentinel(StepWatch):
             if self._record is not None:
                 self._record.end()
                 if error is not None:
-                    self._record.micro_batches.pop()
+                    self._record.drop_last()
         except Exception as problem:  # the program's own error comes first; `step` raises this one on every rank
             self._problem = problem
 

@@ -50,6 +50,10 @@ def test_equal_ranks_agree_bit_for_bit(three_ranks: RankPool, plan: Plan, option
     assert [outcome.warnings for outcome in outcomes] == [[]] * 3  # no noise either
 
 
+def test_a_micro_batch_that_is_run_anew_after_an_error_is_no_fault(two_ranks: RankPool) -> None:
+    assert two_ranks.run(replay_runs.again_after_an_error, 3).values() == [[True] * 3] * 2
+
+
 @pytest.mark.parametrize(
     ("step", "sticky"),
     [
