@@ -188,8 +188,13 @@ def write(file: BinaryIO, value: Any) -> None:
             return str(item)  # a dtype
         strides, shape = item.stride(), item.shape
         order = sorted(range(item.dim()), key=lambda dim: (-strides[dim], -shape[dim]))
-        name, _ = tensors.setdefault(id(item), (str(len(tensors)), item.detach().permute(order)))
-        return {_REFERENCE: name, **({} if order == sorted(order) else {"order": order})}
+        tensor, more = item.detach().resolve_conj().resolve_neg().permute(order), dict[str, Any]()
+        if order != sorted(order):
+            more["order"] = order
+        if tensor.dtype is torch.complex128:  # a parameter's, which safetensors cannot name
+            tensor, more["complex"] = torch.view_as_real(tensor), True
+        name, _ = tensors.setdefault(id(item), (str(len(tensors)), tensor))
+        return {_REFERENCE: name, **more}
 
     text = _bytes_tensor(json.dumps(value, default=plain_of, allow_nan=False).encode())
     stored = {_JSON: text, **dict(tensors.values())}
@@ -239,8 +244,9 @@ def _resolved(tree: Any, stored: Mapping[str, Tensor], resolved: dict[str, Tenso
     if type(name) is not str:
         return {key: _resolved(item, stored, resolved) for key, item in tree.items()}
     if name not in resolved:
-        order = tree.get("order", range(stored[name].dim()))
-        resolved[name] = stored[name].permute(sorted(range(len(order)), key=order.__getitem__))
+        tensor = torch.view_as_complex(stored[name]) if tree.get("complex") is True else stored[name]
+        order = tree.get("order", range(tensor.dim()))
+        resolved[name] = tensor.permute(sorted(range(len(order)), key=order.__getitem__))
     return resolved[name]
 
 

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from ddpstats._rerun import codec
 from ddpstats._rerun.codec import CannotStore, from_plain, to_plain
+from ddpstats.capture.bundle import ModelPart
 from ddpstats.errors import BundleError
 from tests.capture.making import stored_and_read
 from tests.capture.replay_models import Pair
@@ -82,6 +83,12 @@ def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, shape: list[int]) -> 
     back = through_a_file({"x": [tensor]})["x"][0]
     assert back.dtype is dtype
     assert torch.equal(back, tensor)
+
+
+def test_a_parameter_in_complex128_comes_back() -> None:
+    tensor = torch.randn(2, 3, dtype=torch.complex128)
+    for whole in (tensor, tensor.t(), tensor[0, 0], tensor.conj()):
+        assert torch.equal(stored_and_read(ModelPart({"w": whole}), ModelPart).parameters["w"], whole)
 
 
 def test_of_a_view_only_its_elements_are_stored() -> None:
