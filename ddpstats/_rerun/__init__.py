@@ -1,1 +1,1 @@
-"""A step that is kept, and run again: batch, random state, numerics settings, safe serialisation, no collectives."""
+"""A step that is kept, and run again: record, state, codec, run, blame and digest."""

@@ -1,12 +1,11 @@
-"""Values as safetensors: tensors as they are, the rest as JSON beside them; in a file, or as bytes for another rank.
+"""Values as safetensors: tensors as they are, the rest as JSON beside them, in one file.
 
 1. `to_plain` makes a user's batch plain: None, bool, int, float, str and lists stay; everything else becomes a dict
    with a "kind", so that no dict of the user's can be taken for one of these. A tensor is detached and copied to the
    CPU, only the elements that it shows; it is marked if it was on an accelerator or required a gradient.
-2. `write` and `pack` take dataclasses of such values. Each tensor is stored once, under a number; the tensor "json"
+2. `write` takes dataclasses of such values. Each tensor is stored once, under a number; the tensor "json"
    holds the rest, in which {"$tensor": number} refers to it. Tensors go to the host one at a time.
-3. `read` and `unpack` make the dataclass again. What they read is untrusted: sizes and types are checked, and nothing
-   is executed.
+3. `read` makes the dataclass again. What it reads is untrusted: sizes and types are checked, and nothing is executed.
 4. `from_plain` rebuilds the batch. A namedtuple comes back as another namedtuple of the same name and fields, a
    dataclass as a `types.SimpleNamespace`, any mapping as a dict: importing the user's types could run code.
 """
@@ -16,7 +15,6 @@ from __future__ import annotations
 import collections
 import ctypes
 import dataclasses
-import io
 import json
 import math
 import struct
@@ -27,7 +25,6 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -177,7 +174,7 @@ def _type_name(value: Any) -> str:
     return f"of type {module}{kind.__qualname__}"
 
 
-# -- in a file, or as bytes -------------------------------------------------------------------------------------------
+# -- in a file --------------------------------------------------------------------------------------------------------
 
 
 def write(file: BinaryIO, value: Any) -> None:
@@ -191,8 +188,13 @@ def write(file: BinaryIO, value: Any) -> None:
             return str(item)  # a dtype
         strides, shape = item.stride(), item.shape
         order = sorted(range(item.dim()), key=lambda dim: (-strides[dim], -shape[dim]))
-        name, _ = tensors.setdefault(id(item), (str(len(tensors)), item.detach().permute(order)))
-        return {_REFERENCE: name, **({} if order == sorted(order) else {"order": order})}
+        tensor, more = item.detach().resolve_conj().resolve_neg().permute(order), dict[str, Any]()
+        if order != sorted(order):
+            more["order"] = order
+        if tensor.dtype is torch.complex128:  # a parameter's, which safetensors cannot name
+            tensor, more["complex"] = torch.view_as_real(tensor), True
+        name, _ = tensors.setdefault(id(item), (str(len(tensors)), tensor))
+        return {_REFERENCE: name, **more}
 
     text = _bytes_tensor(json.dumps(value, default=plain_of, allow_nan=False).encode())
     stored = {_JSON: text, **dict(tensors.values())}
@@ -215,31 +217,11 @@ def bytes_in(tensor: Tensor) -> Any:
     return memory
 
 
-def pack(value: Any) -> bytes:
-    """Return what `write` writes."""
-    buffer = io.BytesIO()
-    write(buffer, value)
-    return buffer.getvalue()
-
-
 def read(file: BinaryIO, kind: type[T], where: str) -> T:
     """Return what was written to an open file. Raises `BundleError` that begins with ``where`` and names the field."""
-    return _decoded(lambda: _tensors_in(file), kind, where)
-
-
-def unpack(data: bytes, kind: type[T], where: str) -> T:
-    """Return what was packed. Raises `BundleError` that begins with ``where`` and names the field."""
-    return _decoded(lambda: safetensors.torch.load(data), kind, where)
-
-
-def _tensors_in(file: BinaryIO) -> dict[str, Tensor]:
-    with safetensors.safe_open(f"/dev/fd/{file.fileno()}", framework="pt") as opened:
-        return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
-
-
-def _decoded(load: Callable[[], dict[str, Tensor]], kind: type[T], where: str) -> T:
     try:
-        tensors = load()
+        with safetensors.safe_open(f"/dev/fd/{file.fileno()}", framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
         text = tensors.pop(_JSON)
         if text.numel() > _MAX_JSON_BYTES:
             raise ValueError(f"beside tensors it has {text.numel():,} bytes, and {_MAX_JSON_BYTES:,} are read")
@@ -262,8 +244,9 @@ def _resolved(tree: Any, stored: Mapping[str, Tensor], resolved: dict[str, Tenso
     if type(name) is not str:
         return {key: _resolved(item, stored, resolved) for key, item in tree.items()}
     if name not in resolved:
-        order = tree.get("order", range(stored[name].dim()))
-        resolved[name] = stored[name].permute(sorted(range(len(order)), key=order.__getitem__))
+        tensor = torch.view_as_complex(stored[name]) if tree.get("complex") is True else stored[name]
+        order = tree.get("order", range(tensor.dim()))
+        resolved[name] = tensor.permute(sorted(range(len(order)), key=order.__getitem__))
     return resolved[name]
 
 

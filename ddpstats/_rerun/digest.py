@@ -1,7 +1,7 @@
 """A 64-bit digest of the bits of tensors: equal bits give equal digests, on every rank and every device.
 
-1. The bytes of a tensor, in row-major order, are words of 64 bits; the last one is filled up with zeros. Neither the
-   dtype nor the shape nor where the tensor lies in memory enters.
+1. The bytes of a tensor, in row-major order, are words of 64 bits; the last one is filled up with zeros. Neither
+   the dtype nor the shape nor the address enters.
 2. The upper bits of each word are folded into the lower ones (``w ^ (w >>> 33)``), which keeps words distinct. Without
    it two flipped sign bits would cancel: 2**63 times an odd number is 2**63, and twice that is 0. By 33 and not by 32:
    with 32 the two signs of one word would cancel in the fold, and a tensor times -1 would look like itself.
@@ -11,7 +11,7 @@
 
 Certain: any change within one word, so every flipped bit. Unrelated changes in several words are missed with a chance
 of 2**-64. The worst are differences in the highest bits only, such as two changed signs of float32: about 2**-32. It
-is no protection against somebody who looks for two tensors with one digest.
+is no protection against collisions that are made on purpose.
 
 Nothing waits for an accelerator, and no random numbers are drawn: the multipliers are splitmix64 of the position.
 
@@ -238,7 +238,7 @@ class LocalGradients:
         model: as it is trained.
 
     Attributes:
-        problem: why there is no witness, in words; empty where there is one.
+        problem: why `witness` returns None, in words; empty where it does not.
 
     Raises:
         ConfigError: the parameters are sharded: no rank has what another one computes.

@@ -8,7 +8,8 @@ For each optimizer step:
    has broadcast rank 0's. The first forward pass of each micro-batch notes the autocast settings.
 3. `end` looks whether the batch was changed in place. If it was, later batches are copied at `begin`: a reference is
    of no use there. So are arrays of numpy, which count no versions.
-4. `clear` forgets the step.
+4. `clear` forgets the step, `drop_last` a micro-batch that an exception left. What such a one did to the buffers is
+   known if no other one came before it in its step.
 
 Memory: one step's batches stay alive as long as the step, and one copy of the buffers. Nothing is drawn from any
 generator.
@@ -36,7 +37,7 @@ from ddpstats._observe.gradients import ForwardBegins, unwrapped
 from ddpstats._observe.torch_compat import buffers_of, copy_each, version_of
 from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.gather import gather_trees
-from ddpstats._rerun.state import Autocast, RandomState as RandomState, device_of
+from ddpstats._rerun.state import Autocast, RandomState, device_of
 from ddpstats.errors import ConfigError
 
 
@@ -82,7 +83,7 @@ class StepRecord:
         module: inside any DistributedDataParallel: its forward pass is the moment at which buffers are as they count.
         micro_batches: since `clear`.
         buffers: name -> copy, as before the step; the next step overwrites it.
-        copies: whether batches are copied, because one was changed in place; the caller may set it.
+        copies: whether batches are copied, because one was changed in place.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -102,7 +103,7 @@ class StepRecord:
         return device_of(self.module)
 
     def begin(self, batch: Any) -> MicroBatch:
-        """A micro-batch is about to run. Its forward and backward pass come before `end`."""
+        """Keep a micro-batch that is about to run. Its forward and backward pass come before `end`."""
         keeping = _Keeping(self.copies)
         kept = keeping.keep(batch)
         self._current = MicroBatch(kept, RandomState.take(self.device), _tensors=keeping.tensors)
@@ -110,15 +111,21 @@ class StepRecord:
         return self._current
 
     def end(self) -> None:
-        """The micro-batch is through."""
+        """End the micro-batch, and look whether its batch was changed."""
         current, self._current = self._current, None
         if self.buffers is None:  # a program that calls other methods of the module than its forward
             self.buffers = self._copies.take()
         if current is not None and current.look_for_changes():
             self.copies = True
 
+    def drop_last(self) -> None:
+        """The micro-batch that was ended last is no part of the step. A step begins with the first one that is."""
+        del self.micro_batches[-1:]  # none is left after `close`
+        if not self.micro_batches:
+            self.buffers = None
+
     def clear(self) -> None:
-        """The step is over: let go of its batches."""
+        """Forget the step, which is over, and its batches."""
         self.micro_batches = []
         self.buffers = None
         self._current = None
@@ -220,7 +227,10 @@ class Packet:
 
 
 def plain_packet(micro: MicroBatch, batch: Any, factor: Tensor | None) -> dict[str, Any]:
-    """``batch``: of ``micro``, as `codec.to_plain` writes it; ``factor``: on the CPU."""
+    """Return the `Packet` of a micro-batch as plain data.
+
+    ``batch``: of ``micro``, as `codec.to_plain` writes it; ``factor``: on the CPU.
+    """
     autocast = None if micro.autocast is None else Autocast(*micro.autocast).to_plain()  # a caller may set a tuple
     return {"batch": batch, "random": micro.random.to_plain(), "autocast": autocast, "factor": factor}
 
@@ -277,7 +287,7 @@ class StepWatch:
         self._ranks, self._rank = tuple(channel.ranks), int(channel.rank)
         self._step = 0
         self._running: Running[Any] | None = None
-        self._problem: Exception | None = None  # of this rank, until every rank hears of it
+        self._problem: Exception | None = None  # of this rank, until every rank raises it
         self._agreed = False  # all ranks made theirs with the same settings
         self._closed = ""  # why nothing can begin any more
 
@@ -292,7 +302,7 @@ class StepWatch:
             self._finalizer()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is closed: what is watched is the model that was given, and no copy of it."""
+        """Return the state of a copy, which is closed: the original watches its model, and no copy of it."""
         closed = f"of a copy, which watches nothing: make a {type(self).__name__} for the copied model"
         state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {
@@ -311,31 +321,31 @@ class StepWatch:
         self.close()
 
     def _refuse_micro_batch(self) -> None:
-        """Raises `ConfigError` where none can begin now."""
+        """Raise `ConfigError` where no micro-batch can begin now."""
         if self._closed or self._running is not None:
             raise ConfigError(f"micro_batch() {self._closed or 'inside another micro_batch()'}")
 
     def _refuse_to_judge(self) -> None:
-        """Raises where a step cannot be judged now. Comes first: a step that is not judged is not forgotten."""
+        """Raise where a step cannot be judged now. This comes first: a step that is not judged is not forgotten."""
         if self._closed or self._running is not None:
             raise ConfigError(f"{self._method}() {self._closed or 'inside micro_batch()'}")
         refuse_without_values(self._method)
 
     def _gathered(self, tree: Callable[[], Any], what: str) -> dict[int, Any]:
-        """Every rank's tree, by global rank. Collective."""
-        found = gather_trees(tree, name=f"{self._method}: {what}", group=self._group)
-        return dict(zip(self._ranks, found, strict=True))
+        """Return every rank's tree, by global rank. Collective."""
+        trees = gather_trees(tree, name=f"{self._method}: {what}", group=self._group)
+        return dict(zip(self._ranks, trees, strict=True))
 
     def _agree_on(self, settings: Mapping[str, Any], advice: str, **besides: Any) -> dict[int, Any]:
-        """Once: a verdict is the same on every rank only if all were told to do the same. Collective.
+        """Refuse settings that differ between ranks, whose verdicts could not agree. Collective; called once.
 
-        ``advice``: as `refuse_differences`. Returns each rank's ``besides``, by global rank.
+        ``advice``: as `refuse_differences`. Return each rank's ``settings`` and ``besides``, by global rank.
         """
-        told = self._gathered(lambda: {"settings": settings, **besides}, "settings")
-        own = {rank: tree["settings"] for rank, tree in told.items()}
+        trees = self._gathered(lambda: {"settings": settings, **besides}, "settings")
+        own = {rank: tree["settings"] for rank, tree in trees.items()}
         refuse_differences(own, self._method.partition(".")[0], advice)
         self._agreed = True
-        return told
+        return trees
 
 
 def _close_all(closing: Sequence[Callable[[], None]]) -> None:
@@ -344,14 +354,14 @@ def _close_all(closing: Sequence[Callable[[], None]]) -> None:
 
 
 def checked_step(step: Any, call: str) -> int:
-    """The caller's number of a step. Raises `ConfigError`, which names ``call``."""
+    """Return the caller's number of a step. Raises `ConfigError`, which names ``call``."""
     try:
-        found = operator.index(step)
+        number = operator.index(step)
     except TypeError:
-        found = -1
-    if not 0 <= found < _MOST_STEPS:
+        number = -1
+    if not 0 <= number < _MOST_STEPS:
         raise ConfigError(f"{call}(step={step!r}): a whole number, 0 or more")
-    return found
+    return number
 
 
 def scale_of(scaler: Any) -> float | None:
@@ -379,7 +389,7 @@ _MOST_DEEP = 200  # a bundle holds 64 levels of the user's, and writes up to thr
 
 
 def walk(value: Any, path: str = "batch", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf) for every leaf, in order. A container that contains itself, or lies too deep, is a leaf.
+    """Yield (path, leaf) for every leaf, in order. A container that contains itself, or is nested too deep, is a leaf.
 
     ``around``: the ids of the containers that ``value`` is in.
     """

@@ -68,7 +68,7 @@ def _fill(buffer: Tensor, value: Tensor) -> None:
             buffer.data = value
 
 
-def buffer_places(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor, str]]:
+def _named_buffers(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor, str]]:
     """Yield (owner's buffers, key, buffer, name); a shared buffer has one name, as in ``named_buffers``."""
     names: dict[int, str] = {}
     for prefix, owner in module.named_modules():
@@ -82,7 +82,7 @@ def set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Fill the buffers in place; replace one whose shape or dtype is not that of its value."""
     replaced: dict[str, Tensor] = {}
     with torch.no_grad():
-        for owner, key, buffer, name in list(buffer_places(module)):
+        for owner, key, buffer, name in list(_named_buffers(module)):
             value = values.get(name)
             if value is None:
                 continue

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ddpstats._base import config
 from ddpstats._base.files import make_private_directory, replace_file
-from ddpstats._base.text import count_of, ranks_text
+from ddpstats._base.text import count_of, first_line, ranks_text
 from ddpstats._base.version import __version__
 from ddpstats._observe.gradient_norms import norm_kind, parts_of
 from ddpstats._observe.gradients import GradientWatch
@@ -243,17 +243,27 @@ def _joined(parts: list[ModelPart], where: str) -> dict[str, Tensor]:
             else:
                 pieces.setdefault(name, {}).setdefault(tuple(shard.offsets), (shard, tensor))
     for name, shards in pieces.items():
-        (shape, dtype), *_ = [(shard.shape, tensor.dtype) for shard, tensor in shards.values()]
-        if sum(tensor.numel() for _, tensor in shards.values()) != math.prod(shape):
-            raise BundleError(f"{where}: the shards of {name} do not make a whole one; some rank's are missing")
-        joined[name] = torch.zeros(shape, dtype=dtype)
-        for offsets, (_, tensor) in shards.items():
-            places = zip(offsets, tensor.shape, strict=False)
-            region = joined[name][tuple(slice(start, start + size) for start, size in places)]
-            if region.shape != tensor.shape:
-                raise BundleError(f"{where}: a shard of {name} lies outside of it; the bundle is damaged or hostile")
-            region.copy_(tensor)
+        try:
+            joined[name] = _whole(list(shards.values()))
+        except (ValueError, RuntimeError, TypeError, IndexError) as error:
+            raise BundleError(f"{where}: the shards of {name} do not make a whole one: {first_line(error)}") from None
     return joined
+
+
+def _whole(shards: list[tuple[Shard, Tensor]]) -> Tensor:
+    """Return the parameter. Raises one of some errors of Python and torch for shards that no capture wrote."""
+    (first, tensor), *_ = shards
+    if sum(tensor.numel() for _, tensor in shards) != math.prod(first.shape):
+        raise ValueError("some rank's are missing")
+    whole = torch.zeros(first.shape, dtype=tensor.dtype)
+    for shard, tensor in shards:
+        region = whole[
+            tuple(slice(start, start + size) for start, size in zip(shard.offsets, tensor.shape, strict=False))
+        ]
+        if region.shape != tensor.shape:
+            raise ValueError("one exceeds its shape; the bundle is damaged or hostile")
+        region.copy_(tensor)
+    return whole
 
 
 def _incomplete_notes(manifest: Manifest) -> list[str]:
@@ -280,7 +290,7 @@ class PartSource:
         return {"rank": rank, "model": tensor_bytes(self.model_part().parameters)}
 
     def digest(self) -> str:
-        """Return a hash of every bit of the parameters, which tells replicas from others."""
+        """Return a hash of every bit of the parameters, which is the same on replicas."""
         part, digest = self.model_part(), hashlib.blake2b(digest_size=16)
         for name, tensor in part.parameters.items():
             digest.update(f"{name} {part.shards.get(name)}".encode())
@@ -345,7 +355,7 @@ class PartSource:
         return scale_of(self._scaler) or 1.0
 
     def _factor(self, micro: MicroBatch) -> Tensor | None:
-        """Without the scale, which replay applies as well; a scale is a power of two, so nothing is lost."""
+        """Return the trainer's factor without the scale, which replay applies, and which is a power of two."""
         if micro.factor is None:
             return None
         factor = micro.factor.detach().cpu() / self._scale()
@@ -409,7 +419,7 @@ def gather_when_done(work: Callable[[], Any], late: Any, *, name: str, group: An
             if all(answers):
                 return [result for (result,) in answers]
     except RankMissing:
-        thread.join(max(0.0, deadline - time.monotonic()))  # what it has written counts
+        thread.join(config.timeout_sec(None))  # what it has written by then counts
         raise
 
 
@@ -422,20 +432,20 @@ class BundleWriter:
     """
 
     def __init__(
-        self, dirpath: Path, keep: int, max_bytes: int | None, group: Any, peers: Channel, finding: CaptureVerdict
+        self, dirpath: Path, keep: int, max_bytes: int | None, group: Any, channel: Channel, finding: CaptureVerdict
     ) -> None:
         self._dirpath, self._keep, self._max_bytes = dirpath, keep, max_bytes
         self._group, self._finding = group, finding
-        self._ranks, self._rank, self._lowest = tuple(map(int, peers.ranks)), int(peers.rank), min(peers.ranks)
+        self._ranks, self._rank, self._lowest = tuple(map(int, channel.ranks)), int(channel.rank), min(channel.ranks)
         self._when = datetime.now(timezone.utc)
-        self._unwritten = ""  # why there is no bundle
+        self._unwritten, self._is_too_large = "", False  # why there is no bundle
         self._mine: dict[str, Any] = {"files": {}, "error": "did not write its part"}
         self._results: dict[int, dict[str, Any]] = {}
         self.directory: Path | None = None
         self.model_writers: dict[int, int] = {}
 
     def write(self, source: PartSource) -> None:
-        """Write this rank's files, and learn of the others'. Collective."""
+        """Write this rank's files, and gather what the others wrote. Collective."""
         late_sizes = {"rank": 0, "model": 0, "digest": f"rank {self._rank}"}
         held = self._gathered(lambda: {**source.sizes(), "digest": source.digest()}, "what each rank holds", late_sizes)
         first: dict[str, int] = {}  # the lowest of the ranks whose parameters have the same bits writes them
@@ -443,6 +453,7 @@ class BundleWriter:
         needed = sum(answer["rank"] for answer in held.values()) + sum(held[rank]["model"] for rank in first.values())
         if self._max_bytes is not None and needed > self._max_bytes:
             self._unwritten = f"it would take {needed} bytes, and max_bytes is {self._max_bytes}."
+            self._is_too_large = True
             return
         late = f"the file system did not answer rank {self._lowest} for {_MAX_SEC:.0f} s."
         made = self._gathered(self._make_directory, "the bundle's directory", {"name": None, "error": late})
@@ -472,7 +483,7 @@ class BundleWriter:
     def finish(self, verdict: CaptureVerdict) -> CaptureVerdict:
         """Write the manifest, remove old bundles. Collective. An incomplete bundle is a reason to stop."""
         if self.directory is None:
-            return verdict if "max_bytes" in self._unwritten else _stopping(verdict)
+            return verdict if self._is_too_large else _stopping(verdict)
         late = f"The bundle's manifest was not written within {_MAX_SEC:.0f} s."
         problems = self._gathered(lambda: self._write_manifest(verdict.message), "the bundle's manifest", late)
         problem = problems[self._lowest]
@@ -482,7 +493,7 @@ class BundleWriter:
         """Return ``verdict``, whose message replaces the one in the manifest. Local."""
         problem = self._write_manifest(verdict.message)
         if problem:
-            _log.warning("%s: the manifest does not tell the cause: %s", self.directory, problem)
+            _log.warning("%s: the manifest lacks the cause: %s", self.directory, problem)
         return verdict
 
     def _gathered(self, work: Callable[[], Any], what: str, late: Any) -> dict[int, Any]:
@@ -529,7 +540,7 @@ class BundleWriter:
         return missing
 
     def _write_manifest(self, message: str) -> str:
-        """On the lowest rank that is left: return what is wrong with the bundle as it sees it. Never raises."""
+        """Write the manifest on the lowest rank left, and return what is wrong with the bundle there. Never raises."""
         if self.directory is None or self._rank != min(self._results):
             return ""
         try:
@@ -605,8 +616,8 @@ def _stopping(verdict: CaptureVerdict, problem: str = "") -> CaptureVerdict:
 class AloneBundle:
     """The bundle of a rank that raised in its micro-batch: without the others, who stop meanwhile. Local.
 
-    `write` is quick: batch, random state, buffers. Then the rank tells its peers, and `finish` writes the parameters
-    and the manifest. Neither raises: the program's own error must come through.
+    `write` is quick: batch, random state, buffers. Then the caller leaves a note for the other ranks, and `finish`
+    writes the parameters and the manifest. Neither raises: the program's own error must come through.
 
     Args:
         name: the directory, unless it exists: ``dirpath / bundle_name(step, when, rank)``.
@@ -623,12 +634,12 @@ class AloneBundle:
         source: PartSource,
         error: Exception,
         step: int,
-        peers: Channel,
+        channel: Channel,
         keep: int = 3,
         max_bytes: int | None = None,
     ) -> None:
         self._name, self._source, self._error, self._step = name, source, _words(error), step
-        self._rank, self._ranks = int(peers.rank), tuple(map(int, peers.ranks))
+        self._rank, self._ranks = int(channel.rank), tuple(map(int, channel.ranks))
         self._keep, self._max_bytes = keep, max_bytes
         self._files: dict[str, Written] = {}
         self._problem = ""

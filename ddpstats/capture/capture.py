@@ -70,7 +70,7 @@ class NaNCapture(StepWatch):
         scaler: a ``torch.amp.GradScaler``. A step that it skips is no capture; ``max_scaler_skips`` in a row are.
         group: the process group; None is the default one. Without any, this process is alone.
         keep: how many complete bundles are kept; the oldest go.
-        on_nonfinite: what the verdict tells the caller to do: "stop", "skip" or "continue". It only tells.
+        on_nonfinite: what the verdict advises: "stop", "skip" or "continue". The caller acts on it.
         max_bytes: how large a bundle may get, all ranks together. None: any.
         max_scaler_skips: see ``scaler``.
         store_batch: False leaves batches out of bundles, for those that may not be written or cannot.
@@ -249,7 +249,7 @@ class NaNCapture(StepWatch):
             self._forget_micro_batch()
 
     def _forget_micro_batch(self) -> None:
-        self._record.micro_batches.pop()
+        self._record.drop_last()
         del self._watch.arrivals[len(self._record.micro_batches) :]
 
     def _discard(self) -> None:
@@ -378,8 +378,8 @@ class _RunningMicroBatch(Running[MicroBatch]):
         self._capture._discard()
 
 
-def _refuse_problems(details: Mapping[int, Mapping[str, Any]]) -> None:
-    problems = {rank: tree["problem"] for rank, tree in details.items() if "problem" in tree}
+def _refuse_problems(trees: Mapping[int, Mapping[str, Any]]) -> None:
+    problems = {rank: tree["problem"] for rank, tree in trees.items() if "problem" in tree}
     if problems:
         lines = ["a batch cannot be stored in a bundle:"]
         lines += [f"  {ranks_text([rank])}: {text}" for rank, text in problems.items()]

@@ -70,7 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises `BundleError` for the bundle, `ConfigError` for everything that keeps the step from running."""
+    """Replay, print the report, and return the exit status.
+
+    Raises `BundleError` for the bundle, `ConfigError` for everything that keeps the step from running.
+    """
     if args.repeat < 1:
         raise ConfigError(f"--repeat {args.repeat}: at least one run is needed")
     with _stdout_to_stderr() if args.json else contextlib.nullcontext():
@@ -138,8 +141,8 @@ def _settings(args: argparse.Namespace, captured_on: str) -> RunSettings:
     dtype = None if args.amp_dtype is None else getattr(torch, args.amp_dtype)
     try:
         device = torch.device(args.device or torch.device(captured_on).type)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        torch.empty(0, device=device).cpu()  # "meta" has no values
+    except (RuntimeError, AssertionError, ImportError) as error:
         if args.device is not None:
             raise ConfigError(f"--device {args.device}: torch cannot use it here: {first_line(error)}") from None
         device = torch.device("cpu")
@@ -438,6 +441,7 @@ class Replay:
             return value.detach().to(device, dtype if value.is_floating_point() else None, copy=True)
 
         for name, parameter in self.named_parameters().items():
+            parameter.requires_grad_(False)  # which integers cannot be given to otherwise
             parameter.data = moved(self._parameters[name])
             can_have = parameter.is_floating_point() or parameter.is_complex()
             parameter.requires_grad_(can_have and name not in frozen)
@@ -532,7 +536,7 @@ def _notes(bundle: Bundle, part: RankPart, settings: RunSettings) -> list[str]:
     written = bundle.manifest.versions.get("torch")
     if written != torch.__version__:
         notes.append(f"captured with torch {written}, replayed with {torch.__version__}: last bits may differ")
-    if torch.device(part.device).type != settings.device.type:
+    if part.device.partition(":")[0] != settings.device.type:  # torch need not know that device here
         notes.append(f"captured on {part.device}, replayed on {settings.device}: last bits differ, and random numbers")
     if culprits and part.rank not in culprits:
         notes.append(f"rank {part.rank} is not a culprit ({shorten(culprits, 8)}): its own gradients were finite")

@@ -117,7 +117,7 @@ class Report:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the gradients that were not finite before the reduce."""
+        """Return the names of the gradients that were not finite before the reduce."""
         return _union(tuple(name for name, _ in bad.gradients) for bad in self.bad)
 
 

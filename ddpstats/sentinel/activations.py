@@ -1,4 +1,4 @@
-"""The places where the sentinel looks: gradients of activations, as they pass in the backward pass.
+"""Layer 1 samples gradients of activations at checkpoints, as they pass in the backward pass.
 
 1. Modules are chosen once: norm layers, where the caller does not say; a model has few of them, and every gradient goes
    through one. Their order is that of ``named_modules``, and so the same on every rank.
@@ -53,7 +53,7 @@ class Checkpoints:
             in float32, do not show that gradients may be scaled.
 
     Raises:
-        ConfigError: an entry of ``selection`` fits no module, or there is none to look at.
+        ConfigError: ``selection`` is empty, or an entry of it fits no module.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Checkpoints:
         return bool(self._handles)
 
     def begin(self) -> None:
-        """A micro-batch begins: values go into a list of their own until `end`, which the same caller must call."""
+        """Begin a micro-batch: values go into a list of their own until `end`, which the same caller must call."""
         self._micro_batches.append([])
         self._is_collecting = True
 
     def end(self, failed: bool) -> None:
-        """The micro-batch is over: no other backward pass counts. If it ``failed``, it does not count either."""
+        """End the micro-batch: no other backward pass counts. If it ``failed``, it does not count either."""
         self._is_collecting = False
         if failed:
             self._micro_batches.pop()
@@ -96,7 +96,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def redirected(self) -> Iterator[Values]:
-        """Inside, values go into the list that is given, and not to `take`: for a step that is run once more."""
+        """Put values into the list that is yielded, and not into that of `take`: for a step that is run again."""
         self._rerun_values = []
         try:
             yield self._rerun_values

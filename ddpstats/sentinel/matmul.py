@@ -3,7 +3,7 @@
 How products are seen. Whatever multiplies matrices in torch (``@``, ``torch.matmul``, ``einsum``, ``nn.Linear``,
 attention written out), in the forward or the backward pass, in any thread, under autocast, in inference mode, comes
 down to one of four operators of aten: ``mm``, ``addmm``, ``bmm``, ``baddbmm``. While a `ChecksumWindow` is open, each
-of them, and its variant with ``out=``, has a kernel of ours at the dispatch key BackendSelect. That is tried below
+of them, and its variant with ``out=``, has another kernel at the dispatch key BackendSelect. That is tried below
 autograd and before the kernels of all devices, and aten leaves it empty for these operators, so nothing is overridden
 and removing ours restores everything. No other operator pays. Our kernel hands the operator on to the kernel of the
 tensors' device, which computes what it always computes, and then checks the result. What a check multiplies itself is
@@ -21,7 +21,7 @@ sparse, nested or quantized, integers and complex numbers, what ``alpha=0`` leav
 captured or replayed.
 
 A window tries a product of two rows when it installs the kernels, and refuses a torch that does not show it
-(``ConfigError``). Run on torch 2.13, CPU. Where torch does not tell which kernels it uses, `tidy` removes nothing.
+(``ConfigError``). Run on torch 2.13, CPU. Where torch does not show which kernels it uses, `tidy` removes nothing.
 
 How a product is checked. For C = A @ B the sum of a row of C is also A times the row sums of B, which costs little next
 to the product. An element that was computed wrong, or whose bits changed since, breaks that equality. A row is summed
@@ -32,7 +32,7 @@ in blocks of 1,024 columns (256 of halves), so that one element counts among few
    many such rows they are compared again with the magnitudes of A and B in place of those of C;
 2. `faults_in` settles it: it computes the doubtful rows again in float64 and judges each element by itself. An element
    is faulty if it is further from the exact value than any order of summation can bring it, or if the same kernel on
-   the same operands now gives other bits that lie at least four times closer. A false alarm of step 1 costs time only;
+   the same operands now gives other bits that are at least four times closer. A false alarm of step 1 costs time only;
 3. a fault that the same kernel does not repeat is called transient, one that it repeats sticky.
 
 Nothing is judged where healthy hardware may give anything: in elements with an operand that is not finite (a mask of
@@ -253,7 +253,7 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def _by_block(matrix: Tensor, reduced: Callable[[Tensor, torch.dtype], Tensor], wide: torch.dtype) -> Tensor:
-    """Each row's blocks of columns reduced: (..., rows, columns) -> (..., rows, blocks). The last may be smaller."""
+    """Reduce each row's blocks of columns: (..., rows, columns) -> (..., rows, blocks). The last may be smaller."""
     width = _COLUMNS_OF_HALVES if matrix.dtype.itemsize == 2 else _COLUMNS
     if matrix.shape[-1] <= width:
         return reduced(matrix, wide).unsqueeze(-1)
@@ -277,7 +277,7 @@ def _block_sums(addend: Tensor, result: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def unit(dtype: torch.dtype) -> float:
-    """The unit of rounding: the largest relative error of rounding a number to ``dtype``."""
+    """Return the unit of rounding: the largest relative error of rounding a number to ``dtype``."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -288,7 +288,7 @@ def _noise(dtype: torch.dtype) -> float:
 
 
 def operand_unit(result: Tensor) -> float:
-    """The same for what operands may be rounded to: users may allow float32 to be multiplied with fewer bits."""
+    """Return the unit to which operands may be rounded: users may allow float32 to be multiplied with fewer bits."""
     if result.dtype != torch.float32:
         return 0.0
     backend = torch.backends.mkldnn if result.is_cpu else getattr(torch.backends, result.device.type, None)
@@ -409,7 +409,7 @@ def _common_error(product: Product, multiplied: Tensor, magnitude: Tensor, left:
 
 
 def _can_be_judged(product: Product, exact: Tensor, magnitude: Tensor) -> Tensor:
-    """False where an operand is not finite, which makes the magnitude so, or where the sum may have overflowed."""
+    """Return False where an operand is not finite, which makes the magnitude so, or the sum may have overflowed."""
     result = product.result
     summed_in = wide_of(result.dtype) if result.is_cpu else result.dtype
     fits = exact.abs() < 0.99 * torch.finfo(result.dtype).max
@@ -417,8 +417,8 @@ def _can_be_judged(product: Product, exact: Tensor, magnitude: Tensor) -> Tensor
     return fits & (magnitude * before_alpha < 0.5 * torch.finfo(summed_in).max)
 
 
-def _distance(one: Tensor, other: Tensor) -> Tensor:
-    return (one - other).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+def _distance(first: Tensor, second: Tensor) -> Tensor:
+    return (first - second).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 # -- windows ----------------------------------------------------------------------------------------------------------
@@ -442,9 +442,9 @@ class ChecksumWindow:
 
     def __init__(self) -> None:
         self.checked = 0
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self.faults: list[MatmulFault] = []
         self.fault_count = self.unchecked = 0
         self.problem: Exception | None = None
@@ -463,7 +463,7 @@ class ChecksumWindow:
         """Return faults, their count, problem, and how many products went unchecked, since the last call."""
         with _lock:
             taken = self.faults, self.fault_count, self.problem, self.unchecked
-            self._begin_anew()
+            self._reset()
         return taken
 
     def open(self) -> None:
@@ -528,7 +528,7 @@ def _check(product: Product) -> None:
 
 
 def fault_tree(faults: Sequence[MatmulFault], count: int) -> dict[str, Any] | None:
-    """The first wrong row on this rank, and how many there were; None without any. For `gather_trees`."""
+    """Return the first wrong row on this rank, and how many there were, for `gather_trees`; None without any."""
     if not faults:
         return None
     first = faults[0]

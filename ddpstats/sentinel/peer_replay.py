@@ -46,13 +46,13 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._base.text import holders_lines, ranks_text, shorten
-from ddpstats._rerun.blame import Cause, attempt, blame, cause_of, from_rank_on, hand_out
+from ddpstats._rerun.blame import Cause, Gathered, attempt, blame, cause_of, from_rank_on, hand_out
 from ddpstats._rerun.digest import GradientDigests, LocalGradients, digests
 from ddpstats._rerun.record import tensor_bytes
 from ddpstats._rerun.run import BatchChanged, Reruns
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel.activations import Checkpoints, Values
-from ddpstats.sentinel.verdict import Detector, Exam, Gathered, SentinelFinding, SentinelVerdict
+from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
 MOST_NOISE = 1e-2  # of the largest norm: beyond that it is another computation. Compiled bfloat16 comes to 2e-3
@@ -63,7 +63,7 @@ _LEAST = 2.0**-52  # between gradients of one norm that are not the same, as of 
 
 
 class PeerReplay(Detector):
-    """Compares what ranks compute from the same micro-batch. Local to make; every rank of the group must make one.
+    """Layer 3: compares what ranks compute from the same micro-batch. Every rank of the group must make one.
 
     It examines the first step, so that what cannot work is known at once, and every ``every_steps``-th.
 
@@ -71,7 +71,9 @@ class PeerReplay(Detector):
         model: as it is trained.
         ranks: of the group, global, in the order of group ranks.
         rank: this one, global.
-        limit: the largest noise that is taken for one, as a part of the largest norm of a gradient.
+        reruns: of the step under way.
+        limit: the largest difference that counts as noise, as a part of the largest norm of a gradient.
+        every_steps: how often it examines.
         raises: a step that cannot be repeated is an error on every rank, and not a warning.
 
     Raises:
@@ -109,7 +111,7 @@ class PeerReplay(Detector):
             self._original.discard()
 
     def findings(self, exam: Exam) -> list[SentinelFinding]:
-        """Return who is wrong. What cannot be repeated is reported by all ranks, but does not hide what was found."""
+        """Return which rank is wrong. All ranks report a step that cannot be repeated, but that hides no finding."""
         if not self._is_due():
             return []
         try:
@@ -133,7 +135,7 @@ class PeerReplay(Detector):
         return self._steps == 0 or (self._steps + 1) % self._every_steps == 0
 
     def examine(self, gathered: Gathered) -> SentinelFinding | None:
-        """Compare, and return who is wrong. Collective: two small gathers and one of batches; one more on doubt.
+        """Compare, and return which rank is wrong. Collective: two small gathers and one of batches; one more on doubt.
 
         Raises:
             ConfigError: some rank's step cannot be repeated, or is not the one that was trained; on every rank.
@@ -230,8 +232,8 @@ class PeerReplay(Detector):
             self._compiled = True
             self._warn(f"a part of the step is compiled. {_less_is_seen(self._limit)}")
 
-    def _is_same(self, one: GradientDigests, other: GradientDigests) -> bool:
-        return one.is_same(other, self._room)
+    def _is_same(self, first: GradientDigests, second: GradientDigests) -> bool:
+        return first.is_same(second, self._room)
 
     @property
     def _room(self) -> float:
@@ -247,7 +249,7 @@ class PeerReplay(Detector):
         if any(len(result.digests) != len(names) for result in results):
             return ["(ranks do not have as many parameters that want a gradient)"]
         pairs = itertools.combinations(results, 2)
-        differs = torch.stack([one.differs(other, self._room) for one, other in pairs]).any(0).tolist()
+        differs = torch.stack([first.differs(second, self._room) for first, second in pairs]).any(0).tolist()
         return [name for name, is_other in zip(names, differs, strict=True) if is_other]
 
 
@@ -363,7 +365,7 @@ class Judgement:
     """A verdict on several runs of one micro-batch: which ranks are wrong.
 
     Attributes:
-        culprit_ranks: empty where the runs do not tell.
+        culprit_ranks: empty where the runs do not decide.
         is_noise: hardly a run is like another one, or no step like its repetitions: that is not a fault of one rank.
     """
 
@@ -385,8 +387,8 @@ def judge(
     """
     classes: list[list[Run]] = []
     for run in runs:
-        alike = next((group for group in classes if is_same(group[0].result, run.result)), None)
-        classes.append([run]) if alike is None else alike.append(run)
+        same = next((group for group in classes if is_same(group[0].result, run.result)), None)
+        classes.append([run]) if same is None else same.append(run)
     right = max(classes, key=lambda group: (len({run.rank for run in group}), len(group)))
     agreeing = sorted({run.rank for run in right})
     lines = [f"the micro-batch of rank {owner}, run {len(runs)} times:"]
@@ -475,7 +477,7 @@ def _explanation(owner: int, peer: int, answers: Mapping[int, Mapping[str, Any]]
     if there is None:
         return f"{again}. Rank {peer} could not run it: {answers[peer]['error']}"
     if cause is Cause.UNDECIDED:
-        return again + "; there is no other rank to tell hardware from software."
+        return again + "; there is no other rank to distinguish hardware from software."
     if difference is None:
         return f"{again}, and so it does on rank {peer}: software or data, not hardware."
     index, value, other = difference
@@ -496,7 +498,7 @@ def _first_difference(
     return None
 
 
-def _is_about(one: float, other: float, room: float) -> bool:
-    if not (math.isfinite(one) and math.isfinite(other)):
-        return not (math.isfinite(one) or math.isfinite(other))
-    return math.isclose(one, other, rel_tol=_RTOL, abs_tol=room)
+def _is_about(here: float, there: float, room: float) -> bool:
+    if not (math.isfinite(here) and math.isfinite(there)):
+        return not (math.isfinite(here) or math.isfinite(there))
+    return math.isclose(here, there, rel_tol=_RTOL, abs_tol=room)

@@ -14,7 +14,7 @@ Ranks that hold the same are a group. Damage does not strike twice in the same w
 two ranks is right, and the others are the culprits. Where there is none (two ranks, two against two), no rank is. How
 much differs says what to suspect: one element is hardware, many are software.
 
-Not compared: what `ignore` names, what DistributedDataParallel was told to ignore, sharded parameters, the running
+Not compared: what `ignore` names, what DistributedDataParallel ignores, sharded parameters, the running
 statistics of batch norm where no rank broadcasts them, and buffers outside of a DistributedDataParallel that is only a
 part of the model. Buffers change within the step, on each rank by itself. So they are copied when the module's forward
 pass begins: DistributedDataParallel has broadcast rank 0's by then. After a forward pass that trained nothing it
@@ -42,9 +42,10 @@ from ddpstats._base.text import dtype_name, holders_lines, ranks_text, shorten
 from ddpstats._observe.gradient_norms import is_sharded, parts_of
 from ddpstats._observe.gradients import ForwardBegins, replicas_in, unwrapped
 from ddpstats._observe.torch_compat import buffers_of
+from ddpstats._rerun.blame import Gathered
 from ddpstats._rerun.digest import digests, flattened
 from ddpstats._rerun.record import BufferCopies
-from ddpstats.sentinel.verdict import Detector, Exam, Gathered, SentinelFinding, SentinelVerdict
+from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict
 
 Kind = Literal["parameter", "gradient", "buffer"]
 
@@ -258,7 +259,9 @@ _BLOCKS = 1024
 
 def differing_structure(gathered: Gathered, entries: Sequence[TensorEntry]) -> Divergence:
     """Find the tensors that only some ranks hold, or in another dtype or shape. Collective."""
-    trees = gathered(lambda: {"held": [[one.kind, one.name, one.described] for one in entries]}, "replica structures")
+    trees = gathered(
+        lambda: {"held": [[entry.kind, entry.name, entry.described] for entry in entries]}, "replica structures"
+    )
     tables = {rank: {(kind, name): what for kind, name, what in tree["held"]} for rank, tree in trees.items()}
     keys = dict.fromkeys(key for table in tables.values() for key in table)
     held = {key: {rank: table.get(key, "no such tensor") for rank, table in tables.items()} for key in keys}
@@ -435,7 +438,7 @@ class Replicas:
         if self._units is None:
             prefixes = {id(module): f"{name}." if name else "" for name, module in self._inner.named_modules()}
             replicas = replicas_in(self._model)
-            self._units = [Unit(prefixes.get(id(one.module), ""), one.module, one) for one in replicas]
+            self._units = [Unit(prefixes.get(id(replica.module), ""), replica.module, replica) for replica in replicas]
             self._units = self._units or [Unit("", self._inner, None)]
         return self._units
 
@@ -526,11 +529,6 @@ class Unit:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-
-    def close(self) -> None:
-        """Take all hooks away. Idempotent."""
-        self.forget()
-        self._buffers = None
 
     def _about_to_run(self, compiled: bool) -> None:
         self.forget()

@@ -142,7 +142,7 @@ DETECTORS: list[Callable[[Setup], Detector | None]] = [
 
 
 def _check_groups(model: nn.Module, ranks: Sequence[int]) -> None:
-    """Replicas are the ranks that DistributedDataParallel reduces over."""
+    """Raise `ConfigError` where DistributedDataParallel reduces over other ranks than the group's."""
     for replica in replicas_in(model):
         theirs = group_ranks(replica.process_group)
         if set(theirs) != set(ranks):
@@ -161,12 +161,12 @@ class Sentinel(StepWatch):
     Args:
         model: the module as it is trained: DistributedDataParallel itself, not what is inside.
         mode: 0 off; 1 log errors and go on; 2 log them, and raise `SentinelAlarm` on every rank; 3 as 2, and log normal
-            values, too. None: DDPSTATS_SENTINEL_MODE, else NPU_ASD_ENABLE, else 0, with a warning.
+            values, too. None: DDPSTATS_SENTINEL_MODE, or NPU_ASD_ENABLE, or 0 with a warning.
         detector: of layer 1: "v2" compares L2 norms with fixed thresholds, and their jumps with their range so far;
             "v3" compares squares of the largest magnitude with multiples of their moving average.
-        upper_thresh: level 1 (an error) and level 2 (a warning). None: DDPSTATS_SENTINEL_UPPER_THRESH, else
-            NPU_ASD_UPPER_THRESH, else (1e6, 1e4) for "v2" and (1e6, 100) for "v3".
-        sigma_thresh: the same for jumps, of "v2". None: DDPSTATS_SENTINEL_SIGMA_THRESH, else NPU_ASD_SIGMA_THRESH, else
+        upper_thresh: level 1 (an error) and level 2 (a warning). None: DDPSTATS_SENTINEL_UPPER_THRESH, or
+            NPU_ASD_UPPER_THRESH, or (1e6, 1e4) for "v2" and (1e6, 100) for "v3".
+        sigma_thresh: the same for jumps, of "v2". None: DDPSTATS_SENTINEL_SIGMA_THRESH, or NPU_ASD_SIGMA_THRESH, or
             (1e5, 5e3).
         checkpoints: modules whose output's gradient has a value: names, classes, or functions (name, module) -> bool.
             None: the norm layers.
@@ -261,7 +261,7 @@ class Sentinel(StepWatch):
                 closing.callback(detector.close)
 
     def micro_batch(self, batch: Any) -> Running[MicroBatch | None]:
-        """A context manager around the forward and backward pass of one micro-batch; needed for replay only. Local.
+        """Return a context manager around a micro-batch's forward and backward pass; needed for replay only. Local.
 
         It gives a `ddpstats.capture.MicroBatch`, whose ``factor`` the caller sets where the loss that ``replay_fn``
         returns is not yet what is differentiated; None where nothing is kept.
@@ -325,14 +325,14 @@ class Sentinel(StepWatch):
             if self._record is not None:
                 self._record.end()
                 if error is not None:
-                    self._record.micro_batches.pop()
+                    self._record.drop_last()
         except Exception as problem:  # the program's own error comes first; `step` raises this one on every rank
             self._problem = problem
 
     # -- one step, as a question, by itself or among others ------------------------------------------------------------
 
     def _ask(self, step: int | None) -> tuple[float, float]:
-        """(whether settings are still to be agreed on, whether this rank suspects anything)"""
+        """Return whether settings are still to be agreed on, and whether this rank suspects anything."""
         self._refuse_to_judge()
         try:
             self._step = self._step if step is None else checked_step(step, self._method)
@@ -360,7 +360,7 @@ class Sentinel(StepWatch):
         return verdict
 
     def _drop(self) -> None:
-        """The step was not judged, on any rank, also where it was not looked at: it does not count."""
+        """Forget the step, which no rank has judged: it does not count."""
         self._conclude(None)
 
     def _conclude(self, verdict: SentinelVerdict | None) -> None:
@@ -410,7 +410,7 @@ class Sentinel(StepWatch):
         return lines
 
     def _alarm(self, verdict: SentinelVerdict) -> SentinelAlarm | None:
-        """What every rank raises over that verdict, if anything."""
+        """Return what every rank raises over that verdict, if anything."""
         if verdict.ok or self._options.mode < 2:
             return None
         return SentinelAlarm(
@@ -418,7 +418,7 @@ class Sentinel(StepWatch):
         )
 
     def _agree(self) -> None:
-        """Once, in every mode: a rank that is off would leave the others waiting."""
+        """Agree on settings, in every mode: a rank that is off would leave the others waiting. Called once."""
         names = self._setup.checkpoints.names if self._setup is not None else []
         advice = "Every rank must make it with the same arguments, and have the same environment variables."
         trees = self._agree_on(self._options.to_tree(names), advice, where=self._where_text)

@@ -381,7 +381,7 @@ class Thresholds(Detector):
         return [] if finding is None else [finding]
 
     def conclude(self, verdict: SentinelVerdict | None) -> None:
-        """A step that is not applied is not part of the past."""
+        """Keep the memory of this step, unless it is not applied."""
         if verdict is not None and self._next is not None and (verdict.ok or self._settings.mode == 1):
             self._state = self._next
         self._next = None

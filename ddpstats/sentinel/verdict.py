@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpstats._base.text import ranks_text
 
-Gathered = Callable[[Callable[[], Any], str], dict[int, Any]]
-"""Every rank's tree by global rank. Collective: called with what makes this rank's tree, and what it is."""
+if TYPE_CHECKING:
+    from ddpstats._rerun.blame import Gathered
 
 
 @dataclass(frozen=True)

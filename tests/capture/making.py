@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from ddpstats._base.version import __version__
 from ddpstats._rerun import codec
 from ddpstats.capture.bundle import write_part
 from ddpstats.capture.manifest import Manifest, Written, bundle_name, read_manifest, summarize, write_manifest
+
+T = TypeVar("T")
 
 CPU = torch.device("cpu")
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
@@ -47,7 +50,7 @@ def run_and_keep(
                 scaler.scale(micro.loss).backward()  # type: ignore[no-untyped-call]
         part = capture._source.rank_part(rank, world_size, 12, error)
     gradients = {name: tensor.grad.clone() for name, tensor in model.named_parameters() if tensor.grad is not None}
-    return codec.unpack(codec.pack(part), dict, "a part") | {"gradients": gradients or None}
+    return stored_and_read(part, dict) | {"gradients": gradients or None}
 
 
 def parameters_of(model: nn.Module) -> dict[str, Any]:
@@ -130,6 +133,14 @@ def captured(
     return write_bundle(
         dirpath, {part["rank"]: part}, model_part, reason=reason, when=when, culprits=culprits, ranks=ranks
     )
+
+
+def stored_and_read(value: Any, kind: type[T]) -> T:
+    """Return what comes back from a file in which a value was stored."""
+    with tempfile.TemporaryFile() as file:
+        codec.write(file, value)
+        file.flush()
+        return codec.read(file, kind, "a file")
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -382,6 +383,17 @@ def test_a_wrong_field_of_a_part_is_named(
 def test_a_model_file_of_another_shape_is_refused(directory: Path, content: Any) -> None:
     making.rewrite_part(directory, "model.safetensors", content)
     with pytest.raises(BundleError, match=r"model\.safetensors"):
+        read_all(directory)
+
+
+@pytest.mark.parametrize("shape", [[-3, -4], [12], [2**40, 2**40, 0], [2**70, 0]], ids=str)
+def test_shards_that_no_capture_wrote_are_refused(directory: Path, shape: list[int]) -> None:
+    content = making.load(directory / "model.safetensors")
+    name = next(iter(content["parameters"]))
+    tensor = torch.zeros(3, 4) if shape[-1] else torch.zeros(0, 4)
+    content = {"parameters": {name: tensor}, "shards": {name: {"shape": shape, "offsets": [0, 0]}}}
+    making.rewrite_part(directory, "model.safetensors", content)
+    with pytest.raises(BundleError, match=re.escape(f"the shards of {name} do not make a whole one")):
         read_all(directory)
 
 

@@ -60,8 +60,8 @@ def test_a_lowest_rank_without_permission_stops_all_ranks(
 
 
 def test_a_file_where_the_directory_should_be_stops_the_run(tmp_path: Path) -> None:
-    (tmp_path / "captures").write_text("")
-    verdict = runs.bad_step(tmp_path / "captures", on_nonfinite="skip")
+    (tmp_path / "max_bytes").write_text("")
+    verdict = runs.bad_step(tmp_path / "max_bytes", on_nonfinite="skip")
     assert verdict.bundle is None
     assert verdict.should_stop
     assert "could not make a directory" in verdict.message

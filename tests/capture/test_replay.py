@@ -286,6 +286,31 @@ def test_a_capture_of_a_gpu_is_replayed_on_the_cpu_with_notes(tmp_path: Path, re
     assert "not compared: inf-norms were captured, cpu measures others" in out
 
 
+@pytest.mark.parametrize("device", ["npu:0", "privateuseone", "meta", ""])
+def test_a_device_that_torch_cannot_use_here_is_a_note(tmp_path: Path, replay: Replay, device: str) -> None:
+    bundle = captured(tmp_path, Small, replay_models.mean_step, NAN)
+    change_part(bundle, lambda part: part.update(device=device))
+    status, out, _ = replay(bundle)
+    assert status == 0
+    assert f"captured on {device}, replayed on cpu: last bits differ" in out
+
+
+def test_a_device_without_values_is_status_2(tmp_path: Path, replay: Replay) -> None:
+    bundle = captured(tmp_path, Small, replay_models.mean_step, NAN)
+    status, _, err = replay(bundle, "Small", "mean_step", "--device", "meta")
+    assert status == 2
+    assert "--device meta: torch cannot use it here" in err
+
+
+def test_parameters_of_whole_numbers_are_status_2(tmp_path: Path, replay: Replay) -> None:
+    bundle = captured(tmp_path, Small, replay_models.mean_step, NAN)
+    weight = torch.zeros(3, 4, dtype=torch.int64)
+    change_part(bundle, lambda part: part["parameters"].update({"layer.weight": weight}), "model.safetensors")
+    status, _, err = replay(bundle)
+    assert status == 2
+    assert "--step raised what the capture did not" in err
+
+
 def test_a_batch_that_was_changed_is_a_note(tmp_path: Path, replay: Replay) -> None:
     bundle = captured(tmp_path, Small, replay_models.mean_step, NAN)
     change_part(bundle, lambda part: part["micro_batches"][0].update(changed=["batch['x']"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import io
 import math
 import types
 import weakref
@@ -18,7 +19,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from ddpstats._rerun import codec
 from ddpstats._rerun.codec import CannotStore, from_plain, to_plain
+from ddpstats.capture.bundle import ModelPart
 from ddpstats.errors import BundleError
+from tests.capture.making import stored_and_read
 from tests.capture.replay_models import Pair
 
 
@@ -40,7 +43,7 @@ class Frozen(Mapping[str, Any]):
 
 
 def through_a_file(value: Any) -> Any:
-    return from_plain(codec.unpack(codec.pack([to_plain(value)]), list, "a file")[0])
+    return from_plain(stored_and_read([to_plain(value)], list)[0])
 
 
 def keys() -> st.SearchStrategy[Any]:
@@ -80,6 +83,12 @@ def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, shape: list[int]) -> 
     back = through_a_file({"x": [tensor]})["x"][0]
     assert back.dtype is dtype
     assert torch.equal(back, tensor)
+
+
+def test_a_parameter_in_complex128_comes_back() -> None:
+    tensor = torch.randn(2, 3, dtype=torch.complex128)
+    for whole in (tensor, tensor.t(), tensor[0, 0], tensor.conj()):
+        assert torch.equal(stored_and_read(ModelPart({"w": whole}), ModelPart).parameters["w"], whole)
 
 
 def test_of_a_view_only_its_elements_are_stored() -> None:
@@ -185,9 +194,10 @@ def test_a_quantized_tensor_is_named() -> None:
 
 def test_a_tensor_that_occurs_twice_is_stored_once() -> None:
     tensor = torch.arange(1000.0)
-    packed = codec.pack([to_plain([tensor, tensor])])
-    assert len(packed) < 6000
-    first, second = from_plain(codec.unpack(packed, list, "a file")[0])
+    file = io.BytesIO()
+    codec.write(file, [to_plain([tensor, tensor])])
+    assert len(file.getvalue()) < 6000
+    first, second = through_a_file([tensor, tensor])
     assert first is second
     assert first.tolist() == tensor.tolist()
 
@@ -219,10 +229,10 @@ def test_tensors_of_a_device_are_on_the_host_one_at_a_time(monkeypatch: pytest.M
 
     tensors = [torch.full((3,), float(index)) for index in range(5)]
     monkeypatch.setattr(torch.Tensor, "cpu", copied)
-    packed = codec.pack(tensors)
+    back = stored_and_read(tensors, list)
     monkeypatch.undo()
     assert counts == [0] * 6  # the JSON, too
-    assert [tensor.tolist() for tensor in codec.unpack(packed, list, "a file")] == [[index] * 3 for index in range(5)]
+    assert [tensor.tolist() for tensor in back] == [[index] * 3 for index in range(5)]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +240,7 @@ def test_tensors_of_a_device_are_on_the_host_one_at_a_time(monkeypatch: pytest.M
 )
 def test_views_and_expanded_tensors_are_written_as_what_they_show(tensor: torch.Tensor) -> None:
     shared = torch.arange(4.0)
-    back = codec.unpack(codec.pack([tensor, shared, shared[1:]]), list, "a file")
+    back = stored_and_read([tensor, shared, shared[1:]], list)
     assert (back[0].shape, back[0].tolist()) == (tensor.shape, tensor.tolist())
     assert [value.tolist() for value in back[1:]] == [[0, 1, 2, 3], [1, 2, 3]]
 

@@ -237,6 +237,21 @@ def test_buffers_are_those_before_the_first_forward_pass_of_the_step() -> None:
     assert len(model._forward_pre_hooks) == 0
 
 
+def test_buffers_are_those_before_the_first_micro_batch_that_is_a_part_of_the_step() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    record = StepRecord(model)
+    for is_dropped in (True, True, False, True, False):
+        record.begin(None)
+        model(torch.randn(4, 2))
+        record.end()
+        if is_dropped:  # an exception left it
+            record.drop_last()
+    assert record.buffers is not None
+    assert record.buffers["0.num_batches_tracked"] == 2
+    assert len(record.micro_batches) == 2
+    record.close()
+
+
 def test_buffers_that_come_go_and_are_replaced() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
     copies = BufferCopies(model)

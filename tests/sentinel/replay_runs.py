@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable
@@ -47,6 +48,39 @@ class Counting(Small):
         self.last = self.count
         self.seen = torch.cat([self.seen, torch.ones(1)])
         return super().forward(x) * self.seen.numel()
+
+
+class Averaging(Small):
+    """Subtracts the average of what it saw, a buffer that each forward pass changes."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.lerp_(x.detach().mean(0), 0.5)
+        return super().forward(x - self.average)
+
+
+def again_after_an_error(steps: int) -> list[bool]:
+    """Train; on rank 1 each micro-batch but the first is lost after its forward pass, as when memory is short."""
+    torch.manual_seed(0)
+    rank, model = dist.get_rank(), Averaging()
+    ddp, found = DistributedDataParallel(model, broadcast_buffers=False), []
+    with Sentinel(ddp, mode=2, replay_every_steps=1, replay_fn=loss_of) as sentinel:
+        for step in range(steps):
+            x = torch.randn(3, 4)
+            if rank == 1 and step:
+                with contextlib.suppress(MemoryError), sentinel.micro_batch(x):
+                    model(x)
+                    raise MemoryError
+            with sentinel.micro_batch(x):
+                loss_of(ddp, x).backward()  # type: ignore[no-untyped-call]
+            found.append(sentinel.step().ok)
+            ddp.zero_grad()
+    return found
 
 
 class Items(list[Any]):

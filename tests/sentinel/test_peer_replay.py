@@ -50,6 +50,10 @@ def test_equal_ranks_agree_bit_for_bit(three_ranks: RankPool, plan: Plan, option
     assert [outcome.warnings for outcome in outcomes] == [[]] * 3  # no noise either
 
 
+def test_a_micro_batch_that_is_run_anew_after_an_error_is_no_fault(two_ranks: RankPool) -> None:
+    assert two_ranks.run(replay_runs.again_after_an_error, 3).values() == [[True] * 3] * 2
+
+
 @pytest.mark.parametrize(
     ("step", "sticky"),
     [
@@ -116,10 +120,14 @@ def test_autocast_around_the_loss_is_part_of_the_step(two_ranks: RankPool) -> No
         assert "under the same autocast" in outcome.error
 
 
-def test_a_batch_that_is_changed_in_place_is_copied_from_then_on(two_ranks: RankPool) -> None:
+def test_a_step_that_changes_its_batch_is_repeated_from_what_it_was_before(two_ranks: RankPool) -> None:
     options = {**OPTIONS, "replay_every_steps": 1, "replay_fn": runs.changing_step}
     plan = Plan(options=options, steps=4, step_fn=runs.changing_step, batch_of=runs.counted_batch_of)
-    assert_quiet(trained(two_ranks, plan), 4)
+    outcomes = trained(two_ranks, plan)
+    assert_quiet(outcomes, 4)
+    for outcome in outcomes:
+        (warning,) = outcome.warnings  # of the first step; the others are repeated
+        assert "batch['count'] was changed in place during the step; from now on batches are copied" in warning
 
 
 def test_a_step_with_noise_of_its_own_is_measured_and_is_no_fault(three_ranks: RankPool) -> None:
