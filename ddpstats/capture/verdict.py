@@ -303,6 +303,17 @@ def find_cause(
         return {"nonfinite": nonfinite, "difference": _difference(packet, rerun, reruns.names)}
 
     answers = blame(gathered, rank, culprit, () if peer is None else (peer,), run)
+    return _cause_text(culprit, peer, packet, answers, verdict.bundle)
+
+
+def _cause_text(
+    culprit: int,
+    peer: int | None,
+    packet: Mapping[str, Any],
+    answers: Mapping[int, Mapping[str, Any]],
+    bundle: Path | None,
+) -> str:
+    """Return the cause in words. ``packet``: what ran; ``answers``: of the culprit, and of ``peer`` if there is one."""
     if "error" in answers[culprit]:
         return f"Cause not found: rank {culprit} could not run the step again: {answers[culprit]['error']}"
     runs = answers[culprit]["runs"]
@@ -333,9 +344,9 @@ def find_cause(
         lines = [f"Cause: {again}; no peer could run it: {answer['error']}."]
     if packet["bad"]:
         lines.append(f"The batch itself is not finite: {shorten(packet['bad'], _SHOWN_NAMES)}.")
-    if verdict.bundle is not None:
+    if bundle is not None:
         lines.append(
-            f"To see whether more digits would have been enough: ddpstats replay {verdict.bundle} "
+            f"To see whether more digits would have been enough: ddpstats replay {bundle} "
             f"--model MODULE:FUNCTION --step MODULE:FUNCTION --rank {culprit} --precision fp32"
         )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What the ranks of ``ddpstats demo`` hold, what the right averages are, and what is printed of what they got.
+"""The batches of ``ddpstats demo``, the right averages of them, and the text about what the ranks got.
 
 Source of the batches: the story of a training log whose L1 loss was negative, since espnet's ``recursive_average``
 issued one all_reduce per value.
@@ -33,7 +33,7 @@ The fix:
 
 @dataclasses.dataclass(frozen=True)
 class Collectives:
-    """How many collectives a rank issued to average its stats once."""
+    """The number of collectives that a rank issued to average its stats once."""
 
     plain_all_reduce: int
     ddpstats_first_call: int
@@ -42,7 +42,7 @@ class Collectives:
 
 @dataclasses.dataclass(frozen=True)
 class RankReport:
-    """What a rank held, and what it got for the averages over all ranks, by name."""
+    """The stats of one rank, and the averages over all ranks that it got, by name."""
 
     rank: int
     inputs: Stats
@@ -54,7 +54,7 @@ class RankReport:
 
 
 def stats_of(rank: int) -> Stats:
-    """What a rank holds; its weight is `WEIGHT`. Four values on every rank, so that the plain way does not hang."""
+    """Return the stats of a rank, of weight `WEIGHT`. Each has four values, so that the plain way does not hang."""
     return _BATCHES[rank % len(_BATCHES)]
 
 
@@ -71,7 +71,7 @@ def true_means(reports: Sequence[RankReport]) -> dict[str, float]:
 
 
 def is_right(reports: Sequence[RankReport]) -> bool:
-    """Whether ddpstats gave every rank every true mean, and nothing else."""
+    """Return whether ddpstats gave every rank every true mean, and nothing else."""
     true = true_means(reports)
     return all(
         report.ddpstats.keys() == true.keys() and not any(_is_wrong(report.ddpstats[name], true[name]) for name in true)
@@ -80,7 +80,7 @@ def is_right(reports: Sequence[RankReport]) -> bool:
 
 
 def as_json(reports: Sequence[RankReport]) -> dict[str, Any]:
-    """What is printed with ``--json``."""
+    """Return what ``--json`` prints."""
     return {
         "ranks": len(reports),
         "weight": WEIGHT,
@@ -91,7 +91,7 @@ def as_json(reports: Sequence[RankReport]) -> dict[str, Any]:
 
 
 def as_text(reports: Sequence[RankReport], *, colour: bool) -> str:
-    """What is printed for people: the premise, the table, what went wrong, what it cost, the fix."""
+    """Return the text of the report: the premise, the table, what went wrong, what it cost, the fix."""
     paragraphs = [
         _premise(reports),
         _table(_rows(true_means(reports), reports[:2]), colour),

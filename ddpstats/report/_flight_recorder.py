@@ -48,7 +48,7 @@ class FlightDump:
 
 
 def read_dumps(directories: Iterable[Path]) -> list[FlightDump]:
-    """By rank; none where there are no such files. Raises ValueError naming the file, and OSError."""
+    """Return the dumps in the order of ranks. Raises ValueError, which names the file, and OSError."""
     found: dict[int, tuple[Path, FlightDump]] = {}
     for path in [path for directory in directories for path in sorted(directory.iterdir())]:
         match = _NAME.fullmatch(path.name)
@@ -125,7 +125,7 @@ class _PlainUnpickler(pickle._Unpickler):
 
 
 class _Budget:
-    """How much may be made of a file: as many parts as it has bytes. One list of a pickle may stand in many places."""
+    """A limit on the work: as many parts as the file has bytes. One list of a pickle may occur in many places."""
 
     def __init__(self, size: int) -> None:
         self._left = size
