@@ -103,6 +103,12 @@ class Program:
         for file in self._files:
             file.close()
 
+    def terminate(self) -> None:
+        """Send SIGTERM, unless it has ended. A fork may be reaped by its server between the question and the signal."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+
     def __enter__(self) -> Program:
         return self
 
@@ -226,8 +232,7 @@ def _watch(programs: Sequence[Program]) -> None:
             failed_at = failed_at or now
             if now > failed_at + _TERM_AFTER_SEC:
                 for program in programs:
-                    if program.poll() is None:
-                        os.kill(program.pid, signal.SIGTERM)
+                    program.terminate()
         time.sleep(0.02)
 
 
