@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _bench_guard import Samples
 from _bench_loop import Spread
+from bench_guard import Samples
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

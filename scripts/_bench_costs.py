@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _bench_calls import key, payload_of
 from _bench_loop import Spread
+from bench_reduction import key, payload_of
 
 from ddpstats import StatsReducer
 from ddpstats.testing import ThreadGroup

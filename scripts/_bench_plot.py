@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from _bench_calls import Measured
 from _bench_loop import Spread
+from bench_reduction import Measured
 
 # Okabe and Ito's colours, told apart with any kind of colour vision; shape and dashes tell them apart in grey.
 _CURVES = {

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _bench_calls import key
-from _bench_guard import Samples
 from _bench_loop import Budget, Timings, interleaved
+from bench_guard import Samples
+from bench_reduction import key
 
 from ddpstats import Max, Mean, StatsReducer, StatsWindow, Sum
 

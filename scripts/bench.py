@@ -3,8 +3,8 @@
     scripts/launch.sh bench [--quick] [--gate] [--json PATH] [--png PATH]
 
 1. For each world size and number of keys: fresh gloo ranks on this machine, one thread each, on which every variant is
-   checked and then timed in turns with the others (`_bench_calls`, `_bench_loop`). Fresh, for the buffer of a group has
-   the size of the largest layout that the group has seen.
+   checked and then timed in turns with the others (`bench_reduction`, `_bench_loop`). Fresh, for the buffer of a group
+   has the size of the largest layout that the group has seen.
 2. Payload, memory and import are counted (`_bench_costs`).
 3. A table on stdout, progress on stderr; JSON and a PNG where asked for.
 
@@ -28,18 +28,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _bench_calls import Measured, measure, new_keys
-from _bench_capture import STEPS_MS as CAPTURE_STEPS_MS, capture_costs, captured_peak
 from _bench_checks import STEP_MS as CHECKS_STEP_MS, checks_costs
 from _bench_costs import import_cost, memory, payload_on_thread, payloads
-from _bench_dump import MSPROBE_NAMES, SEQUENCES as DUMP_SEQUENCES, dump_costs, msprobe_costs
-from _bench_guard import BURST as GUARD_BURST, ddp_step_costs, guard_costs, label_costs, plain_costs
-from _bench_integrations import LIBRARIES, integration_costs
 from _bench_loop import Budget, Spread, Timings
 from _bench_plot import draw
-from _bench_rows import GATED_WORLD, Findings, Row, rows_of, table, times_table
 from _bench_sentinel import EXAMS, STEPS_MS as SENTINEL_STEPS_MS, WIDTH as SENTINEL_WIDTH, exam_memory, sentinel_costs
 from _bench_window import add_costs, flush_costs
+from bench_capture import STEPS_MS as CAPTURE_STEPS_MS, capture_costs, captured_peak
+from bench_dump import MSPROBE_NAMES, SEQUENCES as DUMP_SEQUENCES, dump_costs, msprobe_costs
+from bench_guard import BURST as GUARD_BURST, ddp_step_costs, guard_costs, label_costs, plain_costs
+from bench_integrations import LIBRARIES, integration_costs
+from bench_reduction import Measured, measure, new_keys
+from bench_rows import GATED_WORLD, Findings, Row, rows_of, table, times_table
 
 from ddpstats.testing import run_ranks, run_threads
 

@@ -23,7 +23,7 @@ from typing import Any
 import _scale_counts as counts
 import _scale_model as model
 import _scale_ranks as real
-from _bench_rows import aligned
+from bench_rows import aligned
 
 KEYS = 50
 _COLUMNS = {

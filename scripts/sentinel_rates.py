@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _bench_rows import aligned
 from _rates_runs import KINDS, Flipped, Trial, delays, flip_bits, train_cleanly
+from bench_rows import aligned
 
 from ddpstats.testing import run_ranks
 

@@ -25,7 +25,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_row_beyond_its_limit_is_short() -> None:
-    rows = importlib.import_module("_bench_rows")
+    rows = importlib.import_module("bench_rows")
     assert rows.Row("slow", 1.2, 1.1).is_short
     assert not rows.Row("fast", 1.1, 1.1).is_short
     assert rows.Row("gain", 8.9, 9.0, at_least=True).is_short
@@ -34,7 +34,7 @@ def test_row_beyond_its_limit_is_short() -> None:
 
 
 def test_row_whose_quartiles_reach_over_the_limit_is_noisy() -> None:
-    rows, loop = importlib.import_module("_bench_rows"), importlib.import_module("_bench_loop")
+    rows, loop = importlib.import_module("bench_rows"), importlib.import_module("_bench_loop")
     assert rows.Row("steady", 1.0, 1.1, quartiles=loop.Spread(1.0, 0.9, 1.2, 9)).verdict == "ok"
     assert rows.Row("lucky", 0.5, 1.1, quartiles=loop.Spread(0.6, 0.3, 2.3, 9)).verdict == "noisy"
     assert rows.Row("unlucky", 1.7, 1.1, quartiles=loop.Spread(1.6, 0.8, 2.3, 9)).verdict == "noisy"
@@ -51,7 +51,7 @@ def averages_of_espnet_and_ours() -> list[list[float]]:
     import torch
     import torch.distributed as dist
 
-    calls = importlib.import_module("_bench_calls")
+    calls = importlib.import_module("bench_reduction")
     rank = dist.get_rank()
     stats = {"a": torch.tensor([1.0 + rank]), "b": torch.tensor([float("nan") if rank else 2.0])}
     averages = (calls.per_leaf_average()[0], calls.gathered_average)
@@ -67,7 +67,7 @@ def test_averages_of_bench_equal_those_of_espnet() -> None:
 
 
 def time_a_wrong_one() -> None:
-    calls = importlib.import_module("_bench_calls")
+    calls = importlib.import_module("bench_reduction")
     calls._verify(
         "off by one", calls.Variant(lambda number: {"loss_00000": -1.0}, dict, lambda rank, number: range(1)), 1
     )

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from _bench_calls import Measured
 from _bench_checks import ChecksCosts
 from _bench_costs import ImportCost, Memory
-from _bench_guard import Samples, ratio
 from _bench_loop import Spread, Timings
 from _bench_sentinel import Costs
+from bench_guard import Samples, ratio
+from bench_reduction import Measured
 
 LEAF_REACH = {10: 7.0, 50: 28.0, 1_000: 200.0}
 BARE_REACH = {10: (1.2, 1.2), 50: (1.3, 1.3), 1_000: (1.7, 1.7), 100_000: (15.0, 40.0)}
