@@ -18,7 +18,7 @@ from ddpstats._base import config
 from ddpstats._base.version import __version__
 from ddpstats.doctor.report import EXISTS, Told
 from ddpstats.errors import ConfigError
-from ddpstats.integrations._install import DISTRIBUTIONS, PATCHABLE, trial
+from ddpstats.integrations.patches import DISTRIBUTIONS, PATCHABLE, trial
 
 _NAMES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LD_LIBRARY_PATH", "LD_PRELOAD")
 _PREFIXES = (

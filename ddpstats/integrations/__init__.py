@@ -8,7 +8,7 @@ for copies of such functions in a program's own tree. The modules have the libra
 from __future__ import annotations
 
 from ddpstats._base.lazy import lazy_names as _lazy_names
-from ddpstats.integrations._install import (
+from ddpstats.integrations.patches import (
     Installed as Installed,
     Uninstalled as Uninstalled,
     install as install,

@@ -27,7 +27,7 @@ import torch
 from ddpstats.capture.verdict import Policy
 from ddpstats.errors import ConfigError, NonFiniteStat
 from ddpstats.integrations._capture_steps import CaptureSteps, TrainerCapture
-from ddpstats.integrations._patches import Patches, pip_command
+from ddpstats.integrations.patches import Patches, pip_command
 
 _patches = Patches("espnet")
 

@@ -65,7 +65,7 @@ from ddpstats._base.text import holders_lines, ranks_text
 from ddpstats._ranks.comm import describe_group, group_ranks, resolve_group
 from ddpstats._ranks.gather import can_encode, gather_trees
 from ddpstats.errors import InvalidStats, SchemaConflict
-from ddpstats.integrations._patches import Patches, in_place_of
+from ddpstats.integrations.patches import Patches, in_place_of
 
 __all__ = ["install", "uninstall"]
 

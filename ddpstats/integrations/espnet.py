@@ -37,7 +37,7 @@ from ddpstats.integrations._espnet_capture import (
     espnet_module,
     step as step,
 )
-from ddpstats.integrations._patches import Patches
+from ddpstats.integrations.patches import Patches
 from ddpstats.recursive_op import LeafAverage, average_with_weights, recursive_divide, recursive_sum
 
 __all__ = ["AveragedStats", "Capturing", "capture", "install", "step", "uninstall"]

@@ -37,9 +37,8 @@ import torch.distributed as dist
 
 from ddpstats._base import config
 from ddpstats.errors import ConfigError
-from ddpstats.integrations._install import lines_of
 from ddpstats.integrations._known_functions import KNOWN, Function, Known
-from ddpstats.integrations._patches import Patches, level_of_caller
+from ddpstats.integrations.patches import Patches, level_of_caller, lines_of
 
 __all__ = ["InstalledFunctions", "install", "uninstall"]
 

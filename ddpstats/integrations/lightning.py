@@ -56,7 +56,7 @@ from ddpstats.integrations._lightning_points import (
     loader_ends,
     step_point,
 )
-from ddpstats.integrations._patches import Patches, in_place_of
+from ddpstats.integrations.patches import Patches, in_place_of
 
 __all__ = ["DdpstatsCallback", "DdpstatsNaNCapture", "install", "step", "uninstall"]
 

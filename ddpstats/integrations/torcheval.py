@@ -37,7 +37,7 @@ from ddpstats._ranks.comm import describe_group, group_ranks, resolve_group
 from ddpstats._ranks.gather import encode, gather_trees
 from ddpstats.errors import InvalidStats, SchemaConflict
 from ddpstats.integrations._partial_members import on_device, senders
-from ddpstats.integrations._patches import Patches
+from ddpstats.integrations.patches import Patches
 
 __all__ = ["install", "uninstall"]
 

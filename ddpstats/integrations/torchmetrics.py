@@ -46,7 +46,6 @@ import torch.distributed as dist
 from ddpstats._ranks.comm import group_ranks
 from ddpstats._ranks.gather import gather_trees
 from ddpstats.integrations._partial_members import Elsewhere, Holders, everyones_members, holders_of
-from ddpstats.integrations._patches import Patches
 from ddpstats.integrations._torchmetrics_states import (
     Held,
     by_name,
@@ -61,6 +60,7 @@ from ddpstats.integrations._torchmetrics_states import (
     leaves_of,
     reduced,
 )
+from ddpstats.integrations.patches import Patches
 
 __all__ = ["install", "uninstall"]
 
