@@ -26,7 +26,7 @@ import torch
 
 from ddpstats.capture.verdict import Policy
 from ddpstats.errors import ConfigError, NonFiniteStat
-from ddpstats.integrations._capture_steps import CaptureSteps, TrainerCapture
+from ddpstats.integrations.capture_steps import CaptureSteps, TrainerCapture
 from ddpstats.integrations.patches import Patches, pip_command
 
 _patches = Patches("espnet")

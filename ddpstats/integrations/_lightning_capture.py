@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ddpstats.integrations._capture_steps import TrainerCapture, explain
+from ddpstats.integrations.capture_steps import TrainerCapture, explain
 from ddpstats.integrations._lightning_copies import Callback
 
 

@@ -26,7 +26,7 @@ import torch
 from ddpstats._rerun.record import MicroBatch
 from ddpstats._rerun.state import Autocast
 from ddpstats.errors import ConfigError
-from ddpstats.integrations._capture_steps import TrainerCapture
+from ddpstats.integrations.capture_steps import TrainerCapture
 
 try:
     from transformers import TrainerCallback
