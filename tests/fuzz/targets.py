@@ -42,7 +42,7 @@ from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, 
 from ddpstats.guard.diagnosis import Alarm, GuardFinding, RankStatus
 from ddpstats.guard.event import decode as decode_events
 from ddpstats.guard.watch import Records, lines_of, picture_of
-from ddpstats.report import _report
+from ddpstats.report import report as report_verb
 
 FORMATS = Path(__file__).parents[1] / "formats" / "v1"
 CAPTURES = FORMATS.with_name("v2") / "captures"
@@ -242,7 +242,7 @@ def record(data: bytes) -> None:
     directory = scratch() / "records"
     (directory / "rank0.jsonl").write_bytes(data)
     with quiet(), contextlib.suppress(DdpstatsError):
-        _report.run(
+        report_verb.run(
             argparse.Namespace(directories=[directory], json=bool(data[:1] > b"\x7f"), html=None, perfetto=None)
         )
     with contextlib.suppress(DdpstatsError):

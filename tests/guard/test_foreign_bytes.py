@@ -17,7 +17,7 @@ from ddpstats.errors import ConfigError, DdpstatsError
 from ddpstats.guard.diagnosis import Alarm, GuardFinding, RankStatus
 from ddpstats.guard.event import decode
 from ddpstats.guard.notes_shm import Exchange
-from ddpstats.report import _report
+from ddpstats.report import report as report_verb
 from tests.report.records import recording_of
 
 HEAD = {"ddpstats": 1, "run": "x", "rank": 0, "world_size": 2, "time": 1.0}
@@ -25,7 +25,7 @@ EVENT: dict[str, Any] = {"group": "0", "seq": 1, "op": "all_reduce", "shapes": [
 
 
 def report(directory: Path) -> int:
-    return _report.run(argparse.Namespace(directories=[directory], json=False, html=None, perfetto=None))
+    return report_verb.run(argparse.Namespace(directories=[directory], json=False, html=None, perfetto=None))
 
 
 def lines(*entries: Any) -> bytes:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ddpstats.errors import DdpstatsError
-from ddpstats.report._flight_recorder import _PlainUnpickler, unpickle_plain
-from ddpstats.report._sources import read_timeline
+from ddpstats.report.flight_recorder import _PlainUnpickler, unpickle_plain
+from ddpstats.report.sources import read_timeline
 from tests.report import records
 from tests.report.conftest import Report
 

@@ -11,8 +11,8 @@ import pytest
 
 from ddpstats._base.marks import Mark
 from ddpstats.guard.diagnosis import GuardFinding
-from ddpstats.report._sources import read_timeline
-from ddpstats.report._timeline import Key
+from ddpstats.report.sources import read_timeline
+from ddpstats.report.timeline import Key
 from tests import formats
 from tests.report import records
 from tests.report.browser import Browser

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from ddpstats._base.marks import Mark
-from ddpstats.report._page import page_of
-from ddpstats.report._sources import read_timeline
-from ddpstats.report._timeline import Timeline
+from ddpstats.report.page import page_of
+from ddpstats.report.sources import read_timeline
+from ddpstats.report.timeline import Timeline
 from tests.report import records
 from tests.report.browser import Browser
 from tests.report.conftest import Report

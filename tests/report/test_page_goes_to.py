@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ddpstats._base.marks import Mark
-from ddpstats.report._sources import read_timeline
-from ddpstats.report._timeline import Lane
+from ddpstats.report.sources import read_timeline
+from ddpstats.report.timeline import Lane
 from tests.report import records
 from tests.report.browser import Browser
 from tests.report.test_page import page

@@ -17,7 +17,7 @@ from ddpstats._base.marks import Mark
 from ddpstats.capture.manifest import read_manifest, write_manifest
 from ddpstats.guard.event import Event, Evidence
 from ddpstats.guard.record import mark_from_dict, read_records
-from ddpstats.report._sources import read_timeline
+from ddpstats.report.sources import read_timeline
 from ddpstats.testing import run_ranks
 from tests.formats.make import NAMES
 from tests.report import records, runs

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from ddpstats._base.files import LATEST_TIME_SEC, open_regular, parse_json, read_at_most
 from ddpstats.guard.event import MESSAGES, Event, Signature, digest_of, line_of, text_of
 from ddpstats.guard.record import RankRecord
-from ddpstats.report._timeline import Span
+from ddpstats.report.timeline import Span
 
 _NAME = re.compile(r"(?:[\w\-.]*[_\-.])?rank_?(\d{1,7})(?:\.json|\.pkl)?")
 _MAX_BYTES = 64 << 20

@@ -17,8 +17,8 @@ from ddpstats.dump.analyze.nan_origin import examine
 from ddpstats.dump.reader import find_ranks, rank_of, steps_in
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard.record import NoRecord, RankRecord, diagnose, read_records
-from ddpstats.report._flight_recorder import FlightDump, joined, read_dumps
-from ddpstats.report._timeline import Span, Timeline, timeline_of
+from ddpstats.report.flight_recorder import FlightDump, joined, read_dumps
+from ddpstats.report.timeline import Span, Timeline, timeline_of
 
 _HOW_TO_RECORD = (
     "Records are written by: torchrun ... -m ddpstats run --guard record --record-dir DIR train.py; give that DIR. "

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpstats.report._timeline import Lane, Timeline
+from ddpstats.report.timeline import Lane, Timeline
 
 _LONGEST_SEC = 1e-3
 _PROCESS = 1

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpstats.guard.diagnosis import GuardFinding
-from ddpstats.report._timeline import Cell, Key, Lane, Timeline
+from ddpstats.report.timeline import Cell, Key, Lane, Timeline
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _SHOWN_VALUES = 1000  # of one rank and path; more where they are not finite

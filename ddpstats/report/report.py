@@ -24,10 +24,10 @@ from ddpstats._base.text import (
     write_file,
 )
 from ddpstats.guard.record import findings_as_json, mark_as_dict
-from ddpstats.report._page import page_of
-from ddpstats.report._perfetto import trace_of
-from ddpstats.report._sources import read_timeline
-from ddpstats.report._timeline import Cell, Key, Span, Timeline
+from ddpstats.report.page import page_of
+from ddpstats.report.perfetto import trace_of
+from ddpstats.report.sources import read_timeline
+from ddpstats.report.timeline import Cell, Key, Span, Timeline
 
 _SHOWN_KEYS, _SHOWN_MARKS, _SHOWN_COUNTS = 16, 16, 8
 
