@@ -1,14 +1,16 @@
-"""espnet's `recursive_average` and its parts, aligned by key: the drop-in for ``espnet2.torch_utils.recursive_op``.
+"""Functions to import in place of copies that trees keep, aligned by key: one collective for all values of a call.
 
-Positional signatures are espnet's. Where espnet issues one collective per leaf, in each rank's own order of keys, these
-issue one for the whole tree. What else differs: ranks may hold different keys, lists of different lengths, None and
-{}; int and bool leaves work; each mean is divided by the weight of the ranks that hold its path.
+- `recursive_average`, `recursive_sum`, `recursive_divide`: espnet's ``torch_utils.recursive_op``, which FunASR copied.
+  Positional signatures are espnet's. Ranks may hold different keys, lists of different lengths, None and {}; int and
+  bool leaves work; each mean is divided by the weight of the ranks that hold its path.
+- `reduce_dict`: of DETR, torchvision's references and detectron2.
+- `parse_losses`: mmdetection's ``_parse_losses``.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
@@ -20,11 +22,11 @@ from ddpstats._ranks.calls import ALONE
 from ddpstats._reduction.flatten import FLOATS, flatten
 from ddpstats._reduction.ops import NONE, Marker
 from ddpstats._reduction.read import MANY, accelerator_in_use, as_tensor
-from ddpstats._reduction.reducer import NonFinitePolicy, kept_reducer
+from ddpstats._reduction.reducer import NonFinitePolicy, kept_reducer, reduce_stats
 from ddpstats._reduction.result import Reduced
 from ddpstats.errors import InvalidStats
 
-__all__ = ["recursive_average", "recursive_divide", "recursive_sum"]
+__all__ = ["parse_losses", "recursive_average", "recursive_divide", "recursive_sum", "reduce_dict"]
 
 
 @breaks_graph
@@ -122,6 +124,58 @@ def recursive_divide(a: Any, b: torch.Tensor) -> Any:
     raise InvalidStats(f"recursive_divide takes tensors and None in dicts, lists and tuples, not {type(a).__name__}")
 
 
+@breaks_graph
+def reduce_dict(input_dict: Mapping[Any, torch.Tensor], average: bool = True) -> dict[Any, torch.Tensor]:
+    """Mean of each value over the ranks that hold its key, or the sum with ``average=False``, on every rank.
+
+    Collective: every rank must call, with the same ``average``. Without a process group it is local.
+
+    Args:
+        input_dict: 0-d tensors. Ranks may hold different keys, or none.
+
+    Returns:
+        The union of all ranks' keys, in one order. Tensors as `recursive_sum` returns them: 0-d, without a gradient, on
+        the device of this rank's values (the CPU where it has none), of the dtype that the ranks' promote to.
+
+    Raises what `StatsReducer` raises.
+
+    Example::
+
+        rank 0: {"loss": tensor(1.), "loss_dn": tensor(4.)}   rank 1: {"loss": tensor(3.)}
+        both:   {"loss": tensor(2.), "loss_dn": tensor(4.)}
+    """
+    reduced = _reduce(input_dict, 1.0, True, None, divide=bool(average))
+    values: dict[Any, torch.Tensor] = _nested(reduced, _tensors(reduced, input_dict, 1.0))
+    return values
+
+
+def parse_losses(losses: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, float]]:
+    """The loss to differentiate on this rank, and what to log: means over the ranks that hold each key.
+
+    Collective: every rank must call. Without a process group it is local.
+
+    Args:
+        losses: tensors, of which the mean counts, and lists of tensors, of whose means the sum counts. Ranks may hold
+            different keys.
+
+    Returns:
+        (the sum of this rank's values whose keys contain "loss", with its graph, the union of all ranks' keys). The
+        latter are floats, the same on every rank; its "loss" is the mean of all ranks' losses.
+
+    Raises what `reduce_stats` raises.
+
+    Example::
+
+        rank 0: {"loss_cls": tensor(1.), "loss_mask": tensor(2.)}   rank 1: {"loss_cls": tensor(3.)}
+        both log {"loss_cls": 2.0, "loss_mask": 2.0, "loss": 3.0}; rank 0 differentiates a loss of 3, rank 1 of 3
+    """
+    means = {name: _mean(value) for name, value in losses.items()}
+    numbers = {str(name): mean for name, mean in means.items() if isinstance(mean, torch.Tensor | float | int)}
+    loss: Any = sum(mean for name, mean in numbers.items() if "loss" in name)
+    log_vars: dict[str, float] = reduce_stats({**means, "loss": loss}, name="parse_losses").values
+    return loss, log_vars
+
+
 # -- inside -----------------------------------------------------------------------------------------------------------
 
 
@@ -131,6 +185,15 @@ def _reduce(
     kind = "recursive_average" if divide else "recursive_sum"
     reducer = kept_reducer(group if distributed else ALONE, None, nonfinite, kind)
     return reducer._reduce(obj, weight, keep_dtypes=True, divide=divide)
+
+
+def _mean(value: Any) -> Any:
+    """Return a tensor's mean, or the sum of the means in a list. What is neither is left for all ranks to refuse."""
+    if isinstance(value, torch.Tensor):
+        return (value if value.is_floating_point() else value * 1.0).mean()
+    if isinstance(value, list | tuple) and all(isinstance(tensor, torch.Tensor) for tensor in value):
+        return sum(map(_mean, value))
+    return value
 
 
 def _nested(reduced: Reduced, tensors: Sequence[torch.Tensor | None]) -> Any:

@@ -25,7 +25,9 @@ DOCUMENTS = {
     "CHANGELOG.md": "changelog.md",
 }
 NOTEBOOK = "two-ranks"
-INTEGRATIONS = sorted(path.stem for path in (ROOT / "ddpstats" / "integrations").glob("[a-z]*.py"))
+INTEGRATIONS = sorted(
+    path.stem for path in (ROOT / "ddpstats" / "integrations").glob("*.py") if "\n__all__ =" in path.read_text()
+)
 REFERENCE = {  # page -> modules
     "ddpstats": ["ddpstats"],
     "errors": ["ddpstats.errors"],

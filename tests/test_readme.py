@@ -98,11 +98,10 @@ TRANSFORMERS = """
     model, data = Model(), [{"x": torch.ones(1), "labels": torch.zeros(1)}] * 4
     args = transformers.TrainingArguments("out", max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
 """
-TREE = """
-    import pathlib
+OWN_REDUCTIONS = """
+    import torch
 
-    pathlib.Path("util").mkdir()
-    pathlib.Path("util/misc.py").write_text("from tests.integrations.tree_misc import reduce_dict")
+    losses = {"loss_cls": torch.ones(2)}
 """
 ESPNET = """
     import torch
@@ -134,7 +133,7 @@ READERS = {
     "def mean_of": ("", [], "2 passed"),
     "with ddpstats.collective_guard": (PROGRAM, [], ""),
     "print(ddpstats.integrations.install(": ("", ["lightning", "torchmetrics"], "patched: lightning, torchmetrics\n"),
-    "print(ddpstats.integrations.functions.install(": (TREE, [], "patched: util.misc.reduce_dict (also tests"),
+    "loss, log_vars = parse_losses(losses)": (OWN_REDUCTIONS, [], "{'loss': tensor(1.)}"),
     "stopper = DdpstatsNaNCapture": (LIGHTNING, ["lightning"], ""),
     "with NaNCaptureCallback": (TRANSFORMERS, ["transformers"], ""),
     'with capture("captures")': (ESPNET, ["espnet2"], ""),

@@ -1,7 +1,8 @@
-"""`recursive_average`, `recursive_sum` and `recursive_divide` unite what ranks hold, with espnet's signatures."""
+"""The functions of `recursive_op` unite what ranks hold, with the signatures of those that they take the place of."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -12,8 +13,16 @@ import torch.distributed as dist
 
 import ddpstats
 from ddpstats.errors import DdpstatsError, InvalidStats
-from ddpstats.recursive_op import average_with_weights, recursive_average, recursive_divide, recursive_sum
+from ddpstats.recursive_op import (
+    average_with_weights,
+    parse_losses,
+    recursive_average,
+    recursive_divide,
+    recursive_sum,
+    reduce_dict,
+)
 from ddpstats.testing import PerRank, RankPool, count_collectives
+from tests.integrations.on_ranks import on_group
 from tests.needs import imported, needs
 
 
@@ -379,3 +388,161 @@ def test_a_total_that_the_weights_dtype_cannot_hold_is_int64(weight: list[int], 
     given = torch.tensor(weight, dtype=torch.bool if weight[0] is True else torch.uint8)
     total = ddpstats.recursive_average({"a": torch.tensor([1.0, 3.0])}, given)[1]
     assert (total.dtype, total.item()) == (torch.int64, want)
+
+
+# -- reduce_dict, of DETR, torchvision's references and detectron2 ----------------------------------------------------
+
+
+def means(values: dict[str, torch.Tensor]) -> Any:
+    """Under a default device that is not the values'."""
+    before = dict(values)
+    with torch.device("meta"):
+        result = reduce_dict(values)
+    assert values == before
+    return result
+
+
+def sums(values: dict[str, torch.Tensor]) -> Any:
+    return reduce_dict(values, average=False)
+
+
+def means_of_values_with_gradients(values: dict[str, float]) -> list[bool]:
+    result = reduce_dict({key: torch.tensor(value, requires_grad=True) for key, value in values.items()})
+    return [tensor.requires_grad for tensor in result.values()]
+
+
+def collectives_of_two_calls(keys: int) -> list[tuple[list[str], int]]:
+    """Return those on the program's group, and the number of all."""
+    seen = []
+    for _ in range(2):
+        with on_group(dist.group.WORLD) as on_theirs, count_collectives() as issued:
+            reduce_dict({f"loss_{index}": torch.tensor(1.0) for index in range(keys)})
+        seen.append((on_theirs, issued.total))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "fn", "expected"),
+    [
+        ([{"b": 2.0, "a": 0.25}, {"a": 0.5, "b": 4.0}], means, {"b": 3.0, "a": 0.375}),
+        ([{"b": 2.0, "a": 0.25}, {"a": 0.5, "b": 4.0}], sums, {"b": 6.0, "a": 0.75}),
+        ([{"a": 1.0, "dn": 4.0}, {"a": 3.0, "x": -10.0}], means, {"a": 2.0, "dn": 4.0, "x": -10.0}),
+        # A rank whose batch has no annotation lacks the losses of denoising.
+        ([{"vfl": 1.0, "vfl_dn": 4.0}, {"vfl": 3.0}], sums, {"vfl": 4.0, "vfl_dn": 4.0}),
+        ([{"vfl": 1.0}, {}], means, {"vfl": 1.0}),
+        ([{}, {}], means, {}),
+    ],
+)
+def test_reduce_dict_has_the_keys_of_all_ranks_on_every_rank(
+    two_ranks: RankPool, by_rank: list[dict[str, float]], fn: Any, expected: dict[str, float]
+) -> None:
+    values = [{key: torch.tensor(value) for key, value in held.items()} for held in by_rank]
+    rank0, rank1 = two_ranks.run(fn, PerRank(values)).values()
+    assert spelled(rank0) == spelled(rank1)
+    assert plain(rank0) == expected
+    assert {(tensor.dtype, tensor.device.type) for tensor in rank0.values()} <= {(torch.float32, "cpu")}
+
+
+def test_reduce_dict_promotes_the_dtypes_of_the_ranks_and_averages_integers(two_ranks: RankPool) -> None:
+    half, single = torch.tensor(1.0, dtype=torch.float16), torch.tensor(2.0)
+    by_rank = [
+        {"half": half, "mixed": half, "count": torch.tensor(1), "is_last": torch.tensor(True)},
+        {"half": half, "mixed": single, "count": torch.tensor(4), "is_last": torch.tensor(False)},
+    ]
+    rank0, rank1 = two_ranks.run(means, PerRank(by_rank)).values()
+    assert spelled(rank0) == spelled(rank1)
+    assert plain(rank0) == {"half": 1.0, "mixed": 1.5, "count": 2.5, "is_last": 0.5}
+    assert [tensor.dtype for tensor in rank0.values()] == [torch.float16, *[torch.float32] * 3]
+
+
+def test_reduce_dict_has_no_gradient_and_is_one_collective_on_a_group_of_its_own(two_ranks: RankPool) -> None:
+    assert two_ranks.run(means_of_values_with_gradients, {"a": 1.0}).values() == [[False]] * 2
+    for first, second in two_ranks.run(collectives_of_two_calls, 40).values():
+        assert first[0] == []
+        assert second == ([], 1)
+
+
+def test_reduce_dict_of_a_vector_is_an_error_on_every_rank(two_ranks: RankPool) -> None:
+    by_rank = [{"a": torch.ones(2)}, {"a": torch.ones(())}]
+    first, second = two_ranks.run(means, PerRank(by_rank)).errors().values()
+    assert type(first) is InvalidStats
+    assert str(first) == str(second)
+    assert "'a'" in str(first)
+
+
+# -- parse_losses, of mmdetection -------------------------------------------------------------------------------------
+
+
+def parsed(factor: float, values: dict[str, Any], lists: dict[str, list[float]]) -> tuple[float, Any, list[float]]:
+    """Return this rank's loss, what it logs, and the gradient of two weights, of which every loss is a multiple."""
+    weights = torch.tensor([1.0, 2.0], requires_grad=True)
+    multiples = {name: [weights[index] * by for index, by in enumerate(factors)] for name, factors in lists.items()}
+    loss, log_vars = parse_losses({"loss_cls": weights * factor, **values, **multiples})
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert weights.grad is not None
+    return loss.item(), log_vars, weights.grad.tolist()
+
+
+def logged_by_a_rank_without_losses(is_without: bool) -> Any:
+    return parse_losses({} if is_without else {"loss_cls": torch.tensor([2.0, 4.0]), "num_pos": torch.tensor([1, 2])})[
+        1
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "lists", "log_vars", "own"),
+    [
+        # a loss is what has "loss" in its name
+        (
+            [{"acc": torch.tensor([40.0])}, {"acc": torch.tensor([60.0])}],
+            [{}, {}],
+            {"loss_cls": 3.0, "acc": 50.0, "loss": 3.0},
+            [(1.5, [0.5, 0.5]), (4.5, [1.5, 1.5])],
+        ),
+        # rank 1 has no mask
+        (
+            [{}, {}],
+            [{"loss_mask": [2.0, 1.0]}, {}],
+            {"loss_cls": 3.0, "loss_mask": 4.0, "loss": 5.0},
+            [(5.5, [2.5, 1.5]), (4.5, [1.5, 1.5])],
+        ),
+        # as many keys, and other ones
+        (
+            [{"n": torch.tensor([1, 2])}, {"n": torch.tensor([True])}],
+            [{"loss_mask": [2.0, 1.0]}, {"loss_iou": [2.0, 1.0]}],
+            {"loss_cls": 3.0, "n": 1.25, "loss_mask": 4.0, "loss_iou": 4.0, "loss": 7.0},
+            [(5.5, [2.5, 1.5]), (8.5, [3.5, 2.5])],
+        ),
+    ],
+)
+def test_parse_losses_logs_each_key_over_its_holders_and_keeps_this_ranks_graph(
+    two_ranks: RankPool, values: Any, lists: Any, log_vars: dict[str, float], own: list[tuple[float, list[float]]]
+) -> None:
+    results = two_ranks.run(parsed, PerRank([1.0, 3.0]), PerRank(values), PerRank(lists)).values()
+    assert [(loss, gradient) for loss, _, gradient in results] == own
+    assert [logged for _, logged, _ in results] == [log_vars, log_vars]
+    assert {type(value) for value in results[0][1].values()} == {float}
+
+
+def test_parse_losses_of_a_rank_without_losses_logs_those_of_the_others(two_ranks: RankPool) -> None:
+    logged = two_ranks.run(logged_by_a_rank_without_losses, PerRank([False, True])).values()
+    assert logged == [{"loss_cls": 3.0, "num_pos": 1.5, "loss": 1.5}] * 2
+
+
+def test_parse_losses_of_what_is_no_loss_is_an_error_on_every_rank(two_ranks: RankPool) -> None:
+    values = [{"loss_mask": "none"}, {}]
+    first, second = two_ranks.run(parsed, PerRank([1.0, 3.0]), PerRank(values), {}).errors().values()
+    assert type(first) is InvalidStats
+    assert str(first) == str(second)
+    assert "'loss_mask'" in str(first)
+
+
+def test_drop_ins_without_a_group_are_local_and_take_what_the_originals_take() -> None:
+    assert plain(means({"b": torch.tensor(2.0), "a": torch.tensor(1)})) == {"b": 2.0, "a": 1.0}
+    assert plain(sums({"b": torch.tensor(2.0)})) == {"b": 2.0}
+    loss, log_vars = parse_losses({"loss": torch.tensor([1.0, 3.0]), "losses": [torch.tensor(4.0)]})
+    assert (loss.item(), log_vars) == (6.0, {"loss": 6.0, "losses": 4.0})
+    parameters = [inspect.signature(function).parameters.values() for function in (reduce_dict, parse_losses)]
+    assert [parameter.name for parameter in parameters[0]] == ["input_dict", "average"]
+    assert [parameter.default for parameter in parameters[0]] == [inspect.Parameter.empty, True]
+    assert [parameter.name for parameter in parameters[1]] == ["losses"]

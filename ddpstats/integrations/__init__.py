@@ -1,8 +1,7 @@
 """One module per library: ``install()`` makes it use ddpstats, ``uninstall()`` undoes that.
 
-``ddpstats.integrations.install("lightning", "torchmetrics")`` does so for several, by name, and ``functions.install``
-for copies of such functions in a program's own tree. The modules have the libraries' names:
-``from ddpstats.integrations import lightning`` would hide Lightning itself.
+``ddpstats.integrations.install("lightning", "torchmetrics")`` does so for several, by name. The modules have the
+libraries' names: ``from ddpstats.integrations import lightning`` would hide Lightning itself.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from ddpstats.integrations.patches import (
     uninstall as uninstall,
 )
 
-_MODULES = frozenset(
-    {"accelerate", "espnet", "functions", "lightning", "loggers", "torcheval", "torchmetrics", "transformers"}
-)
+_MODULES = frozenset({"accelerate", "espnet", "lightning", "loggers", "torcheval", "torchmetrics", "transformers"})
 
 __getattr__, __dir__ = _lazy_names(__name__, {}, _MODULES)
