@@ -112,12 +112,12 @@ def capture(
         with espnet.capture("captures"):    # on every rank
             Trainer.run(...)                # rank 1's batch makes a NaN: ranks 0 and 1 raise NonFiniteStat, ranks (1,)
     """
-    if _patches.installed:
+    if _patches.is_installed:
         raise ConfigError("ddpstats.integrations.espnet.capture() inside another one: a trainer has one capture")
     capturing = Capturing(dirpath, on_nonfinite=on_nonfinite, keep=keep, store_batch=store_batch, **settings)
-    if not _patches.disabled():
+    if not _patches.is_disabled():
         espnet_module(_TRAINER)
-    if _patches.wanted(_RELIED_ON):
+    if _patches.should_patch(_RELIED_ON):
         _patch(capturing)
     try:
         yield capturing

@@ -96,7 +96,7 @@ def install() -> None:
         rank 0: accelerator.reduce({"a": tensor(1.), "b": tensor(2.)})   rank 1: {"b": tensor(20.), "a": tensor(10.)}
         stock gives rank 0 a=21, b=12; after install() every rank has a=11, b=22
     """
-    if _patches.wanted(_RELIED_ON):
+    if _patches.should_patch(_RELIED_ON):
         operations = importlib.import_module("accelerate.utils.operations")
         accelerator = importlib.import_module("accelerate.accelerator").Accelerator
         for theirs, ours in ((operations.gather, _gather), (operations.reduce, _reduce)):

@@ -73,11 +73,11 @@ def install() -> None:
         rank 0: stats {"l1_loss": 0.057}   rank 1: stats {"snr_loss": -2.0}
         stock espnet logs l1_loss=-0.9715; after install() every rank's Reporter has l1_loss 0.057, snr_loss -2.0
     """
-    if _patches.installed or _patches.disabled():
+    if _patches.is_installed or _patches.is_disabled():
         return
     theirs, reporter = espnet_module("espnet2.torch_utils.recursive_op"), espnet_module("espnet2.train.reporter")
     version = str(getattr(espnet_module("espnet2"), "__version__", "of no version"))
-    if _patches.wanted(_RELIED_ON, lambda: _probe(theirs), version):
+    if _patches.should_patch(_RELIED_ON, lambda: _probe(theirs), version):
         for name, ours in _OURS.items():
             for package in _PACKAGES:
                 _patches.replace_everywhere(package, getattr(theirs, name), ours)

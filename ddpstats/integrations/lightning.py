@@ -119,9 +119,9 @@ def _hold(user: int) -> bool:
     """Whether some copy of Lightning is patched now, on behalf of ``user``."""
     for library, patches in _patches.items():
         root = ROOTS[library]
-        if patches.wanted([f"{root}.{one}" for one in _RELIED_ON], partial(_probe, root)):
+        if patches.should_patch([f"{root}.{one}" for one in _RELIED_ON], partial(_probe, root)):
             _patch(patches, root)
-    is_held = any(patches.installed for patches in _patches.values())
+    is_held = any(patches.is_installed for patches in _patches.values())
     if is_held:
         _users.add(user)
     return is_held

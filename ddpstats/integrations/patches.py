@@ -45,10 +45,10 @@ class Patches:
         self.why_left = ""
 
     @property
-    def installed(self) -> bool:
+    def is_installed(self) -> bool:
         return bool(self._undo)
 
-    def wanted(
+    def should_patch(
         self, relied_on: Iterable[str], probe: Callable[[], str | None] | None = None, version: str | None = None
     ) -> bool:
         """Whether to patch: not yet installed, not disabled, and the library has what is relied on. Else says why not.
@@ -60,7 +60,7 @@ class Patches:
             probe: tries one call of the library, local to this rank: None, or what it does that is not relied on.
             version: what the library calls itself, for the warning; None: as it was installed.
         """
-        if self.installed or self.disabled():
+        if self.is_installed or self.is_disabled():
             return False
         version = version or installed_version(self._library)
         reason = difference(relied_on)
@@ -73,7 +73,7 @@ class Patches:
             self.leave(f"{self._library} {version} {reason}")
         return reason is None
 
-    def disabled(self) -> bool:
+    def is_disabled(self) -> bool:
         """Whether the environment says that every library stays as it is."""
         if config.is_disabled():
             self.why_left = f"{config.DISABLE} is set"
@@ -359,7 +359,7 @@ def _is_there(package: str) -> bool:
 
 def _is_patched(name: str) -> bool:
     module = sys.modules.get(f"{__package__}.{name}")  # never imported for this: then nothing is patched
-    return module is not None and any(patches.installed for patches in _patches_of(module))
+    return module is not None and any(patches.is_installed for patches in _patches_of(module))
 
 
 def _patches_of(module: ModuleType) -> list[Patches]:

@@ -71,7 +71,7 @@ def install() -> None:
         rank 0: sync_and_compute_collection({"loss": Mean(), "acc_a": Mean()})   rank 1: {"loss": ..., "acc_b": ...}
         stock averages acc_a with acc_b; after install() each is the mean over the ranks that have it, on every rank
     """
-    if _patches.wanted(_RELIED_ON):
+    if _patches.should_patch(_RELIED_ON):
         toolkit = _toolkit()
         for name, ours in _OURS.items():
             theirs = getattr(toolkit, name)

@@ -101,7 +101,7 @@ def install() -> None:
         rank 0: MetricCollection {"loss": 1, "aa": 100}   rank 1: MetricCollection {"loss": 1, "zz": 100}
         stock computes loss 50.5 on both; after install() both have aa 100, loss 1, zz 100
     """
-    if _patches.wanted(_RELIED_ON, _probe):
+    if _patches.should_patch(_RELIED_ON, _probe):
         from torchmetrics import Metric, MetricCollection
 
         _patches.wrap(Metric, "_sync_dist", _sync_dist)
