@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import Sentinel, SentinelAlarm
 from ddpstats.testing import BitFlip, inject_bit_flips
-from ddpstats.testing._bit_flips import Where
+from ddpstats.testing.flips import Where
 
 WARM_UP_STEPS = 130  # the jump test of "v2" begins after 100
 KINDS: tuple[Where, ...] = get_args(Where)

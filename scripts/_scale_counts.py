@@ -32,7 +32,7 @@ from ddpstats.guard.diagnosis import Alarm, RankStatus
 from ddpstats.guard.failure_agreement import FailureAgreement
 from ddpstats.guard.notes import Note, agree
 from ddpstats.guard.notes_shm import Exchange
-from ddpstats.testing._thread_comm import ThreadComm, ThreadWorld, in_process
+from ddpstats.testing.threads import ThreadComm, ThreadWorld, in_process
 
 RANKS_OF_A_HOST = 8
 MOST_ON_A_HOST = 256  # a guard of more ranks than that shares no memory

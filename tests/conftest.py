@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddpstats.testing import RankPool
-from ddpstats.testing._forkserver import preload
+from ddpstats.testing.forkserver import preload
 from tests.hosts import hosts as hosts
 
 ALLOWED_SKIPS = "DDPSTATS_TEST_ALLOWED_SKIPS"

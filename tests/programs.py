@@ -26,9 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ddpstats.testing import _forkserver
-from ddpstats.testing._rank_process import rank_environ
-from ddpstats.testing._rank_team import serve_store
+from ddpstats.testing import forkserver
+from ddpstats.testing.ranks import rank_environ, serve_store
 
 LIMIT_SEC = 150.0
 _TERM_AFTER_SEC = 3.0  # torchrun waits a tenth of that, and then it is chance what a rank ends with
@@ -58,12 +57,12 @@ class Program:
         paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         paths += map(os.path.abspath, sys.path)
         own = {"OMP_NUM_THREADS": "1", **environ, "PYTHONPATH": os.pathsep.join(paths)}
-        self._process: _forkserver.Forked | subprocess.Popen[bytes]
+        self._process: forkserver.Forked | subprocess.Popen[bytes]
         if fresh or prefix:
             command = [*prefix, sys.executable, *arguments]
             self._process = subprocess.Popen(command, env=own, stdout=out, stderr=err, cwd=cwd, start_new_session=True)
         else:
-            self._process = _forkserver.fork(
+            self._process = forkserver.fork(
                 _become, self.arguments, paths, environ=own, stdout=out, stderr=err, cwd=cwd
             )
         self.pid = self._process.pid
@@ -94,7 +93,7 @@ class Program:
 
     def kill(self) -> None:
         """Kill it with its session, and close its files. May be called twice."""
-        if isinstance(self._process, _forkserver.Forked):
+        if isinstance(self._process, forkserver.Forked):
             self._process.kill()
         else:
             with contextlib.suppress(ProcessLookupError):
@@ -260,7 +259,7 @@ def _become(arguments: Sequence[str], paths: Sequence[str]) -> None:
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    _forkserver.end(status)
+    forkserver.end(status)
 
 
 def _run_as_main(arguments: Sequence[str], paths: Sequence[str]) -> None:

@@ -83,7 +83,7 @@ def measure_rank() -> RankReport:
     import torch.distributed as dist
 
     from ddpstats._reduction.reducer import reduce_stats
-    from ddpstats.testing._faults import count_collectives
+    from ddpstats.testing.faults import count_collectives
 
     inputs = stats_of(dist.get_rank())
     stats = {key: [torch.tensor(value) for value in values] for key, values in inputs.items()}

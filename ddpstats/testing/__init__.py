@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING
 from ddpstats._base.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
-    from ddpstats.testing._bit_flips import inject_bit_flips as inject_bit_flips
-    from ddpstats.testing._faults import (
+    from ddpstats.testing.faults import (
         CollectiveCount as CollectiveCount,
         count_collectives as count_collectives,
         die as die,
         sleep_past as sleep_past,
     )
-    from ddpstats.testing._flip_fault import (
+    from ddpstats.testing.flips import (
         AppliedFlip as AppliedFlip,
         BitFlip as BitFlip,
         FlipInjector as FlipInjector,
+        inject_bit_flips as inject_bit_flips,
     )
-    from ddpstats.testing._rank_outcomes import (
+    from ddpstats.testing.outcomes import (
         RankDied as RankDied,
         RankError as RankError,
         RankNotRun as RankNotRun,
@@ -44,19 +44,18 @@ if TYPE_CHECKING:
         RankTimedOut as RankTimedOut,
         RankUnpicklable as RankUnpicklable,
     )
-    from ddpstats.testing._ranks import PerRank as PerRank, RankPool as RankPool, run_ranks as run_ranks
-    from ddpstats.testing._threads import ThreadGroup as ThreadGroup, run_threads as run_threads
+    from ddpstats.testing.ranks import PerRank as PerRank, RankPool as RankPool, run_ranks as run_ranks
+    from ddpstats.testing.threads import ThreadGroup as ThreadGroup, run_threads as run_threads
 
 _HOMES = {
-    "_bit_flips": ("inject_bit_flips",),
-    "_faults": ("CollectiveCount", "count_collectives", "die", "sleep_past"),
-    "_flip_fault": ("AppliedFlip", "BitFlip", "FlipInjector"),
-    "_rank_outcomes": (
+    "faults": ("CollectiveCount", "count_collectives", "die", "sleep_past"),
+    "flips": ("AppliedFlip", "BitFlip", "FlipInjector", "inject_bit_flips"),
+    "outcomes": (
         *("RankDied", "RankError", "RankNotRun", "RankOutcome", "RankOutcomes"),
         *("RanksFailed", "RankTimedOut", "RankUnpicklable"),
     ),
-    "_ranks": ("PerRank", "RankPool", "run_ranks"),
-    "_threads": ("ThreadGroup", "run_threads"),
+    "ranks": ("PerRank", "RankPool", "run_ranks"),
+    "threads": ("ThreadGroup", "run_threads"),
 }
 _HOME_OF = {name: f"testing.{module}" for module, names in _HOMES.items() for name in names}
 

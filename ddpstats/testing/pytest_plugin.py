@@ -3,7 +3,7 @@
 ``@pytest.mark.collective_guard("strict")`` runs it there under `ddpstats.collective_guard`, whose arguments it takes.
 
 1. Fixtures and parameters are made in pytest's process, and sent to each rank by pickle.
-2. Each rank imports the test's file and calls the test (`_rank_test`). What it prints goes to a file of its own.
+2. Each rank imports the test's file and calls the test (`rank_test`). What it prints goes to a file of its own.
 3. A rank whose test fails writes down how and when, and ends: the others, which may wait for it, then fail soon.
 4. The filters of warnings that hold in the test hold on the ranks. What they let pass is issued again in pytest's
    process, for its summary of warnings.
@@ -35,7 +35,7 @@ import pytest
 from ddpstats._base.lazy import DYNAMO
 
 if TYPE_CHECKING:
-    from ddpstats.testing._rank_outcomes import RankOutcome
+    from ddpstats.testing.outcomes import RankOutcome
 
 _TIMEOUT_SEC = 60.0
 _SHOWN_BYTES = 1 << 20  # of what a rank printed
@@ -43,8 +43,8 @@ _ENDED = {"fail": "failed", "skip": "skipped, and not all ranks did", "xfail": "
 _PRELOADED = (
     "pytest",
     DYNAMO,
-    "ddpstats.testing._rank_main",
-    "ddpstats.testing._rank_test",
+    "ddpstats.testing.rank",
+    "ddpstats.testing.rank_test",
     "ddpstats.guard.guard",
 )
 _KNOWN = ("builtins", "torch", "pytest", "ddpstats")  # whose warnings keep their category
@@ -99,9 +99,9 @@ def _asked(n: int, *, timeout: float = _TIMEOUT_SEC) -> tuple[int, float]:
 
 
 def _run(item: pytest.Function, world_size: int, timeout_sec: float) -> None:
-    from ddpstats.testing._forkserver import preload
-    from ddpstats.testing._rank_test import RankTest, run_test
-    from ddpstats.testing._ranks import run_ranks
+    from ddpstats.testing.forkserver import preload
+    from ddpstats.testing.rank_test import RankTest, run_test
+    from ddpstats.testing.ranks import run_ranks
 
     preload(_PRELOADED)
     guard = item.get_closest_marker("collective_guard")
@@ -156,8 +156,8 @@ class _End:
     """How the test ended on one rank."""
 
     def __init__(self, outcome: RankOutcome, scratch: Path) -> None:
-        from ddpstats.testing._rank_outcomes import RankTimedOut
-        from ddpstats.testing._rank_test import Failure
+        from ddpstats.testing.outcomes import RankTimedOut
+        from ddpstats.testing.rank_test import Failure
 
         self.rank = outcome.rank
         self.failure = Failure.read(scratch, outcome.rank)
@@ -169,7 +169,7 @@ class _End:
     @property
     def turn(self) -> tuple[int, float]:
         """Sorts causes before consequences: a death, failures by time, what else there is."""
-        from ddpstats.testing._rank_outcomes import RankDied
+        from ddpstats.testing.outcomes import RankDied
 
         return (1, self.failure.at) if self.failure else (0 if isinstance(self.error, RankDied) else 2, 0.0)
 
@@ -187,7 +187,7 @@ class _End:
 
     def __str__(self) -> str:
         """In one line."""
-        from ddpstats.testing._rank_outcomes import RankDied, RankError, RankTimedOut, describe_exit
+        from ddpstats.testing.outcomes import RankDied, RankError, RankTimedOut, describe_exit
 
         if self.failure:
             return f"rank {self.rank} {_ENDED[self.failure.kind]}: {self.failure.line}"

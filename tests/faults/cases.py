@@ -23,8 +23,7 @@ from typing import Any
 from ddpstats.capture.bundle import Bundle
 from ddpstats.dump.reader import open_rank
 from ddpstats.errors import BundleError, DumpError
-from ddpstats.testing._rank_process import rank_environ
-from ddpstats.testing._rank_team import serve_store
+from ddpstats.testing.ranks import rank_environ, serve_store
 from tests.faults.injuries import FAULTS, Case, small_disk
 from tests.faults.phases import PHASES
 from tests.programs import Program, reserved_port

@@ -14,7 +14,7 @@ from ddpstats._base.text import members
 from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.comm import Watch, wait_in_slices
 from ddpstats._ranks.failure import PROCESS_ID_BYTES, Membership, ProcessId
-from ddpstats.testing._thread_comm import in_process
+from ddpstats.testing.threads import in_process
 
 
 class Clock:

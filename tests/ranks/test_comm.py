@@ -33,7 +33,7 @@ from ddpstats._ranks.grid import GridComm, gloo_comm, sides_of
 from ddpstats._ranks.store import BoundedStore, bounded
 from ddpstats.errors import ConfigError
 from ddpstats.testing import RankPool, sleep_past
-from ddpstats.testing._thread_comm import ThreadWorld
+from ddpstats.testing.threads import ThreadWorld
 
 LIMIT_SEC = 60.0
 LONG_SEC = 30.0

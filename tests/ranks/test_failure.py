@@ -28,7 +28,7 @@ from ddpstats._ranks.failure import (
     find_missing,
 )
 from ddpstats._ranks.store import BoundedStore, StoreSilent, bounded
-from ddpstats.testing._thread_comm import in_process
+from ddpstats.testing.threads import in_process
 from tests.programs import Program
 from tests.ranks.clock import Clock
 from tests.ranks.processes import LINUX, id_of, state_of, wait_until_ended

@@ -14,7 +14,7 @@ from ddpstats._ranks import gather
 from ddpstats._ranks.gather import CannotEncode, decode, encode, gather_trees
 from ddpstats.errors import ProtocolMismatch
 from ddpstats.testing import RankPool, count_collectives
-from ddpstats.testing._threads import run_threads
+from ddpstats.testing.threads import run_threads
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),

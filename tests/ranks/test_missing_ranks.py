@@ -19,7 +19,7 @@ from ddpstats import StatsReducer, any_rank
 from ddpstats._ranks import calls, comm, grid
 from ddpstats.errors import RankMissing
 from ddpstats.testing import RankDied, RankOutcomes, RankPool, die, run_ranks, run_threads
-from ddpstats.testing._threads import ThreadGroup
+from ddpstats.testing.threads import ThreadGroup
 from tests.programs import Program
 from tests.ranks.clock import Clock, LonelyGroup
 from tests.ranks.processes import LINUX, id_of, wait_until_ended

@@ -26,8 +26,8 @@ from ddpstats._reduction.flatten import Structure, decode, flatten
 from ddpstats._reduction.layout import Layout, agree, place
 from ddpstats.errors import DdpstatsError, InvalidStats, NonFiniteStat, ProtocolMismatch, RankMissing, SchemaConflict
 from ddpstats.testing import RankPool, ThreadGroup, run_threads
-from ddpstats.testing._thread_comm import ThreadComm
 from ddpstats.testing.strategies import RankStats, uneven_stats
+from ddpstats.testing.threads import ThreadComm
 
 LIMIT_SEC = 60.0
 TIMEOUT_SEC = 30.0  # of one reduction: nothing here may come near it

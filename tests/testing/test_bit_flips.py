@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats import ConfigError
-from ddpstats.testing import BitFlip, RankPool, _flip_places, inject_bit_flips
+from ddpstats.testing import BitFlip, RankPool, inject_bit_flips
 from tests import programs
 from tests.capabilities import flips_products
 from tests.testing import bit_flip_runs as runs
@@ -450,7 +450,7 @@ def test_a_frozen_parameter_has_no_gradient_to_flip() -> None:
 
 
 def test_a_torch_that_does_not_say_when_a_backward_pass_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_flip_places, "queue_callback", None)
+    monkeypatch.setattr("ddpstats.testing.flips.queue_callback", None)
     flips = [BitFlip(WEIGHT, "reduced_gradient", 0, 0, 0)]
     words = "does not say when a backward pass ends"
     with pytest.raises(ConfigError, match=words), inject_bit_flips(runs.make_model(), flips):

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpstats.testing._faults import count_collectives, die, sleep_past
-from ddpstats.testing._rank_outcomes import RankDied
-from ddpstats.testing._ranks import run_ranks
+from ddpstats.testing.faults import count_collectives, die, sleep_past
+from ddpstats.testing.outcomes import RankDied
+from ddpstats.testing.ranks import run_ranks
 
 
 def methods() -> dict[str, Any]:

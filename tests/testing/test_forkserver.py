@@ -1,4 +1,4 @@
-"""What ranks are forked from (`ddpstats.testing._forkserver`): its deadlines, and what it leaves as it was."""
+"""What ranks are forked from (`ddpstats.testing.forkserver`): its deadlines, and what it leaves as it was."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from ddpstats.testing import _forkserver, _rank_process, _rank_team, _ranks
+from ddpstats.testing import forkserver as own, ranks
 
 Servers = dict[Any, forkserver.ForkServer]
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="scans /proc")
@@ -27,16 +27,16 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="scans /proc")
 def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     """Yield the servers, of which there are none yet. Each starts without torch, and two that are idle stay."""
     found: Servers = {}
-    monkeypatch.setattr(_forkserver, "_servers", found)
-    monkeypatch.setattr(_forkserver, "_preloaded", ["colorsys"])
-    monkeypatch.setattr(_forkserver, "_MOST_IDLE", 2)
+    monkeypatch.setattr(own, "_servers", found)
+    monkeypatch.setattr(own, "_preloaded", ["colorsys"])
+    monkeypatch.setattr(own, "_MOST_IDLE", 2)
     yield found
     for server in found.values():
-        _forkserver._end(server)
+        own._end(server)
 
 
-def forked(function: Callable[..., Any] = os.getpid, *args: Any, stderr: int = 2, **env: str) -> _forkserver.Forked:
-    return _forkserver.fork(function, *args, environ={**os.environ, **env}, stdout=1, stderr=stderr)
+def forked(function: Callable[..., Any] = os.getpid, *args: Any, stderr: int = 2, **env: str) -> own.Forked:
+    return own.fork(function, *args, environ={**os.environ, **env}, stdout=1, stderr=stderr)
 
 
 def pid_of(server: forkserver.ForkServer) -> int:
@@ -103,7 +103,7 @@ def test_server_that_cannot_import_is_named_and_the_next_fork_starts_another(
 ) -> None:
     (tmp_path / "breaks.py").write_text("raise OSError")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(_forkserver, "_preloaded", ["breaks"])
+    monkeypatch.setattr(own, "_preloaded", ["breaks"])
     with pytest.raises(RuntimeError, match="the process that forks ranks has ended, or did not answer within 120 s"):
         forked()
     (tmp_path / "breaks.py").write_text("")
@@ -115,14 +115,14 @@ def test_process_killed_before_it_reads_what_to_run_ends_and_fork_returns(
 ) -> None:
     """It leads no process group yet, and nobody reads from the pipe any more."""
 
-    def made_and_killed(server: forkserver.ForkServer, status_fd: int, life_fd: int) -> _forkserver.Forked:
+    def made_and_killed(server: forkserver.ForkServer, status_fd: int, life_fd: int) -> own.Forked:
         process = made(server, status_fd, life_fd)
         process.kill()
         assert process.wait(30) == -9
         return process
 
-    made = _forkserver.Forked
-    monkeypatch.setattr(_forkserver, "Forked", made_and_killed)
+    made = own.Forked
+    monkeypatch.setattr(own, "Forked", made_and_killed)
     assert forked().returncode == -9
 
 
@@ -158,13 +158,13 @@ def test_server_that_does_not_answer_a_connection_ends_by_the_deadline(monkeypat
             process.wait(30)
             raise EOFError
 
-    monkeypatch.setattr(_forkserver, "START_TIMEOUT_SEC", 0.1)
+    monkeypatch.setattr(own, "START_TIMEOUT_SEC", 0.1)
     server: Any = Hangs()
     server._forkserver_alive_fd, server._forkserver_address = os.open(os.devnull, os.O_RDONLY), "/none"
     with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"]) as process:
         server._forkserver_pid = process.pid
         with pytest.raises(RuntimeError, match="the process that forks ranks has ended, or did not answer"):
-            _forkserver._connect(server, [])
+            own._connect(server, [])
     assert process.returncode == -9
 
 
@@ -172,11 +172,11 @@ def test_server_that_does_not_answer_a_connection_ends_by_the_deadline(monkeypat
 @LINUX
 def test_rank_whose_end_nobody_tells_is_given_up_by_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that the kernel holds in a driver: SIGKILL does not end it."""
-    monkeypatch.setattr(_rank_process, "_REAP_SEC", 0.1)
-    monkeypatch.setattr(_rank_team, "_STOP_GRACE_SEC", 0.1)
-    pool = _ranks.RankPool(1)
+    monkeypatch.setattr(ranks, "_REAP_SEC", 0.1)
+    monkeypatch.setattr(ranks, "_STOP_GRACE_SEC", 0.1)
+    pool = ranks.RankPool(1)
     pool.run(os.getpid).values()
-    server = list(_forkserver._servers.values())[-1]
+    server = list(own._servers.values())[-1]
     os.kill(pid_of(server), signal.SIGSTOP)
     try:
         began = time.monotonic()
@@ -189,7 +189,7 @@ def test_rank_whose_end_nobody_tells_is_given_up_by_the_deadline(monkeypatch: py
 def test_module_that_starts_ranks_when_imported_says_so_on_its_ranks(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "from ddpstats.testing import run_ranks\ndef f(): pass\noutcomes = run_ranks(f, 1)\n"
+    text = "from ddpstats.testing import runranks\ndef f(): pass\noutcomes = runranks(f, 1)\n"
     (tmp_path / "starts_ranks.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     module = __import__("starts_ranks")

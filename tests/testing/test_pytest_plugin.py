@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.testing import _rank_test, pytest_plugin
+from ddpstats.testing import pytest_plugin, rank_test
 from tests import programs
 
 pytest_plugins = ("pytester",)
@@ -383,7 +383,7 @@ def test_entry_point_has_the_name_of_the_module() -> None:
 def test_warnings_of_the_logger_are_written_and_its_filter_is_removed(tmp_path: Path) -> None:
     logger, written = logging.getLogger("ddpstats"), tmp_path / "warned"
     before = list(logger.filters)
-    with _rank_test._warnings_into(written, []):
+    with rank_test._warnings_into(written, []):
         logger.warning("rank %d is late", 1)
         logger.info("not a warning")
     assert [json.loads(line)[0] for line in written.read_text().splitlines()] == ["rank 1 is late"]

@@ -22,9 +22,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpstats.testing import _forkserver, _rank_process
-from ddpstats.testing._faults import die
-from ddpstats.testing._rank_outcomes import (
+from ddpstats.testing import forkserver, ranks
+from ddpstats.testing.faults import die
+from ddpstats.testing.outcomes import (
     RankDied,
     RankNotRun,
     RankOutcomes,
@@ -32,7 +32,7 @@ from ddpstats.testing._rank_outcomes import (
     RankTimedOut,
     RankUnpicklable,
 )
-from ddpstats.testing._ranks import PerRank, RankPool, run_ranks
+from ddpstats.testing.ranks import PerRank, RankPool, run_ranks
 from tests import programs
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="scans /proc")
@@ -220,7 +220,7 @@ def failed(outcomes: RankOutcomes, rank: int) -> BaseException:
 
 def children() -> set[int]:
     """Return the processes of all sessions that ranks of this process lead, dead but not reaped ones included."""
-    servers = (server._forkserver_pid for server in _forkserver._servers.values())  # type: ignore[attr-defined]
+    servers = (server._forkserver_pid for server in forkserver._servers.values())  # type: ignore[attr-defined]
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # `forkserver` starts one
     parents = {os.getpid(), tracker, *servers}
     found = set()
@@ -393,15 +393,15 @@ def test_rank_that_dies_is_reported_with_its_last_words(how: Callable[[], Any], 
 
 def test_rank_killed_while_starting_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank must not wait for it to the end of the limit."""
-    fork = _forkserver.fork
+    fork = forkserver.fork
 
-    def fork_and_kill(*args: Any, **settings: Any) -> _forkserver.Forked:
+    def fork_and_kill(*args: Any, **settings: Any) -> forkserver.Forked:
         forked = fork(*args, **settings)
         if settings["environ"]["RANK"] == "1":
             os.kill(forked.pid, signal.SIGKILL)
         return forked
 
-    monkeypatch.setattr(_rank_process, "fork", fork_and_kill)
+    monkeypatch.setattr(ranks, "fork", fork_and_kill)
     started = time.monotonic()
     outcomes = run_ranks(who, 2)
     assert isinstance(failed(outcomes, 0), RankNotRun)
@@ -545,8 +545,8 @@ def test_a_pool_that_is_dropped_ends_its_ranks(started: Callable[[], set[int]]) 
 
 IMPORTS = """
 import os, sys, threading, time
-from ddpstats.testing import _forkserver
-from ddpstats.testing._ranks import PerRank, RankPool, run_ranks
+from ddpstats.testing import forkserver
+from ddpstats.testing.ranks import PerRank, RankPool, run_ranks
 from tests.testing.test_ranks import hang_on_rank_1, hang_with_child, pid, raise_on_rank_1, who
 
 pool = RankPool(2)
@@ -599,7 +599,7 @@ def test_a_forked_copy_of_the_parent_neither_ends_its_ranks_nor_keeps_them_alive
             sys.exit()
         os.wait()
         start()
-        print(*(server._forkserver_pid for server in _forkserver._servers.values()), flush=True)
+        print(*(server._forkserver_pid for server in forkserver._servers.values()), flush=True)
         copy = os.fork()
         if copy == 0:
             os.setsid()  # it lives on when the parent's process group is killed
@@ -646,7 +646,7 @@ def test_resource_warnings_are_not_emitted(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.slow
 def test_hypothesis_is_not_imported() -> None:
-    program = "import sys, ddpstats.testing._ranks, ddpstats.testing._faults; print('hypothesis' in sys.modules)"
+    program = "import sys, ddpstats.testing.ranks, ddpstats.testing.faults; print('hypothesis' in sys.modules)"
     assert programs.run(["-c", program], fresh=True).stdout == "False\n"
 
 

@@ -1,22 +1,31 @@
-"""How a parent and its ranks talk: frames of length and bytes over a private socket pair.
+"""The main function of a rank that `run_ranks` or `RankPool` started.
 
-1. The parent sends a frame with the pickled `(fn, args, kwargs)`; an empty frame means "end".
-2. The rank sends one frame back, a pickled `Reply` made of plain values only, so that opening the envelope never fails.
-   What may fail (the user's value or exception) is pickled a second time inside it.
-
-Pickle runs here between a process and the children it started itself, over file descriptors that nobody else holds:
-nothing from outside ever reaches it.
+1. Make Python stacks available: on SIGUSR1 into the parent's file, on a fatal signal to stderr.
+2. Say "ready"; then, per frame: join the process group (first time only), call the function, send the reply.
+3. On an empty frame: leave the process group and end as any Python process does.
 """
 
 from __future__ import annotations
 
+import datetime
+import faulthandler
+import functools
+import os
 import pickle
+import signal
 import socket
 import struct
 import traceback
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ddpstats.testing._rank_outcomes import RankOutcome, RankUnpicklable
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
+
+from ddpstats._base import config
+from ddpstats._observe.groups import collectives_issued, groups_made
+from ddpstats.testing.outcomes import RankOutcome, RankUnpicklable
 
 READY = b"ready"
 END = b""
@@ -138,3 +147,94 @@ def _safe_repr(thing: Any) -> str:
         return repr(thing)[:_REPR_CHARS]
     except Exception as error:
         return f"<{type(thing).__qualname__} whose repr raised {type(error).__qualname__}>"
+
+
+_STORE_TIMEOUT = datetime.timedelta(seconds=60)
+
+is_opening = False
+"""Whether this process is a rank that imports the function it is to call."""
+
+
+def main(rank: int, world_size: int, store_port: int, *, control_fd: int, stack_fd: int) -> None:
+    """Serve the parent until it says "end" or is gone."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
+    torch.set_num_threads(1)
+    if os.environ.get(config.GUARD):  # the server has imported ddpstats without it, so this process begins the guard
+        from ddpstats.guard import ending
+
+        ending.start()
+    with socket.socket(fileno=control_fd) as control:
+        _serve(control, functools.partial(_join_group, rank, world_size, store_port))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _serve(control: socket.socket, join_group: Callable[[], None]) -> None:
+    send_frame(control, READY)
+    joined = False
+    while request := recv_frame(control):
+        reply = _perform(request, None if joined else join_group)
+        joined = True
+        send_frame(control, pickle.dumps(reply))
+
+
+def _perform(request: bytes, join_group: Callable[[], None] | None) -> Reply:
+    """Call what was asked for. BaseException: `SystemExit` and pytest's outcomes are answers too."""
+    environ = dict(os.environ)
+    try:
+        if join_group is not None:
+            join_group()
+        fn, args, kwargs = _opened(request)
+        value = fn(*args, **kwargs)
+    except BaseException as error:
+        return error_reply(error, group_state())
+    finally:
+        if os.environ != environ:  # Lightning takes WORLD_SIZE away when a fit ends
+            os.environ.clear()
+            os.environ.update(environ)
+    return value_reply(value, group_state())
+
+
+def _opened(request: bytes) -> Any:
+    global is_opening
+    is_opening = True
+    try:
+        return pickle.loads(request)
+    finally:
+        is_opening = False
+
+
+def _join_group(rank: int, world_size: int, store_port: int) -> None:
+    # Always a client: the server lives in the parent, so that no dying rank takes the store along.
+    client = TCPStore("127.0.0.1", store_port, None, False, _STORE_TIMEOUT)
+    store = PrefixStore("ddpstats-testing", client)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    # gloo fails a rank that still connects to one whose function has left the group already
+    store.set(f"joined by {rank}", "")
+    store.wait([f"joined by {other}" for other in range(world_size)], _STORE_TIMEOUT)
+
+
+def group_state() -> GroupState | None:
+    """Return what the parent compares between ranks after each run; None if there is no default process group."""
+    if not dist.is_initialized():
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    try:
+        collectives = collectives_issued(world)
+    except RuntimeError:  # what a backend without numbers raises
+        collectives = 0
+    return GroupState(dist.get_world_size(), collectives, groups_made())
+
+
+def probe_group(timeout_sec: float) -> float:
+    """Collective: prove that the default process group still adds up. Returns the world size it counted."""
+    world = dist.group.WORLD
+    if world is None:
+        return 0.0
+    ones = torch.ones(1)
+    options = dist.AllreduceOptions()
+    options.timeout = datetime.timedelta(seconds=timeout_sec)
+    world.allreduce([ones], options).wait()
+    return ones.item()

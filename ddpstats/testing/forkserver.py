@@ -50,7 +50,7 @@ _NO_ANSWER = (
     "see what it wrote to the stderr of this process"
 )
 
-_preloaded = ["torch", "torch.distributed", "ddpstats.testing._rank_main"]
+_preloaded = ["torch", "torch.distributed", "ddpstats.testing.rank"]
 _servers: dict[tuple[int, frozenset[tuple[str, str]]], forkserver.ForkServer] = {}
 _lock = threading.Lock()
 
