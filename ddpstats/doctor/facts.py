@@ -18,7 +18,7 @@ from ddpstats._base import config
 from ddpstats._base.version import __version__
 from ddpstats.doctor.report import EXISTS, Told
 from ddpstats.errors import ConfigError
-from ddpstats.integrations.patches import DISTRIBUTIONS, PATCHABLE, trial
+from ddpstats.integrations.patches import PATCHABLE, trial
 
 _NAMES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LD_LIBRARY_PATH", "LD_PRELOAD")
 _PREFIXES = (
@@ -58,7 +58,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "CUDA", torch.version.cuda or "none"
     nccl: Any = torch.cuda.nccl
     yield "NCCL", ".".join(map(str, nccl.version())) if dist.is_nccl_available() else "none"
-    for name in ("numpy", *DISTRIBUTIONS):
+    for name in ("numpy", *PATCHABLE, "pytorch_lightning", "transformers"):
         try:
             yield name, metadata.version(name)
         except metadata.PackageNotFoundError:

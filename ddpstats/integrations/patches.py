@@ -1,18 +1,12 @@
-"""What every integration needs: has the library what is relied on, replace objects, put the very objects back.
+"""Integrations find out here whether a library has what they rely on, replace its objects and restore them.
 
-`install` and `uninstall` do so for several libraries by name, so that no module of ours takes a library's own name.
-
-1. All names are judged before anything is patched.
-2. A library that is not installed is left: no number of this program can come from it.
-3. Every other is patched by its own module's ``install``, which imports it and says what it relies on.
+`install` and `uninstall` do so for several libraries by name, so that no module here takes a library's own name.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -20,13 +14,27 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from ddpstats._base import config
 from ddpstats._base.text import first_line
 from ddpstats.errors import ConfigError
 
-ESPNET_VERSION = "202511"  # that CI runs; no extra can bring it (setup.cfg says why)
+_PACKAGES = {
+    "accelerate": ("accelerate",),
+    "espnet": ("espnet2",),
+    "lightning": ("lightning", "pytorch_lightning"),
+    "torcheval": ("torcheval",),
+    "torchmetrics": ("torchmetrics",),
+}
+"""What can be patched: name of the distribution and of the extra -> packages to import, of which one is enough."""
+
+_ALIASES = {"pytorch_lightning": "lightning"}
+
+PATCHABLE = tuple(_PACKAGES)
+
+
+# -- one library ------------------------------------------------------------------------------------------------------
 
 
 class Patches:
@@ -48,44 +56,64 @@ class Patches:
     def is_installed(self) -> bool:
         return bool(self._undo)
 
-    def should_patch(
-        self, relied_on: Iterable[str], probe: Callable[[], str | None] | None = None, version: str | None = None
-    ) -> bool:
-        """Whether to patch: not yet installed, not disabled, and the library has what is relied on. Else says why not.
+    def should_patch(self, relied_on: Iterable[str], probe: Callable[[], str | None] | None = None) -> bool:
+        """Return whether the library is unpatched and may be patched; if it lacks something, warn and name that.
 
-        No version is compared: one that nobody has seen is patched if it has all that the tested ones have.
+        No version is compared: an unknown one is patched if it has all that the tested ones have.
 
         Args:
-            relied_on: as `difference` takes it.
+            relied_on: "MODULE:NAME" for what has to be there, "MODULE:NAME(PARAMETER, ...)" for a function that has to
+                take exactly these, because its replacement takes no others.
             probe: tries one call of the library, local to this rank: None, or what it does that is not relied on.
-            version: what the library calls itself, for the warning; None: as it was installed.
-        """
-        if self.is_installed or self.is_disabled():
-            return False
-        version = version or installed_version(self._library)
-        reason = difference(relied_on)
-        if reason is None and probe is not None:
-            try:
-                reason = probe()
-            except Exception as error:
-                reason = f"raises {type(error).__name__} where it is tried: {error}"
-        if reason is not None:
-            self.leave(f"{self._library} {version} {reason}")
-        return reason is None
 
-    def is_disabled(self) -> bool:
-        """Whether the environment says that every library stays as it is."""
+        Raises:
+            ConfigError: the library is not installed, or lacks a package that it needs itself.
+        """
+        if self.is_installed:
+            return False
         if config.is_disabled():
             self.why_left = f"{config.DISABLE} is set"
-            return True
-        return False
+            return False
+        targets = list(relied_on)
+        difference = next(filter(None, map(self._difference, targets)), None)
+        if difference is None and probe is not None:
+            try:
+                difference = probe()
+            except Exception as error:
+                difference = f"raises {type(error).__name__} where it is tried: {error}"
+        if difference is not None:
+            version = getattr(sys.modules[_root(targets[0])], "__version__", "of no version")
+            self.why_left = f"{self._library} {version} {difference}"
+            warnings.warn(
+                f"ddpstats.integrations.{self._library}: {self.why_left}. {self._library} is left unpatched.",
+                stacklevel=_level_of_caller(),
+            )
+        return difference is None
 
-    def leave(self, reason: str) -> None:
-        """Warn, at the line outside of ddpstats.integrations that asked for it, that the library stays as it is."""
-        self.why_left = reason
-        warnings.warn(
-            f"ddpstats.integrations.{self._library}: {reason}. {self._library} is left unpatched.",
-            stacklevel=level_of_caller(),
+    def _difference(self, target: str) -> str | None:
+        """Return what the library has instead of ``target``, for people; None if it has that."""
+        path, _, expected = target.rstrip(")").partition("(")
+        module, _, name = path.partition(":")
+        try:
+            importlib.import_module(_root(target))  # a submodule that is imported already does not ask for it
+            value: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError) as error:
+            if isinstance(error, ImportError) and not str(error.name).startswith(f"{_root(target)}."):
+                raise ConfigError(
+                    f"ddpstats.integrations.{self._library} needs {self._library}, but {module} cannot be imported: "
+                    f"{error}. {pip_command(self._library)}"
+                ) from error
+            return f"has no {module}.{name}"
+        if "(" not in target:
+            return None
+        if not callable(value):
+            return f"has a {type(value).__name__} as {module}.{name}"
+        parameters = ", ".join(inspect.signature(value).parameters)
+        if parameters == expected:
+            return None
+        return (
+            f"has {name}({parameters}) where {name}({expected}) is relied on: another package has patched it already, "
+            "or this ddpstats does not know that version"
         )
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
@@ -98,17 +126,10 @@ class Patches:
         """Bind ``name``, a function, to ``ours``; see `in_place_of`."""
         self.replace(owner, name, in_place_of(getattr(owner, name), ours))
 
-    def replace_everywhere(self, package: str | None, old: Any, new: Any) -> list[str]:
-        """Bind every name in the modules of ``package`` that is bound to ``old`` now; undone also in later modules.
-
-        ``package`` None: in all modules. Then ``new`` must be an object that nobody else has. Returns the names.
-        """
-
-        def undo() -> None:
-            _rebind(package, new, old)
-
-        self._undo.append(undo)
-        return _rebind(package, old, new)
+    def replace_everywhere(self, package: str, old: Any, new: Any) -> None:
+        """Bind every name in the modules of ``package`` that is bound to ``old`` now; undone also in later modules."""
+        _rebind(package, old, new)
+        self._undo.append(lambda: _rebind(package, new, old))
 
     def restore(self) -> None:
         """Put the very objects back."""
@@ -117,7 +138,7 @@ class Patches:
 
 
 def in_place_of(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """``ours``, which takes the original before its arguments, with the original's name and documentation."""
+    """Return ``ours``, which takes the original before its arguments, with the original's name and documentation."""
 
     @functools.wraps(original)
     def call(*args: Any, **named: Any) -> Any:
@@ -126,92 +147,38 @@ def in_place_of(original: Callable[..., Any], ours: Callable[..., Any]) -> Calla
     return call
 
 
-def difference(relied_on: Iterable[str]) -> str | None:
-    """What a library has instead of something that is relied on, for people; None if it has all of it.
-
-    ``relied_on``: "MODULE:NAME" for what has to be there, "MODULE:NAME(PARAMETER, ...)" for a function that has to take
-    just these, for what stands in its place takes no others. Raises what the library raises when it is imported.
-    """
-    for one in relied_on:
-        place, _, expected = one.rstrip(")").partition("(")
-        module, _, name = place.partition(":")
-        importlib.import_module(module.partition(".")[0])  # a library that cannot be imported says so itself
-        try:
-            found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-        except (ImportError, AttributeError):
-            return f"has no {module}.{name}"
-        if "(" in one:
-            if not callable(found):
-                return f"has a {type(found).__name__} as {module}.{name}"
-            parameters = ", ".join(inspect.signature(found).parameters)
-            if parameters != expected:
-                return (
-                    f"has {name}({parameters}) where {name}({expected}) is relied on: another package has patched it "
-                    "already, or this ddpstats does not know that version"
-                )
-    return None
-
-
 def pip_command(library: str) -> str:
-    """What installs ``library`` beside ddpstats."""
-    then = f" && pip install --no-deps espnet=={ESPNET_VERSION}" if library == "espnet" else ""
+    """Return what installs ``library`` beside ddpstats. No extra can bring espnet (setup.cfg says why)."""
+    then = " && pip install --no-deps espnet==202511" if library == "espnet" else ""
     return f"pip install 'ddpstats[{library}]'{then}"
 
 
-def installed_version(library: str) -> str:
-    """Raises `ConfigError` where the library is not installed."""
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(
-            f"ddpstats.integrations.{library} needs {library}, which is not installed: {pip_command(library)}"
-        ) from None
+def _root(target: str) -> str:
+    return target.partition(":")[0].partition(".")[0]
 
 
-def level_of_caller() -> int:
-    """The ``stacklevel``, for whoever calls this, of the first frame that is not one of this package's."""
+def _rebind(package: str, old: Any, new: Any) -> None:
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == package and isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                if value is old:
+                    setattr(module, name, new)
+
+
+def _level_of_caller() -> int:
+    """Return the ``stacklevel``, for the function that calls this, of the first frame outside of this package."""
     package, frame, level = __name__.rpartition(".")[0], sys._getframe(1), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(package):
         frame, level = frame.f_back, level + 1
     return level
 
 
-def _rebind(package: str | None, old: Any, new: Any) -> list[str]:
-    names = []
-    for module_name, module in list(sys.modules.items()):
-        if package in (None, module_name.partition(".")[0]) and isinstance(module, ModuleType):
-            for name, value in list(vars(module).items()):
-                if value is old:
-                    setattr(module, name, new)
-                    names.append(f"{module_name}.{name}")
-    return names
-
-
-_PACKAGES: dict[str, tuple[str, ...]] = {
-    "accelerate": ("accelerate",),
-    "espnet": ("espnet2",),
-    "lightning": ("lightning", "pytorch_lightning"),
-    "torcheval": ("torcheval",),
-    "torchmetrics": ("torchmetrics",),
-}
-"""What can be patched: our name, which is that of the distribution and of the extra -> the packages that are imported,
-of which one is enough."""
-
-_ALIASES = {"pytorch_lightning": "lightning"}
-
-_NOTHING_TO_PATCH = {
-    "loggers": "ddpstats.integrations.loggers.write(writer, reduced, step) is called where you log",
-    "transformers": "its Trainer takes ddpstats.integrations.transformers.NaNCaptureCallback",
-}
-
-PATCHABLE = tuple(_PACKAGES)
-DISTRIBUTIONS = (*_PACKAGES, *_ALIASES, "transformers")
-"""Whose versions an integration's work depends on."""
+# -- several libraries by name ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Installed:
-    """What `install` did. Its ``str`` is a line for each library.
+    """`install` returns this. Its ``str`` is a line for each library.
 
     Attributes:
         patched: the libraries that use ddpstats now, also those that did before.
@@ -223,12 +190,12 @@ class Installed:
     left: Mapping[str, str]
 
     def __str__(self) -> str:
-        return lines_of("patched", self.patched, self.left)
+        return _lines("patched", self.patched, self.left)
 
 
 @dataclass(frozen=True)
 class Uninstalled:
-    """What `uninstall` did. Its ``str`` is a line for each library.
+    """`uninstall` returns this. Its ``str`` is a line for each library.
 
     Attributes:
         restored: the libraries that have their own objects again.
@@ -239,7 +206,7 @@ class Uninstalled:
     left: Mapping[str, str]
 
     def __str__(self) -> str:
-        return lines_of("restored", self.restored, self.left)
+        return _lines("restored", self.restored, self.left)
 
 
 def install(*names: str) -> Installed:
@@ -258,8 +225,8 @@ def install(*names: str) -> Installed:
         What was patched, and what was left and why.
 
     Raises:
-        ConfigError: no name, or one that is none of these; nothing has been patched then. Also what a library that is
-            installed but broken raises when it is imported.
+        ConfigError: no name, or an unknown one; nothing has been patched then. Also what a library that is installed
+            but broken raises when it is imported.
 
     Example::
 
@@ -269,11 +236,10 @@ def install(*names: str) -> Installed:
         # patched: lightning
         # left: torchmetrics (not installed: pip install 'ddpstats[torchmetrics]')
     """
-    wanted = _checked("install", names)
     patched: list[str] = []
     left: dict[str, str] = {}
-    for name in wanted:
-        if not any(map(_is_there, _PACKAGES[name])):
+    for name in _known("install", names):
+        if not any(map(_is_importable, _PACKAGES[name])):
             left[name] = f"not installed: {pip_command(name)}"
             continue
         module = importlib.import_module(f"{__package__}.{name}")
@@ -292,11 +258,11 @@ def uninstall(*names: str) -> Uninstalled:
         What was restored, and what was left and why.
 
     Raises:
-        ConfigError: a name that is none of `install`'s; nothing has been restored then.
+        ConfigError: a name that `install` does not know; nothing has been restored then.
     """
     restored: list[str] = []
     left: dict[str, str] = {}
-    for name in _checked("uninstall", names) if names else [name for name in _PACKAGES if _is_patched(name)]:
+    for name in _known("uninstall", names) if names else filter(_is_patched, _PACKAGES):
         if not _is_patched(name):
             left[name] = "it was not patched"
             continue
@@ -309,7 +275,7 @@ def uninstall(*names: str) -> Uninstalled:
 
 
 def trial(name: str) -> str:
-    """Whether `install` would patch that library here, else why not. Local: imports it, and puts everything back."""
+    """Return whether `install` would patch that library here, or why not. Imports it, and puts everything back."""
     if _is_patched(name):
         return "patched"
     try:
@@ -323,36 +289,20 @@ def trial(name: str) -> str:
     return f"would be left ({left[name]})" if name in left else "would be patched"
 
 
-def _checked(function: str, names: tuple[object, ...]) -> list[str]:
-    """Our names of the libraries, each once."""
-    if not names:
-        there = [name for name, packages in _PACKAGES.items() if any(map(_is_there, packages))]
+def _known(function: str, names: tuple[str, ...]) -> list[str]:
+    """Return the libraries that ``names`` stand for, each once."""
+    unknown = [name for name in names if name not in (*_PACKAGES, *_ALIASES)]
+    if unknown or not names:
         raise ConfigError(
-            f"ddpstats.integrations.{function}() needs the names of the libraries that your program uses; "
-            f"legal: {_quoted(_PACKAGES)}. Installed here: {_quoted(there) or 'none of them'}."
+            f"ddpstats.integrations.{function} takes names of libraries that your program uses"
+            f"{f', not {unknown[0]!r}' if unknown else ''}; legal: {', '.join(map(repr, _PACKAGES))}. "
+            "Nothing was changed."
         )
-    for name in names:
-        if name not in [*_PACKAGES, *_ALIASES]:
-            raise ConfigError(f"ddpstats.integrations.{function}: {_why_not(name)} Nothing was changed.")
-    return list(dict.fromkeys(_ALIASES.get(name, name) for name in cast(tuple[str, ...], names)))
+    return list(dict.fromkeys(_ALIASES.get(name, name) for name in names))
 
 
-def _why_not(name: object) -> str:
-    legal = f"legal: {_quoted(_PACKAGES)}."
-    if not isinstance(name, str):
-        kind = f"a {type(name).__name__}" if not isinstance(name, ModuleType) else "a module"
-        return f"libraries are named by strings, each an argument of its own, and this is {kind}; {legal}"
-    if name in _NOTHING_TO_PATCH:
-        return f"{name!r} has nothing to patch: {_NOTHING_TO_PATCH[name]}; {legal}"
-    close = difflib.get_close_matches(name.lower(), _PACKAGES, 1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{name!r} is none of the libraries that can be patched: {hint}{legal}"
-
-
-def _is_there(package: str) -> bool:
-    """Whether it can be imported; a folder of that name, without code, is none."""
-    if package in sys.modules:
-        return sys.modules[package] is not None
+def _is_importable(package: str) -> bool:
+    """Return whether it can be imported; a folder of that name, without code, cannot."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -363,17 +313,11 @@ def _is_patched(name: str) -> bool:
 
 
 def _patches_of(module: ModuleType) -> list[Patches]:
-    """One for each of its packages."""
-    found = vars(module)["_patches"]
-    return list(found.values()) if isinstance(found, dict) else [found]
+    """Return an integration's patches, of each of its packages."""
+    patches = vars(module)["_patches"]
+    return list(patches.values()) if isinstance(patches, dict) else [patches]
 
 
-def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names)
-
-
-def lines_of(verb: str, done: tuple[str, ...], left: Mapping[str, str]) -> str:
-    """A report: a line for what was done, and one for each thing that was left."""
-    return "\n".join(
-        [f"{verb}: {', '.join(done) or 'nothing'}", *(f"left: {name} ({why})" for name, why in left.items())]
-    )
+def _lines(verb: str, done: tuple[str, ...], left: Mapping[str, str]) -> str:
+    lines = [f"{verb}: {', '.join(done) or 'nothing'}", *(f"left: {name} ({why})" for name, why in left.items())]
+    return "\n".join(lines)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import importlib.metadata
 import re
 import sys
 from collections.abc import Iterator
@@ -202,9 +201,7 @@ def test_kill_switch_leaves_every_object(library: Library, monkeypatch: pytest.M
 
 
 def call_itself_untested(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: VERSION)
-    if library.name == "espnet":
-        monkeypatch.setattr("espnet2.__version__", VERSION)
+    monkeypatch.setattr(imported(library.package.partition(".")[0]), "__version__", VERSION)
 
 
 def test_unknown_version_with_all_that_is_relied_on_is_patched(
@@ -251,12 +248,9 @@ def test_a_library_that_is_not_installed_is_an_error_with_the_command(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     integration = library.integration
-
-    def absent(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", absent)
-    monkeypatch.setitem(sys.modules, library.package, None)
+    for each in LIBRARIES:
+        if each.integration is integration:
+            monkeypatch.setitem(sys.modules, each.package, None)
     with pytest.raises(ConfigError, match=rf"pip install 'ddpstats\[{library.module or library.name}\]'"):
         integration.install()
 

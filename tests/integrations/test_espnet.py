@@ -258,9 +258,12 @@ def espnet_module() -> Iterator[Any]:
     espnet.uninstall()
 
 
-@pytest.mark.parametrize("missing", ["espnet2", "espnet2.train.reporter"])
-def test_without_espnet_the_error_says_how_to_get_it(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("missing", ["espnet2", "typeguard"])
+def test_without_espnet_or_what_it_needs_the_error_says_how_to_get_it(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "espnet2.train.reporter")
     with pytest.raises(ConfigError, match=r"ddpstats\[espnet\].*pip install --no-deps espnet==202511"):
         espnet.install()
 

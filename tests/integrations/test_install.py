@@ -87,42 +87,32 @@ def test_a_folder_with_the_name_of_a_library_is_no_library(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "unknown"),
     [
-        (["torchmetric"], "'torchmetric' is none of the libraries that can be patched: did you mean 'torchmetrics'?"),
-        (["Lightning"], "did you mean 'lightning'?"),
-        (["pytorch-lightning"], "did you mean 'lightning'?"),
-        (["espnet2"], "did you mean 'espnet'?"),
-        (["keras"], "'keras' is none of the libraries that can be patched: legal: "),
-        ([""], "'' is none of"),
-        (["loggers"], "nothing to patch: ddpstats.integrations.loggers.write(writer, reduced, step)"),
-        (["transformers"], "nothing to patch: its Trainer takes"),
-        ([["torchmetrics"]], "libraries are named by strings, each an argument of its own, and this is a list"),
-        ([types.ModuleType("torchmetrics")], "and this is a module"),
-        ([None], "and this is a NoneType"),
-        (["torchmetrics", "torcheva"], "did you mean 'torcheval'?"),
+        (["torchmetric"], "'torchmetric'"),
+        ([""], "''"),
+        (["loggers"], "'loggers'"),
+        ([["torchmetrics"]], "['torchmetrics']"),
+        ([types.ModuleType("torchmetrics")], "<module 'torchmetrics'>"),
+        (["torchmetrics", "torcheva"], "'torcheva'"),
     ],
 )
 @pytest.mark.parametrize("function", [install, uninstall])
-def test_an_unknown_name_is_an_error_and_changes_nothing(function: Any, names: list[Any], said: str) -> None:
+def test_an_unknown_name_is_an_error_and_changes_nothing(function: Any, names: list[Any], unknown: str) -> None:
     if function is uninstall:
         needs("torchmetrics")
         install("torchmetrics")
     with pytest.raises(ConfigError) as caught:
         function(*names)
-    assert said in str(caught.value)
-    assert 'legal: "accelerate", "espnet", "lightning", "torcheval", "torchmetrics".' in str(caught.value)
-    assert str(caught.value).startswith(f"ddpstats.integrations.{function.__name__}: ")
+    assert str(caught.value) == (
+        f"ddpstats.integrations.{function.__name__} takes names of libraries that your program uses, not {unknown}; "
+        "legal: 'accelerate', 'espnet', 'lightning', 'torcheval', 'torchmetrics'. Nothing was changed."
+    )
     assert uninstall().restored == (("torchmetrics",) if function is uninstall else ())
 
 
-def test_no_name_is_an_error_that_lists_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for library in (*LIBRARIES, *PACKAGES.values(), *ALSO.values()):
-        monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ConfigError, match=r'needs the names .* legal: "accelerate", .* here: none of them\.'):
-        install()
-    monkeypatch.setitem(sys.modules, "torcheval", types.ModuleType("torcheval"))
-    with pytest.raises(ConfigError, match=r'Installed here: "torcheval"\.'):
+def test_no_name_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"takes names of libraries that your program uses; legal: 'accelerate', "):
         install()
 
 
