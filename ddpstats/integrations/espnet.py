@@ -120,7 +120,7 @@ class AveragedStats(dict[Any, Any]):
             self._leaves.setdefault(leaf.path[0], []).append(leaf)
 
     def rows(self) -> Iterator[tuple[Any, Any, float | None]]:
-        """Yield (name, value, own weight), lists and nested dicts leaf by leaf; weight None where the caller's holds."""
+        """Yield (name, value, own weight) leaf by leaf; the weight is None where the caller's holds."""
         for key, value in self.items():
             if key in self._averages and self._averages[key] is value:
                 for leaf in self._leaves.get(key, ()):
