@@ -10,33 +10,34 @@ those. Ours:
 2. raises `SchemaConflict` on every rank where ranks hold another class, another set of states or another kind of state
    (tensor, list, dict, number) under one name;
 3. merges each member as stock does, on the metric's device, own state first, over the ranks that have the member;
-4. where shapes or kinds of dtype differ, which some metrics merge and others do not, all ranks learn in a second gather
+4. where shapes or dtypes differ, which some metrics merge and others do not, all ranks learn in a second gather
    whether any of them failed, and raise `SchemaConflict` if so.
 
-Results equal stock's bit for bit where those were right. Covered besides: subgroups, for which stock makes lists of the
-world's size and takes a group rank for a global one. A rank gets the members that it has itself.
+``sync_and_compute_collection`` returns the results of all members on every rank: the first rank that has a member which
+others lack computes it and sends the result. The metric itself does not travel, so ``get_synced_metric_collection``
+and ``get_synced_state_dict_collection`` return the members that this rank has.
 
-Where a metric raises before anything is sent (``state_dict`` of a state of unknown type), every rank raises
-`InvalidStats`. Not covered: keys of dict states must be str, numbers, None or tuples of these, names of members str or
-int (else `InvalidStats` on every rank). Kinds of state that torcheval's own ``_add_state`` refuses, such as deques.
+Results equal stock's bit for bit where those were right. Covered besides: subgroups, for which stock makes lists of the
+world's size and takes a group rank for a global one.
+
+Where a metric raises before anything is sent (``state_dict`` of a state of unknown type), or a result that others need
+cannot be computed or sent, every rank raises `InvalidStats`. Not covered: keys of dict states must be str, numbers,
+None or tuples of these, names of members str or int (otherwise `InvalidStats` on every rank). Kinds of state that
+torcheval's own ``_add_state`` refuses, such as deques.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
 
 import torch
 
-from ddpstats._base.paths import format_path
-from ddpstats._base.text import holders_lines, ranks_text
-from ddpstats._ranks.comm import describe_group, group_ranks, resolve_group
-from ddpstats._ranks.gather import encode, gather_trees
-from ddpstats.errors import InvalidStats, SchemaConflict
-from ddpstats.integrations._partial_members import on_device, senders
+from ddpstats._base.paths import Path
+from ddpstats._base.text import dtype_name, first_line, ranks_text
+from ddpstats.integrations.matching import Kind, Matching, pack, unite, unpack
 from ddpstats.integrations.patches import Patches
 
 __all__ = ["install", "uninstall"]
@@ -47,13 +48,18 @@ _RELIED_ON = (
     "torcheval.metrics.toolkit:get_synced_metric_collection(metric_collection, process_group)",
     "torcheval.metrics.toolkit:sync_and_compute_collection(metrics, process_group)",
     "torcheval.metrics.toolkit:_convert_to_psuedo_metric(metric_state_dict)",
+    "torcheval.metrics.toolkit:clone_metric(metric)",
     "torcheval.metrics.toolkit:_get_world_size(process_group)",
     "torcheval.metrics.toolkit:_validate_rank_and_world_size(world_size)",
 )
 _SINGLE = ""  # the one member where a bare metric is synced
 
-# One member of one rank, as it travels: the class of the metric, and its states by name.
-Member = list[Any]
+
+Member = tuple[str, dict[str, Any]]
+"""One metric of one rank: its class, and its states by name."""
+
+Members = dict[str, dict[int, Member]]
+"""By name and global rank."""
 
 
 def install() -> None:
@@ -87,17 +93,27 @@ def uninstall() -> None:
 
 
 def _get_synced_metric(metric: Any, process_group: Any = None) -> Any:
-    return _synced({_SINGLE: metric}, process_group, "torcheval.get_synced_metric")[_SINGLE]
+    if _is_alone(process_group):
+        return metric
+    return _merged({_SINGLE: metric}, _matching("get_synced_metric", process_group))[0][_SINGLE]
 
 
 def _get_synced_metric_collection(metric_collection: MutableMapping[str, Any], process_group: Any = None) -> Any:
-    return _synced(metric_collection, process_group, "torcheval.get_synced_metric_collection")
+    if _is_alone(process_group):
+        return metric_collection
+    return _merged(metric_collection, _matching("get_synced_metric_collection", process_group))[0]
 
 
 def _sync_and_compute_collection(metrics: MutableMapping[str, Any], process_group: Any = None) -> dict[str, Any]:
-    call = "torcheval.get_synced_metric_collection"  # of which it is a part in stock, so ranks may call either
-    synced = _synced(metrics, process_group, call, computing=True)
-    return {name: metric.compute() for name, metric in synced.items()}
+    if _is_alone(process_group):
+        return {name: metric.compute() for name, metric in metrics.items()}
+    # stock calls get_synced_metric_collection for its part, so ranks may call either
+    matching = _matching("get_synced_metric_collection", process_group)
+    merged, members = _merged(metrics, matching)
+    result_of = functools.cache(lambda name: merged[name].compute())
+    device = next((metric.device for metric in merged.values()), torch.device("cpu"))
+    others = matching.share_results(members, result_of, device)
+    return {name: others[name] if name in others else result_of(name) for name in members}
 
 
 _OURS: dict[str, Callable[..., Any]] = {
@@ -107,275 +123,106 @@ _OURS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _alone(group: Any) -> bool:
-    """Raises what torcheval raises on a rank that is no member of ``group``, and warns as it does."""
+def _is_alone(group: Any) -> bool:
+    """Raise what torcheval raises on a rank that is no member of ``group``, and warn as it does."""
     toolkit = _toolkit()
     world_size: int = toolkit._get_world_size(group)
     toolkit._validate_rank_and_world_size(world_size)
     return world_size == 1
 
 
-def _synced(metrics: Mapping[str, Any], group: Any, call: str, computing: bool = False) -> Mapping[str, Any]:
-    """Each of ``metrics`` merged with its namesakes on the other ranks, and the members that only others have.
+def _matching(function: str, group: Any) -> Matching:
+    return Matching(
+        f"torcheval.{function}",
+        group,
+        "Make the metric with the same class and arguments on all ranks and update it with values of one kind, or give "
+        "it another name. Nothing was merged.",
+    )
 
-    ``computing``: raise `InvalidStats`, on every rank, if one that some rank lacks cannot be computed.
-    """
-    if _alone(group):
-        return metrics
-    gathered = gather_trees(lambda: _prepared(metrics), name=call, group=group)
-    process_group = resolve_group(group)
-    assert process_group is not None
-    there = _Gathered(call, process_group, dict(zip(group_ranks(process_group), gathered, strict=True)))
-    doubtful = there.doubtful()
+
+def _merged(metrics: Mapping[str, Any], matching: Matching) -> tuple[dict[str, Any], Members]:
+    """Merge each of ``metrics`` with those of its name on the other ranks; also return every rank's. Collective."""
+    by_rank = unpack(matching.gather(lambda: {name: pack(_member(metric)) for name, metric in metrics.items()}))
+    members: Members = unite(by_rank)
+    doubts = _doubts(matching, members)
     merged, failures = {}, {}
     for name, metric in metrics.items():
+        others = [member for rank, member in members[name].items() if rank != torch.distributed.get_rank()]
         try:
-            merged[name] = _merged(metric, there.others(name), name in doubtful and doubtful[name].is_list)
+            merged[name] = _merge(metric, others)
+            if name in doubts:  # lists are only appended to each other until the result is computed
+                _toolkit().clone_metric(merged[name]).compute()
         except Exception as failure:
             failures[name] = failure  # raised below: where there are doubts, the others wait for this rank
-    if doubtful:
-        there.settle(doubtful, {name: _text(error) for name, error in failures.items()})
-    shown = there.shown(merged, failures, computing)
+    if doubts:
+        _settle(matching, doubts, failures)
     for error in failures.values():
         raise error
-    return {name: merged[name] if name in merged else shown[name] for name in (there.names() if shown else metrics)}
+    return merged, members
 
 
-def _merged(metric: Any, others: Iterable[Member], try_compute: bool) -> Any:
+def _member(metric: Any) -> Member:
+    metric._prepare_for_merge_state()
+    return f"{type(metric).__module__}.{type(metric).__qualname__}", metric.state_dict()
+
+
+def _merge(metric: Any, others: list[Member]) -> Any:
     toolkit = _toolkit()
-    states = [{name: _from_wire(node, metric.device) for name, node in member[1].items()} for member in others]
-    peers = [toolkit._convert_to_psuedo_metric(state) for state in states]
-    merged = _clone(metric).to(metric.device).merge_state(peers)
-    if try_compute:  # the lists were only appended to each other
-        copy.deepcopy(merged).compute()
-    return merged
-
-
-def _clone(metric: Any) -> Any:
-    """As torcheval's clone_metric, with tensors cloned beforehand: to deepcopy them takes several times as long."""
-    memo: dict[int, Any] = {}
-    for values in (vars(metric), getattr(metric, "_state_name_to_default", {})):
-        for value in values.values():
-            items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-            for item in items:
-                if type(item) is torch.Tensor and not item.requires_grad:
-                    memo[id(item)] = item.clone()
-    return copy.deepcopy(metric, memo)
-
-
-# -- members that only other ranks have -------------------------------------------------------------------------------
-
-
-def _shown_by(metric: Any, failure: Exception | None) -> dict[str, Any]:
-    """What this rank sends of a merged metric to those that lack it: states, and the result or why there is none."""
-    if failure is not None:
-        return {"states": {}, "why": _text(failure)}
-    states = _to_wire(metric)[1]
-    try:
-        result = _clone(metric).compute()
-        sent = {"pairs": [list(pair) for pair in result.items()]} if isinstance(result, dict) else {"result": result}
-        encode(sent)
-    except Exception as error:
-        sent = {"why": _text(error)}
-    return {"states": states, **sent}
-
-
-@functools.cache
-def _elsewhere() -> Any:
-    from torcheval.metrics import Metric
-
-    class MetricElsewhere(Metric[Any]):
-        """What other ranks have merged and computed of a metric that this rank lacks."""
-
-        def __init__(self, sent: dict[str, Any], refusal: InvalidStats | None, device: torch.device) -> None:
-            super().__init__(device=device)
-            result = dict(sent["pairs"]) if "pairs" in sent else sent.get("result")
-            self._result, self._refusal = on_device(result, device), refusal
-            for name, node in sent["states"].items():
-                self._add_state(name, _from_wire(node, device))
-
-        def compute(self) -> Any:
-            if self._refusal is not None:
-                raise self._refusal
-            return self._result
-
-        def update(self, *_: Any, **__: Any) -> Any:
-            raise TypeError("this metric is on other ranks: it shows what they have merged, and takes no values here")
-
-        merge_state = update
-
-    return MetricElsewhere
-
-
-# -- states on the wire -----------------------------------------------------------------------------------------------
-
-
-def _prepared(metrics: Mapping[str, Any]) -> dict[str, Member]:
-    for metric in metrics.values():
-        metric._prepare_for_merge_state()
-    return {name: _to_wire(metric) for name, metric in metrics.items()}
-
-
-def _to_wire(metric: Any) -> Member:
-    states = {name: _node(state) for name, state in metric.state_dict().items()}
-    return [f"{type(metric).__module__}.{type(metric).__qualname__}", states]
-
-
-def _node(state: Any) -> Any:
-    """A dict as its pairs, for its keys may be of many types; numbers without their subclass."""
-    if isinstance(state, dict):
-        return ("dict", [[key, value] for key, value in state.items()])
-    if isinstance(state, int) and type(state) is not bool:
-        return int(state)
-    return float(state) if isinstance(state, float) else state
-
-
-def _from_wire(node: Any, device: torch.device) -> Any:
-    if isinstance(node, torch.Tensor):
-        return node.to(device)
-    if isinstance(node, list):
-        return [tensor.to(device) for tensor in node]
-    return {key: tensor.to(device) for key, tensor in node[1]} if isinstance(node, tuple) else node
+    peers = [toolkit._convert_to_psuedo_metric(unpack(states, metric.device)) for _, states in others]
+    return toolkit.clone_metric(metric).to(metric.device).merge_state(peers)
 
 
 # -- do they fit together? --------------------------------------------------------------------------------------------
 
-
-class _Doubt(NamedTuple):
-    """A state that differs in a way that some metrics can merge: where, whose is what, and whether it is a list."""
-
-    path: tuple[str, ...]
-    by_rank: dict[int, str]
-    is_list: bool
+Doubt = tuple[Path, dict[int, str]]
+"""Where tensors differ in a way that some metrics can merge, and each rank's words for them."""
 
 
-class _Gathered:
-    """Every rank's members. What is decided from them alone is decided alike on all ranks."""
-
-    def __init__(self, call: str, group: torch.distributed.ProcessGroup, by_rank: dict[int, dict[str, Member]]) -> None:
-        self._call, self._group, self._by_rank = call, group, by_rank
-        self._own_rank = torch.distributed.get_rank()
-
-    def others(self, name: str) -> list[Member]:
-        return [members[name] for rank, members in self._by_rank.items() if rank != self._own_rank and name in members]
-
-    def doubtful(self) -> dict[str, _Doubt]:
-        """The members with a doubtful state, and the first such. Raises `SchemaConflict` where there is no doubt."""
-        found: dict[str, _Doubt] = {}
-        for name in self.names():
-            held = {rank: members[name] for rank, members in self._by_rank.items() if name in members}
-            at = () if name == _SINGLE else (name,)
-            self._need_one(at, {rank: f"a {member[0]}" for rank, member in held.items()})
-            for state in dict.fromkeys(state for member in held.values() for state in member[1]):
-                nodes = {rank: member[1].get(state) for rank, member in held.items()}
-                self._need_one((*at, state), {rank: _kind(node) for rank, node in nodes.items()})
-                for doubt in _doubts((*at, state), nodes):
-                    found.setdefault(name, doubt)
-        return found
-
-    def names(self) -> list[str]:
-        """Of every member that some rank has, in the order in which the ranks list them."""
-        return list(dict.fromkeys(name for members in self._by_rank.values() for name in members))
-
-    def shown(self, merged: dict[str, Any], failures: dict[str, Exception], computing: bool) -> dict[str, Any]:
-        """What stands for each member that some rank lacks. Collective where there are such."""
-        holders = {name: [rank for rank, held in self._by_rank.items() if name in held] for name in self.names()}
-        sender = senders(holders, len(self._by_rank))
-        if not sender:
-            return {}
-        mine = [name for name, rank in sender.items() if rank == self._own_rank]
-        gathered = gather_trees(
-            {name: _shown_by(merged.get(name), failures.get(name)) for name in mine},
-            name=f"{self._call}, results",
-            group=self._group,
-        )
-        sent = {name: each for theirs in gathered for name, each in theirs.items()}
-        refusals = {
-            name: self._refusal(name, holders[name], each["why"]) for name, each in sent.items() if "why" in each
-        }
-        for name, refusal in refusals.items() if computing else ():
-            raise refusal from failures.get(name)
-        device = next((metric.device for metric in merged.values()), torch.device("cpu"))
-        return {name: _elsewhere()(each, refusals.get(name), device) for name, each in sent.items()}
-
-    def _refusal(self, name: str, ranks: list[int], why: str) -> InvalidStats:
-        group = describe_group(self._group)
-        holds = f"{ranks_text(ranks)} of {group} {'hold' if len(ranks) > 1 else 'holds'}"
-        text = f"{self._call}: member {name!r}, which only {holds}, gives no result: {why}"
-        return InvalidStats(text, ranks=ranks, path=str(name), group=group)
-
-    def settle(self, doubtful: dict[str, _Doubt], own_failures: dict[str, str]) -> None:
-        """Raise `SchemaConflict` on every rank if a doubtful member could not be merged on some. Collective."""
-        everyones = gather_trees(own_failures, name=f"{self._call}, merged", group=self._group)
-        for name, doubt in doubtful.items():
-            failed = {rank: each[name] for rank, each in zip(self._by_rank, everyones, strict=True) if name in each}
-            if failed:
-                why = f"merging failed on {ranks_text(failed)}, there with {next(iter(failed.values()))}"
-                raise self._conflict(doubt.path, doubt.by_rank, why)
-
-    def _need_one(self, path: tuple[str, ...], by_rank: dict[int, str]) -> None:
-        if len(set(by_rank.values())) > 1:
-            raise self._conflict(path, by_rank)
-
-    def _conflict(self, path: tuple[str, ...], by_rank: dict[int, str], why: str | None = None) -> SchemaConflict:
-        spelled, group = format_path(path) or None, describe_group(self._group)
-        lines = [
-            f"{self._call}: ranks of {group} hold what cannot be merged{f' under {spelled!r}' if spelled else ''}:"
-        ]
-        lines += holders_lines(by_rank)
-        lines += [why] if why else []
-        lines.append(
-            "Make the metric with the same class and arguments on all ranks and update it with values of one kind, or "
-            "give it another name. Nothing was merged."
-        )
-        return SchemaConflict("\n".join(lines), ranks=by_rank, path=spelled, group=group)
+def _doubts(matching: Matching, members: Members) -> dict[str, Doubt]:
+    """Return the first doubt about each member that has one. Raises `SchemaConflict` where no metric could merge."""
+    doubts: dict[str, Doubt] = {}
+    for name, held in members.items():
+        path: Path = () if name == _SINGLE else (name,)
+        matching.check(path, {rank: Kind(f"a {class_name}") for rank, (class_name, _) in held.items()})
+        for state in unite({rank: states for rank, (_, states) in held.items()}):
+            values = {rank: states.get(state) for rank, (_, states) in held.items()}
+            matching.check((*path, state), {rank: Kind(_kind(value)) for rank, value in values.items()})
+            for key, texts in unite({rank: _tensors(value) for rank, value in values.items()}).items():
+                if len(set(texts.values())) > 1:
+                    doubts.setdefault(name, ((*path, state, *key), texts))
+    return doubts
 
 
-_KINDS: dict[type, str] = {
-    type(None): "no such state",
-    torch.Tensor: "a tensor",
-    list: "a list of tensors",
-    tuple: "a dict of tensors",
-}
+def _settle(matching: Matching, doubts: dict[str, Doubt], failures: dict[str, Exception]) -> None:
+    """Raise `SchemaConflict` on every rank if a member in doubt could not be merged on some. Collective."""
+    texts = {name: f"{type(error).__name__}: {first_line(error)[:300]}" for name, error in failures.items()}
+    failed = unite(matching.gather(texts, ", merged"))
+    for name, (path, by_rank) in doubts.items():
+        if name in failed:
+            reason = f"merging failed on {ranks_text(failed[name])}, there with {next(iter(failed[name].values()))}"
+            raise matching.conflict(path, by_rank, reason)
 
 
-def _kind(node: Any) -> str:
-    return next((text for kind, text in _KINDS.items() if isinstance(node, kind)), "a number")
+def _kind(state: Any) -> str:
+    if state is None:
+        return "no such state"
+    return "a number" if isinstance(state, int | float) else f"a {type(state).__name__}"
 
 
-def _doubts(path: tuple[str, ...], nodes: dict[int, Any]) -> Iterator[_Doubt]:
-    """Where tensors under ``path`` differ, be it a tensor state, the values of a dict under one key, or lists."""
-    first = next(iter(nodes.values()))
-    if isinstance(first, torch.Tensor):
-        yield from _doubt(path, nodes, _tensor_text)
-    elif isinstance(first, tuple):
-        dicts = {rank: dict(node[1]) for rank, node in nodes.items()}
-        for key in dict.fromkeys(key for each in dicts.values() for key in each):
-            held = {rank: each[key] for rank, each in dicts.items() if key in each}
-            yield from _doubt((*path, str(key)), held, _tensor_text)
-    elif isinstance(first, list):
-        yield from _doubt(path, {rank: node for rank, node in nodes.items() if node}, _list_text)
-
-
-def _doubt(path: tuple[str, ...], held: dict[int, Any], describe: Callable[[Any], str]) -> Iterator[_Doubt]:
-    by_rank = {rank: describe(value) for rank, value in held.items()}
-    if len(set(by_rank.values())) > 1:
-        yield _Doubt(path, by_rank, describe is _list_text)
+def _tensors(state: Any) -> dict[Path, str]:
+    """Return what the tensors of a state are: of a tensor, of a dict under each key, of a list with items."""
+    if isinstance(state, torch.Tensor):
+        return {(): _tensor_text(state)}
+    if isinstance(state, dict):
+        return {(str(key),): _tensor_text(tensor) for key, tensor in state.items()}
+    if not isinstance(state, list) or not state:
+        return {}
+    dims = sorted({tensor.ndim for tensor in state})
+    return {(): f"a list of tensors with {' or '.join(map(str, dims))} dimensions"}
 
 
 def _tensor_text(tensor: torch.Tensor) -> str:
-    kinds = ["bool"] * (tensor.dtype == torch.bool) + ["complex"] * tensor.is_complex()
-    kind = (kinds or ["float" if tensor.is_floating_point() else "int"])[0]
-    return f"a tensor of shape {tuple(tensor.shape)}, {kind}"
-
-
-def _list_text(tensors: list[torch.Tensor]) -> str:
-    dims = sorted({tensor.ndim for tensor in tensors})
-    return f"a list of tensors with {' or '.join(map(str, dims))} dimensions"
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+    return f"a tensor of shape {tuple(tensor.shape)}, {dtype_name(tensor.dtype)}"
 
 
 def _toolkit() -> Any:

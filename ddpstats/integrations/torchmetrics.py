@@ -5,14 +5,14 @@ one more where states take more than 16 kB, and one where ranks hold different m
    or two all_gathers per state. torchmetrics' own reductions then run on what came, as before. What is sent goes
    through the CPU, whatever the device of the states; what came is put where the rank's own state is.
 2. ``MetricCollection.compute``: the states of all members travel in one gather, by member name, and each member's
-   ``_sync_dist`` finds its part there. A member's state comes from the ranks that have the member. Stock torchmetrics
-   pairs members by position: {loss: 1, aa: 100} and {loss: 1, zz: 100} give loss 50.5.
+   ``_sync_dist`` finds its entries there. A member's state comes from the ranks that have the member. Stock
+   torchmetrics pairs members by position: {loss: 1, aa: 100} and {loss: 1, zz: 100} give loss 50.5.
 3. Where some rank lacks a member, the first rank that has it computes it and sends the result, which then is in what
    every rank's ``compute`` returns, under the names and in the order that all members together would give. The metric
    itself does not travel. If it cannot be computed, or gives what does not travel (other than tensors, numbers, texts
    and dicts, lists and tuples of these), every rank raises `InvalidStats` that names the member.
-4. ``MetricCollection.forward`` with ``dist_sync_on_step``: ranks first tell each other their members' names, then the
-   members step one after another in one order; a rank without the member takes part with nothing, and has the result.
+4. ``MetricCollection.forward`` with ``dist_sync_on_step``: ranks first exchange their members' names, then the members
+   step one after another in one order; a rank without the member takes part with nothing, and has the result.
 5. What cannot be reduced together (shapes, a tensor and a list, reductions, classes) is a `SchemaConflict` on every
    rank; ranks that compute metrics of two classes at a time get a `ProtocolMismatch`.
 
@@ -21,9 +21,9 @@ rank, then the second of each.
 
 ``compute`` of a collection is collective whenever some member is to sync, also where its result is cached: the ranks
 cannot know each other's caches. So a second ``compute`` on rank 0 alone, which stock answers from the cache, must read
-the first result instead. If one rank has a member's result cached and another has not, both compute it anew.
+the first result instead. If one rank has a member's result cached and another has not, both compute it again.
 
-Whether a member syncs at all (``sync_on_compute``, ``dist_sync_on_step``, ``process_group``) must be alike on all
+Whether a member syncs at all (``sync_on_compute``, ``dist_sync_on_step``, ``process_group``) must be the same on all
 ranks that have it, and every rank's collection needs one that does.
 
 Not covered, and as in stock torchmetrics: a ``dist_sync_fn`` of your own; states of other things than tensors and lists
@@ -35,44 +35,24 @@ ClasswiseWrapper, MinMaxMetric, MultioutputWrapper and sums or products of metri
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections import deque
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddpstats._ranks.comm import group_ranks
-from ddpstats._ranks.gather import gather_trees
-from ddpstats.integrations._partial_members import Elsewhere, Holders, everyones_members, holders_of
-from ddpstats.integrations._torchmetrics_states import (
-    Held,
-    by_name,
-    entries_of,
-    entry_of,
-    exchange,
-    has_own_way,
-    heading_of,
-    is_default,
-    is_metric,
-    is_wrapper,
-    leaves_of,
-    reduced,
-)
+from ddpstats.integrations.matching import Kind, Matching, unite
 from ddpstats.integrations.patches import Patches
 
 __all__ = ["install", "uninstall"]
 
 # Where `compute` does nothing but call that of the metrics inside; the first has sums, products, ... of metrics.
-_DELEGATING = frozenset(
-    {
-        "torchmetrics.metric",
-        "torchmetrics.wrappers.classwise",
-        "torchmetrics.wrappers.minmax",
-        "torchmetrics.wrappers.multioutput",
-    }
-)
+_DELEGATING = ("metric", "wrappers.classwise", "wrappers.minmax", "wrappers.multioutput")
 
 _patches = Patches("torchmetrics")
 _RELIED_ON = (
@@ -81,10 +61,20 @@ _RELIED_ON = (
     "torchmetrics:MetricCollection.compute(self)",
     "torchmetrics:MetricCollection.forward(self, args, kwargs)",
     "torchmetrics:MetricCollection.items(self, keep_base, copy_state)",
+    "torchmetrics:metric.CompositionalMetric",
+    "torchmetrics:wrappers.abstract.WrapperMetric",
+    "torchmetrics:utilities.dim_zero_cat",
+    "torchmetrics:utilities.distributed.gather_all_tensors",
 )
 
-_gathered: dict[tuple[int, Any], Held] = {}
-"""By the id of a metric and the group: what came for it, while its collection computes."""
+Entry = dict[str, Any]
+"""What a rank sends of one metric; see `_entry`."""
+
+Members = dict[str, dict[int, dict[str, Entry]]]
+"""By member, global rank, and path of a metric inside of the member (empty: the member itself)."""
+
+_gathered: dict[tuple[int, Any], dict[int, Entry]] = {}
+"""By the id of a metric and its group: the ranks' entries, while its collection computes."""
 
 
 def install() -> None:
@@ -102,11 +92,9 @@ def install() -> None:
         stock computes loss 50.5 on both; after install() both have aa 100, loss 1, zz 100
     """
     if _patches.should_patch(_RELIED_ON, _probe):
-        from torchmetrics import Metric, MetricCollection
-
-        _patches.wrap(Metric, "_sync_dist", _sync_dist)
-        _patches.wrap(MetricCollection, "compute", _compute)
-        _patches.wrap(MetricCollection, "forward", _forward)
+        _patches.wrap(_library().Metric, "_sync_dist", _sync_dist)
+        _patches.wrap(_library().MetricCollection, "compute", _compute)
+        _patches.wrap(_library().MetricCollection, "forward", _forward)
 
 
 def uninstall() -> None:
@@ -115,18 +103,15 @@ def uninstall() -> None:
 
 
 def _probe() -> str | None:
-    from torchmetrics import MetricCollection, SumMetric
-
-    metric = SumMetric(sync_on_compute=False)  # nothing of a probe may wait for other ranks
+    metric = _library().SumMetric(sync_on_compute=False)  # nothing of a probe may wait for other ranks
     metric.update(2.0)
     states = [state for state, reduction in metric._reductions.items() if callable(reduction)]
-    held = [getattr(metric, state, None) for state in states]
-    if len(held) != 1 or not isinstance(held[0], torch.Tensor) or not held[0].item() == metric.compute().item() == 2.0:
-        return f"keeps other states in a SumMetric of 2.0: {dict(zip(states, held, strict=True))}"
-    several = MetricCollection({"a": metric})
-    several.add_module("b", Elsewhere(3.0))
-    found = several.compute()
-    return None if found == {"a": 2.0, "b": 3.0} else f"computes {found} for members that are a = 2.0 and b = 3.0"
+    values = [getattr(metric, state, None) for state in states]
+    if values != [2.0] or metric.compute() != 2.0:
+        return f"keeps other states in a SumMetric of 2.0: {dict(zip(states, values, strict=True))}"
+    several = _with_members(_library().MetricCollection({"a": metric}), {"a": metric, "b": _Answer(3.0, {})})
+    results = several.compute()
+    return None if results == {"a": 2.0, "b": 3.0} else f"computes {results} for members that are a = 2.0 and b = 3.0"
 
 
 # -- in place of torchmetrics' ----------------------------------------------------------------------------------------
@@ -136,131 +121,312 @@ def _sync_dist(original: Callable[..., Any], self: Any, dist_sync_fn: Any = None
     group = _group_of(self, process_group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return  # outside of its group a metric keeps its own state
-    theirs = {} if dist_sync_fn is None else {"dist_sync_fn": dist_sync_fn}
-    if not (is_default(dist_sync_fn) and _is_shared(group)):
-        original(self, **theirs, process_group=process_group)
-        return
-    held = _gathered.get((id(self), group)) or exchange(type(self).__qualname__, lambda: entry_of(self), group)
-    if any(entry["own_way"] for _, entry in held):
-        original(self, **theirs, process_group=process_group)
+    entries: dict[int, Entry] = {}
+    if _is_default(dist_sync_fn) and _is_shared(group):
+        entries = _gathered.get((id(self), group)) or _exchange(type(self).__qualname__, lambda: _entry(self), group)
+    if not entries or any(entry["by_itself"] for entry in entries.values()):
+        given = {} if dist_sync_fn is None else {"dist_sync_fn": dist_sync_fn}
+        original(self, **given, process_group=process_group)
         return
     for state, reduction in self._reductions.items():
-        states = [entry["states"][state] for _, entry in held]
-        setattr(self, state, reduced(states, reduction, getattr(self, state), self))
+        values = [entry["states"][state][1] for entry in entries.values()]
+        setattr(self, state, _reduced(values, reduction, getattr(self, state), self))
 
 
 def _compute(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
-    found: dict[tuple[int, Any], Held] = {}
-    holders: dict[Any, Holders] = {}
-    for group, syncing in _by_group(_syncing(self, "_to_sync", _delegates), or_world=not len(self)).items():
-        metrics = {name: metric for _, name, metric in syncing}
-        members = {name: member for member, name, _ in syncing}
-        trees = gather_trees(functools.partial(entries_of, metrics, members), name=_collection_name(self), group=group)
-        gathered = by_name(trees, group)
-        holders[group] = holders_of(gathered)
-        for name, held in gathered.items():
-            if name not in metrics:
-                continue
-            if not all(entry["cached"] for _, entry in held):  # no rank may keep an older result than the others
-                metrics[name]._computed = None
-            if not any(entry["own_way"] for _, entry in held):
-                found[id(metrics[name]), group] = held
-    _gathered.update(found)
+    own = dict(self.items(keep_base=True, copy_state=False))
+    matched: list[tuple[Matching, Members]] = []
+    gathered: dict[tuple[int, Any], dict[int, Entry]] = {}
+    for group, metrics in _by_group(self, "_to_sync", _metrics_of).items():
+        matching = _matching(_collection_name(self), group)
+        trees = matching.gather(functools.partial(_entries, metrics, own))
+        members: Members = unite({rank: _with_states(tree) for rank, tree in trees.items()})
+        for (name, path), entries in _fitting(matching, members).items():
+            metric = metrics.get(name, {}).get(path)
+            if metric is not None:
+                if not all(entry["cached"] for entry in entries.values()):  # no rank may keep an older result
+                    metric._computed = None
+                if not any(entry["by_itself"] for entry in entries.values()):
+                    gathered[id(metric), group] = entries
+        matched.append((matching, members))
+    _gathered.update(gathered)
     try:
-        with everyones_members(self, _collection_name(self), holders, lambda member: member.compute()):
-            return original(self)
+        everyones: dict[str, Any] = {}
+        for matching, members in matched:
+            everyones |= _everyones(own, matching, members, lambda name: own[name].compute())
+        return original(_with_members(self, {**everyones, **own}))
     finally:
-        for key in found:
+        for key in gathered:
             _gathered.pop(key, None)
 
 
 def _forward(original: Callable[..., dict[str, Any]], self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    results: dict[int, tuple[Any, deque[Any]]] = {}
-    holders: dict[Any, Holders] = {}
-    try:
-        for group, syncing in _by_group(_syncing(self, "dist_sync_on_step", _itself)).items():
-            members = {name: member for _, name, member in syncing}
-            headings = {name: heading_of(member, has_own_way(member)) for name, member in members.items()}
-            trees = gather_trees(headings, name=_collection_name(self), group=group)
-            gathered = by_name(trees, group)
-            holders[group] = holders_of(gathered)
-            for name, held in gathered.items():
-                if name not in members:
-                    exchange(held[0][1]["class"], None, group)
-                    continue
-                member = members[name]
-                result = member.forward(*args, **member._filter_kwargs(**kwargs))
-                results.setdefault(id(member), (member, deque()))[1].append(result)
-        for member, answers in results.values():
-            member.forward = functools.partial(_answer, answers)
-        with everyones_members(self, _collection_name(self), holders, lambda member: results[id(member)][1][-1]):
-            return original(self, *args, **kwargs)
-    finally:
-        for member, _ in results.values():
-            vars(member).pop("forward", None)  # the class's own is back
+    own = dict(self.items(keep_base=True, copy_state=False))
+    everyones: dict[str, Any] = {}
+    stepped: dict[str, _Answer] = {}
+    for group, metrics in _by_group(self, "dist_sync_on_step", lambda member: {"": member}).items():
+        matching = _matching(_collection_name(self), group)
+        headings = {name: {"": _heading(own[name], own[name])} for name in metrics}
+        members: Members = unite(matching.gather(headings))
+        _fitting(matching, members)
+        for name, held in members.items():
+            if name in metrics:
+                result = own[name](*args, **own[name]._filter_kwargs(**kwargs))
+                stepped[name] = _Answer(result, _first(held)["naming"])
+            else:
+                _exchange(_first(held)["class"], None, group)
+        everyones |= _everyones(own, matching, members, lambda name: stepped[name].compute())
+    return original(_with_members(self, {**everyones, **own, **stepped}), *args, **kwargs)
 
 
 def _collection_name(collection: Any) -> str:
-    """With what tells the collections of a program apart, so that "train/" never meets "val/" unnoticed."""
+    """Return a name with prefix and postfix, so that "train/" is never paired with "val/" unnoticed."""
     return f"torchmetrics/MetricCollection {collection.prefix or ''}...{collection.postfix or ''}"
 
 
-def _answer(results: deque[Any], *_: Any, **__: Any) -> Any:
-    """One result for each name that the member has in the collection."""
-    return results.popleft()
+def _matching(call: str, group: Any) -> Matching:
+    return Matching(
+        call,
+        group,
+        "Make the metric with the same class and arguments (num_classes, thresholds, ...) on all ranks, or give it "
+        "another name in the collection. Nothing was reduced.",
+    )
+
+
+# -- a collection in which some results are known already --------------------------------------------------------------
+
+
+class _Answer:
+    """A member of a collection that gives a known result."""
+
+    def __init__(self, result: Any, naming: Mapping[str, Any]) -> None:
+        self._result = result
+        vars(self).update(naming)
+
+    def compute(self, *_: Any) -> Any:
+        return self._result
+
+    __call__ = compute
+
+    def _filter_kwargs(self, **_: Any) -> dict[str, Any]:
+        return {}
+
+
+def _everyones(
+    own: Mapping[str, Any], matching: Matching, members: Members, result_of: Callable[[str], Any]
+) -> dict[str, Any]:
+    """Return all ranks' members in one order, an `_Answer` for each that this rank lacks; nothing if no rank lacks any.
+
+    Collective if some rank lacks some member.
+    """
+    device = next((member.device for member in own.values()), torch.device("cpu"))
+    results = matching.share_results(members, result_of, device)
+    if all(len(held) == len(matching.ranks) for held in members.values()):
+        return {}
+    return {
+        name: own[name] if name in own else _Answer(results[name], _first(held)["naming"])
+        for name, held in members.items()
+    }
+
+
+def _with_members(collection: Any, members: Mapping[str, Any]) -> Any:
+    """Return a copy of the collection that has ``members`` in place of its own."""
+    changed = copy.copy(collection)
+    vars(changed)["_modules"] = dict(members)
+    return changed
+
+
+def _first(held: Mapping[int, Mapping[str, Entry]]) -> Entry:
+    return next(iter(next(iter(held.values())).values()))
 
 
 # -- which metrics of a collection sync, and where --------------------------------------------------------------------
 
 
-Syncing = tuple[str, str, Any]
-"""Name of a member, and a metric that syncs for it with that metric's own name: the member, or one inside of it."""
-
-
-def _syncing(
-    collection: Any, flag: str, of_member: Callable[[str, Any], dict[str, Any]]
-) -> Iterator[tuple[Syncing, Any]]:
-    """What has ``flag`` of the metrics that each member gives, and its group."""
+def _by_group(
+    collection: Any, flag: str, metrics_of: Callable[[Any], dict[str, Any]]
+) -> dict[Any, dict[str, dict[str, Any]]]:
+    """Return what has ``flag`` of the metrics that each member gives, by group (in one order on all ranks) and name."""
+    groups: dict[Any, dict[str, dict[str, Any]]] = {}
+    if flag == "_to_sync" and not len(collection) and _is_shared(_group_of(collection)):
+        groups[dist.group.WORLD] = {}  # a collection without members: the other ranks' may have some
     for name, member in collection.items(keep_base=True, copy_state=False):
-        for inner_name, metric in of_member(name, member).items():
-            for one in leaves_of(metric):
-                if getattr(one, flag) and callable(one.distributed_available_fn) and one.distributed_available_fn():
-                    yield (name, inner_name, metric), _group_of(one)
+        for path, metric in metrics_of(member).items():
+            for leaf in _leaves(metric).values():
+                group, is_available = _group_of(leaf), leaf.distributed_available_fn
+                if getattr(leaf, flag) and callable(is_available) and is_available() and _is_shared(group):
+                    groups.setdefault(group, {}).setdefault(name, {})[path] = metric
                     break
+    return {group: groups[group] for group in sorted(groups, key=lambda group: (group_ranks(group), group.group_name))}
 
 
-def _by_group(syncing: Iterator[tuple[Syncing, Any]], or_world: bool = False) -> dict[Any, list[Syncing]]:
-    """Per group, in an order that all ranks share, what syncs there."""
-    found: dict[Any, list[Syncing]] = {}
-    if or_world and dist.is_available() and dist.is_initialized() and _is_shared(dist.group.WORLD):
-        found[dist.group.WORLD] = []  # a collection without members: the other ranks' may have some
-    for named, group in syncing:
-        if _is_shared(group):
-            found.setdefault(group, []).append(named)
-    return {group: found[group] for group in sorted(found, key=lambda one: (group_ranks(one), one.group_name))}
+def _metrics_of(member: Any) -> dict[str, Any]:
+    """Return the metrics that are computed for a member, by path: of one that delegates to others, those."""
+    metrics, modules = (
+        _leaves(member),
+        {type(wrapper).compute.__module__ for wrapper in member.modules() if _is_wrapper(wrapper)},
+    )
+    delegates = modules <= {f"torchmetrics.{name}" for name in _DELEGATING}
+    return metrics if delegates and not any(map(_is_by_itself, metrics.values())) else {"": member}
 
 
-def _itself(name: str, metric: Any) -> dict[str, Any]:
-    """A member steps by itself, whatever is inside of it."""
-    return {name: metric}
+def _leaves(metric: Any) -> dict[str, Any]:
+    """Return the metrics that are no wrappers, by path."""
+    metrics = {path: inner for path, inner in metric.named_modules() if isinstance(inner, _library().Metric)}
+    return {path: inner for path, inner in metrics.items() if not _is_wrapper(inner)}
 
 
-def _delegates(name: str, metric: Any) -> dict[str, Any]:
-    """What is computed for a member: for one that delegates to other metrics, those."""
-    if not is_wrapper(metric) or type(metric).compute.__module__ not in _DELEGATING:
-        return {name: metric}
-    found: dict[str, Any] = {}
-    for child_name, child in metric.named_children():
-        for inner_name, inner in [("", child)] if is_metric(child) else child.named_children():
-            if is_metric(inner):
-                found.update(_delegates("/".join(filter(None, (name, child_name, inner_name))), inner))
-    return found
+def _is_wrapper(module: Any) -> bool:
+    return isinstance(module, (_library().metric.CompositionalMetric, _library().wrappers.abstract.WrapperMetric))
+
+
+def _is_by_itself(metric: Any) -> bool:
+    """Return whether a metric syncs otherwise than by torchmetrics' own gathering of its states."""
+    has_own_sync = type(metric)._sync_dist is not _library().Metric._sync_dist
+    return has_own_sync or not _is_default(metric.dist_sync_fn) or list(_leaves(metric)) != [""]
+
+
+def _is_default(dist_sync_fn: Any) -> bool:
+    return dist_sync_fn is None or dist_sync_fn is _library().utilities.distributed.gather_all_tensors
 
 
 def _group_of(metric: Any, process_group: Any = None) -> Any:
-    group = process_group or metric.process_group
+    group = process_group or getattr(metric, "process_group", None)
     return dist.group.WORLD if group is None and dist.is_available() and dist.is_initialized() else group
 
 
 def _is_shared(group: Any) -> bool:
     return isinstance(group, dist.ProcessGroup) and group.size() > 1
+
+
+# -- what ranks send of a metric --------------------------------------------------------------------------------------
+
+_NAMING = ("prefix", "postfix", "_from_collection")
+"""What a collection reads of a member to name the entries of a dict that it gives."""
+
+
+def _heading(metric: Any, member: Any) -> Entry:
+    return {
+        "class": type(metric).__qualname__,
+        "by_itself": _is_by_itself(metric),
+        "cached": metric._computed is not None,
+        "naming": {name: getattr(member, name) for name in _NAMING if hasattr(member, name)},
+        "states": {},
+    }
+
+
+def _entry(metric: Any, member: Any = None) -> Entry:
+    """Return the heading and, where they are tensors and lists of tensors, the states with their reductions."""
+    entry = _heading(metric, member)
+    values = [getattr(metric, state) for state in metric._reductions]
+    if not all(map(_is_tensors, values)):
+        return {**entry, "by_itself": True}
+    states = {state: [_name(fx), _compact(getattr(metric, state), fx)] for state, fx in metric._reductions.items()}
+    return {**entry, "by_itself": False, "states": states}
+
+
+def _entries(metrics: Mapping[str, Mapping[str, Any]], members: Mapping[str, Any]) -> dict[str, dict[str, Entry]]:
+    """Return an entry for each metric; a compute group shares its states, which are sent once."""
+    entries: dict[str, dict[str, Entry]] = {}
+    sent: dict[Any, list[str]] = {}
+    for name, inner in metrics.items():
+        for path, metric in inner.items():
+            key = tuple((state, id(getattr(metric, state)), fx) for state, fx in metric._reductions.items())
+            if _is_by_itself(metric) or key in sent:
+                entry = {**_heading(metric, members[name]), "states": sent.get(key, {})}
+            else:
+                entry = _entry(metric, members[name])
+                if not entry["by_itself"]:
+                    sent[key] = [name, path]
+            entries.setdefault(name, {})[path] = entry
+    return entries
+
+
+def _with_states(entries: dict[str, dict[str, Entry]]) -> dict[str, dict[str, Entry]]:
+    """Return what `_entries` made, with the states that several metrics share in each of them."""
+    for entry in (entry for inner in entries.values() for entry in inner.values()):
+        if isinstance(entry["states"], list):
+            name, path = entry["states"]
+            entry["states"] = entries[name][path]["states"]
+    return entries
+
+
+def _is_tensors(value: Any) -> bool:
+    items = value if isinstance(value, list) else [value]
+    return all(isinstance(item, torch.Tensor) for item in items)
+
+
+def _compact(value: Any, reduction: Any) -> Any:
+    """Return a list that is to be concatenated as a list of one tensor."""
+    return [reduction(value)] if _is_cat(reduction) and isinstance(value, list) and len(value) > 1 else value
+
+
+def _is_cat(reduction: Any) -> bool:
+    return reduction is _library().utilities.dim_zero_cat
+
+
+def _name(reduction: Any) -> str:
+    name = getattr(reduction, "__qualname__", type(reduction).__qualname__)
+    return "None" if reduction is None else str(name).removeprefix("dim_zero_")
+
+
+# -- what came --------------------------------------------------------------------------------------------------------
+
+
+def _exchange(class_name: str, entry: Callable[[], Entry] | None, group: Any) -> dict[int, Entry]:
+    """Return the ranks' entries of one metric. Every rank of ``group`` must call; None where it has no such metric."""
+    matching = _matching(f"torchmetrics/{class_name}", group)
+    entries = {rank: {"": entry} for rank, entry in matching.gather(entry).items() if entry is not None}
+    return _fitting(matching, {class_name: entries})[class_name, ""]
+
+
+def _fitting(matching: Matching, members: Members) -> dict[tuple[str, str], dict[int, Entry]]:
+    """Return each metric's entries by member and path. Raises `SchemaConflict` where they do not fit together."""
+    fitting: dict[tuple[str, str], dict[int, Entry]] = {}
+    for name, held in members.items():
+        is_by_itself = any(entry["by_itself"] for entries in held.values() for entry in entries.values())
+        suffix = ", which syncs by itself and must be on every rank" if is_by_itself else ""
+        kinds = {rank: Kind(_classes(entries) + suffix) for rank, entries in held.items()}
+        if is_by_itself:
+            kinds = {rank: kinds.get(rank, Kind("no such metric")) for rank in matching.ranks}
+        matching.check((name,), kinds)
+        for path, entries in unite(held).items():
+            fitting[name, path] = entries
+            by_state = unite({rank: entry["states"] for rank, entry in entries.items()})
+            for state, values in by_state.items() if not is_by_itself else ():
+                inner = (name, path, state) if path else (name, state)
+                matching.check(inner, {rank: _kind(*values.get(rank, [None, None])) for rank in entries})
+    return fitting
+
+
+def _classes(entries: Mapping[str, Entry]) -> str:
+    return ", ".join(f"{entry['class']}{f' as {path}' if path else ''}" for path, entry in sorted(entries.items()))
+
+
+def _kind(reduction: str | None, value: Any) -> Kind:
+    """Return what ranks must agree on: shapes only of tensors and of lists that are concatenated, unless empty."""
+    if reduction is None:
+        return Kind("no such state")
+    what = f"{'a tensor' if isinstance(value, torch.Tensor) else 'a list'}, reduction {reduction}"
+    if isinstance(value, torch.Tensor):
+        return Kind(what, f", shape ({', '.join(map(str, value.shape))})")
+    if reduction != "cat" or not value or value[0].shape == (0,):  # torch.cat ignores tensors of this one shape
+        return Kind(what)
+    return Kind(what, f", items of shape ({', '.join(['*', *map(str, value[0].shape[1:])])})")
+
+
+def _reduced(values: list[Any], reduction: Any, own: Any, metric: Any) -> Any:
+    """Apply torchmetrics' own reduction to the ranks' values of one state."""
+    device = next(iter([own] if isinstance(own, torch.Tensor) else own), metric).device
+    if isinstance(own, torch.Tensor):
+        value: Any = torch.stack([tensor.to(device) for tensor in values])
+    else:
+        value = [item.to(device) for row in zip_longest(*values) for item in row if item is not None]
+        if not value and not _is_cat(reduction):
+            return []
+        value = value or [torch.tensor([], device=device, dtype=metric.dtype)]
+    return value if reduction is None else reduction(value)
+
+
+def _library() -> Any:
+    return importlib.import_module("torchmetrics")

@@ -163,6 +163,31 @@ def last_batch() -> list[Any]:
     return gathered
 
 
+def tensors_without_keys(install: bool) -> tuple[list[Any], int, int]:
+    """Gather and reduce tensors, lists and tuples; count collectives, in all and on accelerate's group."""
+    with accelerator(install) as it, count_collectives() as everywhere, on_group(dist.group.WORLD) as on_accelerates:
+        logits, labels = t([float(dist.get_rank())]), t([10 * dist.get_rank()])
+        results = [
+            it.gather_for_metrics((logits, labels)),
+            it.gather([logits, Pair(labels, (logits,))]),
+            it.reduce([logits, (labels,)], "sum"),
+            it.gather(logits),
+            it.reduce(logits),
+        ]
+    return [plain(result) for result in results], everywhere.total, len(on_accelerates)
+
+
+def other_objects() -> list[Any]:
+    """Reduce a text; then gather it as the error says, and as `gather_for_metrics` does."""
+    tree = {"a": f"x{dist.get_rank()}"}
+    with accelerator() as it:
+        return [
+            failure_of(it.reduce, tree),
+            operations.gather_object([tree]),
+            it.gather_for_metrics(tree, use_gather_object=True),
+        ]
+
+
 def memory_of_results() -> list[Any]:
     """Change the results, and return what became of what was passed, and whether they have a grad."""
     with accelerator() as it:
@@ -183,10 +208,9 @@ def conflicts() -> dict[str, Failure]:
         cases = {
             "shape": (it.reduce, of_this_rank({"m": {"a": torch.ones(2)}}, {"m": {"a": torch.ones(3)}})),
             "number, vector": (it.reduce, of_this_rank({"a": 1}, {"a": torch.ones(1)})),
-            "trailing": (it.gather, of_this_rank([torch.ones(2, 3)], [torch.ones(2, 4)])),
+            "trailing": (it.gather, {"x": [of_this_rank(torch.ones(2, 3), torch.ones(2, 4))]}),
             "leaf": (it.gather, of_this_rank({"a": t(1.0)}, {"a": {"b": t(1.0)}})),
-            "list": (it.gather_for_metrics, of_this_rank({"a": t(1.0)}, [t(1.0)])),
-            "fields": (it.reduce, of_this_rank((1, 2), Pair(1, 2))),
+            "list": (it.gather_for_metrics, {"a": of_this_rank({"b": t(1.0)}, [t(1.0)])}),
             "object": (it.reduce, {"a": of_this_rank(1, None)}),
             "text": (it.gather_for_metrics, {"a": [of_this_rank("x", 1)]}),
             "calls": of_this_rank((it.reduce, {"a": 1}), (it.gather, {"a": 1})),

@@ -81,6 +81,24 @@ def test_keys_that_are_no_texts_are_matched(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.keys_that_are_no_texts).values() == [[[1.0] * 2, [5.0] * 2, [10.0] * 2, [7.0]]] * 2
 
 
+def test_tensors_without_keys_are_gathered_by_accelerate_itself(two_ranks: RankPool) -> None:
+    """On its group, and so on its device: with NCCL, of which this knows nothing, nothing comes to the CPU."""
+    ours = two_ranks.run(runs.tensors_without_keys, True).values()
+    assert ours == two_ranks.run(runs.tensors_without_keys, False).values()
+    for results, everywhere, on_accelerates_group in ours:
+        assert results[0] == ("tuple", [("float32", [0.0, 1.0]), ("int64", [0, 10])])
+        assert everywhere == on_accelerates_group == 9
+
+
+def test_other_objects_are_gathered_as_the_error_says(two_ranks: RankPool) -> None:
+    for error, advised, as_object in two_ranks.run(runs.other_objects).values():
+        assert error[:3] == ("InvalidStats", (0, 1), "a")
+        assert "an object of type str; leaves must be dense tensors or numbers. For other objects call " in error[3]
+        assert "accelerate.utils.gather_object([tree]), which returns a list of every rank's tree" in error[3]
+        assert advised == [{"a": "x0"}, {"a": "x1"}]
+        assert as_object == ["a", "a"]  # of use_gather_object=True, which is for lists
+
+
 def test_three_ranks_hold_the_union_each_key_over_its_holders(three_ranks: RankPool) -> None:
     per_rank = three_ranks.run(runs.on_three_ranks).values()
     # What a rank lacked itself is in plain containers.
@@ -150,10 +168,9 @@ def test_conflicts_are_the_same_error_on_every_rank(two_ranks: RankPool) -> None
     assert {case: value[:3] for case, value in found.items()} == {
         "shape": ("SchemaConflict", (0, 1), "m/a"),
         "number, vector": ("SchemaConflict", (0, 1), "a"),
-        "trailing": ("SchemaConflict", (0, 1), "[0]"),
+        "trailing": ("SchemaConflict", (0, 1), "x[0]"),
         "leaf": ("SchemaConflict", (0, 1), "a"),
-        "list": ("SchemaConflict", (0, 1), None),
-        "fields": ("SchemaConflict", (0, 1), None),
+        "list": ("SchemaConflict", (0, 1), "a"),
         "object": ("InvalidStats", (1,), "a"),
         "text": ("InvalidStats", (0,), "a[0]"),
         "calls": ("ProtocolMismatch", (0, 1), None),
@@ -163,13 +180,12 @@ def test_conflicts_are_the_same_error_on_every_rank(two_ranks: RankPool) -> None
         "accelerate.reduce, 'sum': ranks of the default group of 2 ranks hold what cannot be combined under 'm/a':\n"
         "  rank 0: a tensor of shape (2,)\n"
         "  rank 1: a tensor of shape (3,)\n"
-        "Give each key one structure and fitting shapes on all ranks, or use different keys."
+        "Give each key one structure and fitting shapes on all ranks, or use other keys."
     )
     assert "rank 0: a tensor of shape ()\n  rank 1: a dict\n" in found["leaf"][3]
     assert "rank 0: a dict\n  rank 1: a list\n" in found["list"][3]
-    assert "rank 0: a tuple\n  rank 1: a namedtuple (loss, acc)\n" in found["fields"][3]
     assert "rank 0: a number\n  rank 1: a tensor of shape (1,)\n" in found["number, vector"][3]
-    assert "rank 1 of the default group of 2 ranks holds an object of type NoneType under 'a'" in found["object"][3]
+    assert "rank 1 at 'a': an object of type NoneType; leaves must be dense tensors or numbers" in found["object"][3]
 
 
 def test_collectives_do_not_grow_with_the_keys(two_ranks: RankPool) -> None:

@@ -426,7 +426,6 @@ def conflicts() -> dict[str, Any]:
         "member's class": {"a": mean_of(1.0), "b": held(torch.zeros(2), "sum", some, OtherHolder if last else Holder)},
         "by itself": {"a": mean_of(1.0)} | ({"b": held([], None, [], ByItself)} if last else {}),
         "words": {"a": mean_of(1.0)} | ({"b": words} if last else {}),
-        "many": {f"m{i}": held(torch.zeros(2), "sum", some) for i in range(7)},
     }
     metrics |= {name: tm.MetricCollection(one, compute_groups=False) for name, one in collections.items()}
     stepping = {"dist_sync_on_step": True}
