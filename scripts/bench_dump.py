@@ -1,146 +1,108 @@
-"""What `StatsDump` costs: a training step of a small transformer that is dumped, and one that is not, interleaved.
+"""Rows of `scripts/bench.py` on `StatsDump`: training steps of a small transformer that is dumped, and plain ones.
 
-Copies of one model take turns in one process, with one thread; each has its own optimizer. A dumped step is timed from
-`start` to the end of `step`, so the files are part of it; every one has a directory of its own. "Idle": enabled, and
-this step not chosen. "Until stop": forward and backward alone, which is what an asynchronous dump is to leave in peace.
-
-msprobe has one debugger in a process, and replaces torch's functions: each of its levels has a process of its own.
+Copies of one model take turns in one process with one thread, each with its own optimizer and a directory that is empty
+before each step. A dumped step lasts from `start` to the end of `step`, so its files are part of it; "until stop" is
+the forward and backward pass alone, which an asynchronous dump is to leave in peace. "Idle" is enabled, but not in this
+step. msprobe replaces torch's functions and has one debugger in a process: each of its levels has a process of its own.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from _bench_loop import Budget, Timings, interleaved
+from bench_rows import Row, Variant, ratios, take_turns
 from torch import nn
 
 from ddpstats.dump import StatsDump
 
-WIDTH, SEQUENCES, LENGTH = 256, 8, 128
-_CONFIGS: dict[str, dict[str, Any] | None] = {
-    "plain": None,
+_WIDTH, _SEQUENCES, _LENGTH, _LAYERS = 256, 8, 128, 2
+_WHAT = "dump, a step of a small transformer"
+_TENSORS = {"level": "mix", "task": "tensor"}
+_CONFIGS: dict[str, dict[str, Any]] = {
     "idle": {"level": "mix", "step": [0]},
     "L0": {"level": "L0"},
-    "L0, async": {"level": "L0", "async_dump": True},
     "L1": {"level": "L1"},
-    "L1, async": {"level": "L1", "async_dump": True},
     "mix": {"level": "mix"},
-    "mix, async": {"level": "mix", "async_dump": True},
     "mix, md5": {"level": "mix", "statistics": {"summary_mode": "md5"}},
-    "mix, tensors": {"level": "mix", "task": "tensor"},
-    "mix, tensors, async": {"level": "mix", "task": "tensor", "async_dump": True, "tensor": {"list": ["."]}},
+    "mix, tensors": _TENSORS,
+    "L0, async": {"level": "L0", "async_dump": True},
+    "L1, async": {"level": "L1", "async_dump": True},
+    "mix, async": {"level": "mix", "async_dump": True},
+    "mix, tensors, async": {**_TENSORS, "async_dump": True, "tensor": {"list": ["."]}},
 }
-MSPROBE_NAMES = ("L0", "L1", "mix", "mix, tensors")
-UNTIL_STOP = ("mix", "mix, async", "mix, tensors", "mix, tensors, async")
+_LIMITS = {"idle": 1.01, "L0": 2.0, "L1": 8.0, "mix": 10.0}
 
 
-def dump_costs(layers: int, sequences: int, budget: Budget) -> Timings:
-    """Seconds per step of each kind, of so many layers and sequences. Collective on the default group."""
-    torch.set_num_threads(1)
-    tokens = torch.randn(sequences, LENGTH, WIDTH)
+def dump(seconds: float) -> list[Row]:
+    """Return a step of each kind as times of a plain one, and asynchronous ones as times of synchronous ones."""
     with tempfile.TemporaryDirectory() as scratch:
 
-        def step(name: str, directory: str, until_stop: bool = False) -> Callable[[int], object]:
-            path, config = Path(scratch) / directory, _CONFIGS[name]
-            dump = None if config is None else StatsDump({"dump_path": str(path), **config})
-            return _step(layers, path, dump, tokens, until_stop)
+        def variant(name: str, until_stop: bool = False) -> Variant:
+            path = Path(scratch) / f"{name} {until_stop}"
+            return _step(path, StatsDump({"dump_path": str(path), **_CONFIGS[name]}), until_stop)
 
-        bodies = {name: step(name, name) for name in _CONFIGS}
-        bodies |= {f"{name}, until stop": step(name, f"{name}, until stop", True) for name in UNTIL_STOP}
-        return _timed(bodies, budget)
+        variants = {"plain": _step(Path(scratch), None), **{name: variant(name) for name in _CONFIGS}}
+        for kind in ("mix", "mix, tensors"):
+            variants[f"{kind}, until stop"] = variant(kind, True)
+            variants[f"{kind}, async, until stop"] = variant(f"{kind}, async", True)
+        times = take_turns(variants, seconds)
+    rows = [Row(f"{_WHAT}: plain", [1e3 * sample for sample in times["plain"]], unit="ms")]
+    for name in list(variants)[1:]:
+        rows.append(Row(f"{_WHAT}: {name} / plain", ratios(times, name, "plain"), _LIMITS.get(name)))
+    for kind, until in (("L0", ""), ("L1", ""), ("mix", ""), ("mix", ", until stop"), ("mix, tensors", ", until stop")):
+        samples = ratios(times, f"{kind}, async{until}", f"{kind}{until}")
+        rows.append(Row(f"{_WHAT}: {kind}{until}, async / sync", samples, 1.0))
+    return rows
 
 
-def msprobe_costs(name: str, layers: int, sequences: int, budget: Budget) -> Timings | None:
-    """Return seconds per plain step, and per step that msprobe dumps by our configuration of that name.
+def dump_by_msprobe(seconds: float, name: str) -> list[Row]:
+    """Return a step that msprobe dumps, by our configuration of that name, as times of a plain one."""
+    what = f"{_WHAT}: {name} by msprobe / plain"
+    if importlib.util.find_spec("msprobe") is None:
+        return [Row(what, [])]
+    from msprobe.pytorch import PrecisionDebugger
 
-    None where msprobe is not installed.
-    """
-    try:
-        from msprobe.pytorch import PrecisionDebugger
-    except ImportError:
-        return None
-    torch.set_num_threads(1)
-    tokens = torch.randn(sequences, LENGTH, WIDTH)
     with tempfile.TemporaryDirectory() as scratch:
         path, config = Path(scratch) / "dump", Path(scratch) / "config.json"
-        task = {"task": "statistics", **(_CONFIGS[name] or {})}
+        task = {"task": "statistics", **_CONFIGS[name]}
         options = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
-        config.write_text(
-            json.dumps({**task, "dump_path": str(path), "rank": [], "step": [], task["task"]: options}),
-        )
-        dump = PrecisionDebugger(config_path=str(config))
-        bodies = {"plain": _step(layers, path, None, tokens), "msprobe": _step(layers, path, dump, tokens)}
-        return _timed(bodies, replace(budget, seconds=budget.seconds / 4))
+        config.write_text(json.dumps({**task, "dump_path": str(path), "rank": [], "step": [], task["task"]: options}))
+        debugger = PrecisionDebugger(config_path=str(config))
+        times = take_turns({"plain": _step(path, None), "msprobe": _step(path, debugger)}, seconds)
+    return [Row(what, ratios(times, "msprobe", "plain"))]
 
 
-def _timed(bodies: dict[str, Callable[[int], object]], budget: Budget) -> Timings:
-    for body in bodies.values():
-        body(0)
-    timings = interleaved(bodies, budget)
-    _raise_failed()
-    return timings
-
-
-def _step(
-    layers: int, path: Path, dump: Any, tokens: torch.Tensor, until_stop: bool = False
-) -> Callable[[int], object]:
+def _step(path: Path, dump: Any, until_stop: bool = False) -> Variant:
     """Return a step of a new model, which ``dump`` dumps below ``path`` if it is not None."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
-    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    tokens = torch.randn(_SEQUENCES, _LENGTH, _WIDTH)
+    layer = nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, batch_first=True)
+    model = nn.TransformerEncoder(layer, _LAYERS, enable_nested_tensor=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    def train() -> None:
+    def run(_: int) -> tuple[float, float]:
+        started = time.perf_counter()
+        if dump is not None:
+            dump.start(model=model)
         model(tokens).square().mean().backward()
-
-    def rest() -> None:
+        backward_ended = time.perf_counter()
         if dump is not None:
             dump.stop()
         optimizer.step()
         optimizer.zero_grad()
         if dump is not None:
             dump.step()
-
-    def body(_: int) -> object:
-        _raise_failed()
-        if dump is not None:
-            dump.start(model=model)
-        train()
-        if until_stop:
-            return _Afterwards(rest, path)
-        rest()
-        return _Afterwards(None, path)
-
-    return body
-
-
-_failed: list[BaseException] = []
-"""What the rest of a step has raised. Python prints what `__del__` raises, and goes on: the next body raises it."""
-
-
-def _raise_failed() -> None:
-    if _failed:
-        raise _failed[0]
-
-
-class _Afterwards:
-    """When the clock has stopped: the rest of the step, and what it has written is removed."""
-
-    def __init__(self, rest: Callable[[], None] | None, path: Path) -> None:
-        self._rest, self._path = rest, path
-
-    def __del__(self) -> None:
-        try:
-            if self._rest is not None:
-                self._rest()
-        except BaseException as error:
-            _failed.append(error)
-        for step in self._path.glob("step*"):
+        ended = time.perf_counter()
+        for step in path.glob("step*"):
             shutil.rmtree(step)
+        return started, backward_ended if until_stop else ended
+
+    return run

@@ -1,15 +1,11 @@
-"""What the guard costs: the same collective with it and without, interleaved in one run on the same ranks.
+"""Rows of `scripts/bench.py` on the guard, and on the labels that it infers.
 
-A guard is entered and left around a burst of calls, so that all variants take turns within seconds of each other; the
-median over all calls of a burst but the first few is compared round by round. TORCH_DISTRIBUTED_DEBUG=DETAIL is decided
-when a process group is made, so it runs on ranks of its own, against plain calls of ranks of the same kind.
+A guard is of the whole process, so it is entered and left around a burst of calls.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,147 +14,124 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from _bench_loop import Spread
+from bench_rows import Row, Variant, burst, ratios, take_turns
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ddpstats.guard import collective_guard, notes_shm
+from ddpstats import collective_guard
+from ddpstats.guard import notes_shm
 from ddpstats.guard.labels.read import infer
 
-SIZES = {"1 float": 1, "1M floats": 1_000_000}
-BURST, _WARM = 30, 8
+_SIZES = {"1 float": 1, "1M floats": 1_000_000}
+_LIMITS = {
+    "1 float": {"off": 1.0, "step": 1.4, "strict": 1.7, "strict, over the store": 3.5},
+    "1M floats": {"off": 1.0, "step": 1.1, "strict": 1.2, "strict, over the store": 1.4},
+}
 _LOSS = torch.zeros(1)
 
-Samples = dict[str, list[float]]
 
+def guard(seconds: float, size: str) -> list[Row]:
+    """Return an all_reduce in each mode, and with TORCH_DISTRIBUTED_DEBUG=DETAIL, as times of the plain one."""
+    stats = {"loss": torch.zeros(_SIZES[size])}
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    detailed = dist.new_group(backend="gloo")
+    dist.set_debug_level(dist.DebugLevel.OFF)
 
-def guard_costs(rounds: int, burst: int) -> dict[str, Samples]:
-    """Seconds per call of each variant, a median per round, for each size. Collective on the default group.
-
-    A round is ``burst`` calls of each variant, of which the first few warm up.
-    """
-    return {name: _costs(size, max(2, rounds // (4 if size > 1 else 1)), burst) for name, size in SIZES.items()}
-
-
-def _costs(size: int, rounds: int, calls: int) -> Samples:
-    tensor, order = torch.zeros(size), random.Random(0)
-    stats = {"loss": tensor}
-
-    def burst() -> float:
-        seconds = []
-        for _ in range(calls):
+    def variant(context: Callable[[], Any], group: Any = None) -> Variant:
+        def call() -> None:
             for key in stats:  # a loop over keys, so that labels are inferred
-                started = time.perf_counter()
-                dist.all_reduce(stats[key])
-                seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds[min(_WARM, calls // 2) :])
+                dist.all_reduce(stats[key], group=group)
 
-    variants: dict[str, Callable[[], Any]] = {
-        "plain": contextlib.nullcontext,
-        "off": lambda: collective_guard("off"),
-        "step": lambda: collective_guard("step"),
-        "strict": lambda: collective_guard("strict"),
-        "strict, over the store": _strict_over_the_store,
+        def run(_: int) -> tuple[float, float]:
+            with context():
+                return burst(call, calls=30, warm=8)
+
+        return run
+
+    variants = {
+        "plain": variant(contextlib.nullcontext),
+        "off": variant(lambda: collective_guard("off")),
+        "step": variant(lambda: collective_guard("step")),
+        "strict": variant(lambda: collective_guard("strict")),
+        "strict, over the store": variant(_strict_over_the_store),
+        "DETAIL": variant(contextlib.nullcontext, detailed),
     }
-    samples: Samples = {name: [] for name in variants}
-    names = list(variants)
-    for _ in range(rounds):
-        order.shuffle(names)
-        for name in names:
-            with variants[name]():
-                samples[name].append(burst())
-    return samples
+    times = take_turns(variants, seconds)
+    limits = _LIMITS[size]
+    rows = [Row(f"guard {mode}, {size} / plain", ratios(times, mode, "plain"), limits[mode]) for mode in limits]
+    return [*rows, Row(f"TORCH_DISTRIBUTED_DEBUG=DETAIL, {size} / plain", ratios(times, "DETAIL", "plain"))]
 
 
 @contextlib.contextmanager
 def _strict_over_the_store() -> Iterator[None]:
-    """As between hosts: without shared memory."""
+    """Enter a guard that compares as between hosts: without shared memory."""
     with mock.patch.object(notes_shm._Shared, "of", side_effect=OSError), collective_guard("strict"):
         yield
 
 
-def plain_costs(rounds: int) -> dict[str, list[float]]:
-    """Seconds per call without any guard: for ranks that were started with TORCH_DISTRIBUTED_DEBUG=DETAIL, or not."""
-    found = {}
-    for name, size in SIZES.items():
-        tensor = torch.zeros(size)
-        seconds = []
-        for _ in range(_WARM + rounds * (BURST if size == 1 else 4)):
-            started = time.perf_counter()
-            dist.all_reduce(tensor)
-            seconds.append(time.perf_counter() - started)
-        found[name] = seconds[_WARM:]
-    return found
+def guard_ddp_step(seconds: float) -> list[Row]:
+    """Return a DDP training step of some 20 ms in mode "step" as times of one without a guard."""
+    module = DistributedDataParallel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))))
+    batch = torch.randn(128, 512)
+
+    def train(judge: Callable[[], object]) -> None:
+        module(batch).square().mean().backward()
+        judge()
+
+    def guarded(_: int) -> tuple[float, float]:
+        with collective_guard("step") as guard:
+            return burst(lambda: train(guard.step), calls=6, warm=1)
+
+    times = take_turns({"plain": lambda _: burst(lambda: train(int), calls=6, warm=1), "step": guarded}, seconds)
+    return [Row("guard step, a DDP step / plain", ratios(times, "step", "plain"), 1.01)]
 
 
-def ddp_step_costs(rounds: int) -> Samples:
-    """Seconds of a DDP training step of some 20 ms, in mode "step" and without."""
-    model = torch.nn.parallel.DistributedDataParallel(
-        torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
-    )
-    given, order = torch.randn(128, 512), random.Random(0)
-    samples: Samples = {"plain": [], "step": []}
-
-    def steps(each: Callable[[], None]) -> float:
-        seconds = []
-        for _ in range(6):
-            started = time.perf_counter()
-            model(given).square().mean().backward()
-            each()
-            seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds[1:])
-
-    names = list(samples)
-    for _ in range(rounds):
-        order.shuffle(names)
-        for name in names:
-            if name == "plain":
-                samples[name].append(steps(lambda: None))
-            else:
-                with collective_guard("step") as guard:
-                    samples[name].append(steps(guard.step))
-    return samples
+# -- labels -----------------------------------------------------------------------------------------------------------
 
 
-def label_costs(rounds: int) -> dict[str, list[float]]:
-    """Seconds of the processor for one label, at a site that was called before. Local."""
+def guard_labels(seconds: float) -> list[Row]:
+    """Return microseconds of the processor for one label, at a call site that was called before. For one rank."""
     stats = {f"key{number}": torch.zeros(1) for number in range(100)}
-    walks = {"nothing to find": _unnamed, "a dict's walk": _walk, "through helpers two deep": _through_helpers}
-    found: dict[str, list[float]] = {name: [] for name in walks}
-    for number in range(rounds + 1):
-        for name, walk in walks.items():
+
+    def variant(walk: Callable[[dict[str, Tensor]], None]) -> Variant:
+        def run(_: int) -> tuple[float, float]:
             started = time.thread_time()
             walk(stats)
-            if number:  # the first call of a site parses its file
-                found[name].append((time.thread_time() - started) / len(stats))
-    return found
+            return started, time.thread_time()
+
+        return run
+
+    walks = {"nothing to find": _unnamed, "a dict's walk": _walk, "through helpers two deep": _through_helpers}
+    limits = {"nothing to find": 4.0, "a dict's walk": 30.0}
+    times = take_turns({name: variant(walk) for name, walk in walks.items()}, seconds)
+    return [
+        Row(f"a label, {name}", [1e6 * sample / len(stats) for sample in samples], limits.get(name), "us")
+        for name, samples in times.items()
+    ]
 
 
-def _label(tensor: torch.Tensor) -> None:
+def _label(tensor: Tensor) -> None:
     infer(sys._getframe(1))
 
 
-def _unnamed(stats: dict[str, torch.Tensor]) -> None:
+def _unnamed(stats: dict[str, Tensor]) -> None:
     for _ in range(len(stats)):
         _label(_LOSS)
 
 
-def _walk(stats: dict[str, torch.Tensor]) -> None:
+def _walk(stats: dict[str, Tensor]) -> None:
     for _, value in stats.items():
         _label(value)
 
 
-def _through_helpers(stats: dict[str, torch.Tensor]) -> None:
+def _through_helpers(stats: dict[str, Tensor]) -> None:
     for _, value in stats.items():
         _outer(value)
 
 
-def _outer(value: torch.Tensor) -> None:
+def _outer(value: Tensor) -> None:
     _inner(value)
 
 
-def _inner(value: torch.Tensor) -> None:
+def _inner(value: Tensor) -> None:
     _label(value)
-
-
-def ratio(samples: Samples, variant: str) -> Spread:
-    """Of ``variant`` to plain, round by round."""
-    return Spread.of([a / b for a, b in zip(samples[variant], samples["plain"], strict=True)])

@@ -1,16 +1,10 @@
-"""What a step that logs ten keys costs in other libraries, as they are and with `install()`.
-
-Both take turns in one run on the same ranks, a burst of steps each; the median over a burst is compared round by round.
-"""
+"""Rows of `scripts/bench.py` on other libraries: a step that logs ten keys, as it is and with `install()`."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import logging
-import random
-import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -18,51 +12,40 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_rows import Row, Variant, burst, ratios, take_turns
 
-KEYS = [f"key{n}" for n in range(10)]
+_KEYS = [f"key{number}" for number in range(10)]
 _STEPS, _WARM = 12, 4
 
-Samples = dict[str, list[float]]
-Burst = Callable[[], list[float]]
-"""Seconds of each of some steps."""
 
-
-def integration_costs(library: str, rounds: int) -> Samples | None:
-    """Seconds per step, "stock" and "installed", a median per round. Collective; None where it is not installed."""
+def integration(seconds: float, library: str) -> list[Row]:
+    """Return how many times as fast a step is with the integration."""
+    what = f"{library}, a step that logs 10 keys: faster than stock"
+    limit = None if library == "accelerate" else 3.0  # the others issue several collectives per key
     if importlib.util.find_spec(library) is None:
-        return None
+        return [Row(what, [], limit, at_least=True)]
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    integration: Any = importlib.import_module(f"ddpstats.integrations.{library}")
-    burst, order = _BURSTS[library](), random.Random(0)
-    samples: Samples = {"stock": [], "installed": []}
-    for number in range(rounds + 1):
-        for name in order.sample(list(samples), 2):
-            if name == "installed":
-                integration.install()
-            try:
-                seconds = burst()
-            finally:
-                integration.uninstall()
-            if number > 0:  # the first round imports, connects and negotiates
-                samples[name].append(statistics.median(seconds[_WARM:]))
-    return samples
+    integrated: Any = importlib.import_module(f"ddpstats.integrations.{library}")
+    stock = _STEPS_OF[library]()
+
+    def installed(number: int) -> tuple[float, float]:
+        integrated.install()
+        try:
+            return stock(number)
+        finally:
+            integrated.uninstall()
+
+    times = take_turns({"stock": stock, "installed": installed}, seconds)
+    return [Row(what, ratios(times, "stock", "installed"), limit, at_least=True)]
 
 
-def _timed(step: Callable[[], object]) -> Burst:
-    def burst() -> list[float]:
-        seconds = []
-        for _ in range(_STEPS):
-            started = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - started)
-        return seconds
-
-    return burst
+def _steps(step: Callable[[], object]) -> Variant:
+    return lambda _: burst(step, _STEPS, _WARM)
 
 
-def _lightning() -> Burst:
-    """A whole training step of a model of one weight, from one ``on_train_batch_start`` to the next."""
+def _lightning() -> Variant:
+    """Return whole training steps of a model of one weight, from one ``on_train_batch_start`` to the next."""
     import lightning
     from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
     from torch.utils.data import DataLoader
@@ -78,76 +61,71 @@ def _lightning() -> Burst:
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             loss: torch.Tensor = self.layer(batch).sum()
-            self.log_dict({key: loss.detach() for key in KEYS}, on_step=True, on_epoch=False, sync_dist=True)
+            self.log_dict({key: loss.detach() for key in _KEYS}, on_step=True, on_epoch=False, sync_dist=True)
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
-    def burst() -> list[float]:
+    extras = (
+        "logger",
+        "enable_checkpointing",
+        "enable_progress_bar",
+        "enable_model_summary",
+        "use_distributed_sampler",
+    )
+    off = dict.fromkeys(extras, False)
+
+    def run(_: int) -> tuple[float, float]:
         model = Model()
-        with tempfile.TemporaryDirectory() as root:
-            trainer = lightning.Trainer(
-                accelerator="cpu",
-                devices=dist.get_world_size(),
-                strategy="ddp",
-                plugins=[LightningEnvironment()],
-                default_root_dir=root,
-                max_epochs=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                use_distributed_sampler=False,
-            )
-            batches: Any = [torch.ones(1)] * (_STEPS + 1)
-            trainer.fit(model, DataLoader(batches))
-        return [after - before for before, after in zip(model.started, model.started[1:], strict=False)]
+        plugins, devices = [LightningEnvironment()], dist.get_world_size()
+        trainer = lightning.Trainer("cpu", strategy="ddp", devices=devices, plugins=plugins, max_epochs=1, **off)
+        trainer.fit(model, DataLoader([torch.ones(1)] * (_STEPS + 1)))
+        return model.started[_WARM], model.started[-1]
 
-    return burst
+    return run
 
 
-def _torchmetrics() -> Burst:
-    """``compute`` of a collection of ten means."""
+def _torchmetrics() -> Variant:
+    """Return ``update`` and ``compute`` of a collection of ten means."""
     import torchmetrics
 
-    metrics: dict[str, Any] = {key: torchmetrics.MeanMetric() for key in KEYS}
+    metrics: dict[str, Any] = {key: torchmetrics.MeanMetric() for key in _KEYS}
     collection = torchmetrics.MetricCollection(metrics, compute_groups=False)
 
     def step() -> None:
         collection.update(1.0)
         collection.compute()
 
-    return _timed(step)
+    return _steps(step)
 
 
-def _torcheval() -> Burst:
-    """``sync_and_compute_collection`` of ten means."""
+def _torcheval() -> Variant:
+    """Return ``sync_and_compute_collection`` of ten means."""
     metrics: Any = importlib.import_module("torcheval.metrics")
     toolkit: Any = importlib.import_module("torcheval.metrics.toolkit")
-    means = {key: metrics.Mean() for key in KEYS}
+    means = {key: metrics.Mean() for key in _KEYS}
 
     def step() -> None:
         for mean in means.values():
             mean.update(torch.ones(1))
         toolkit.sync_and_compute_collection(means)
 
-    return _timed(step)
+    return _steps(step)
 
 
-def _accelerate() -> Burst:
-    """``Accelerator.reduce`` of a dict of ten losses."""
+def _accelerate() -> Variant:
+    """Return ``Accelerator.reduce`` of a dict of ten losses."""
     import accelerate
 
     accelerator = accelerate.Accelerator(cpu=True)
-    losses = {key: torch.ones(()) for key in KEYS}
-    return _timed(lambda: accelerator.reduce(losses, "mean"))
+    losses = {key: torch.ones(()) for key in _KEYS}
+    return _steps(lambda: accelerator.reduce(losses, "mean"))
 
 
-_BURSTS: dict[str, Callable[[], Burst]] = {
+_STEPS_OF: dict[str, Callable[[], Variant]] = {
     "lightning": _lightning,
     "torchmetrics": _torchmetrics,
     "torcheval": _torcheval,
     "accelerate": _accelerate,
 }
-LIBRARIES = tuple(_BURSTS)

@@ -1,228 +1,48 @@
-"""What is timed against what, for one number of keys; runs inside the ranks.
+"""Rows of `scripts/bench.py` on reductions and windows: time, payload, memory, and what an import costs.
 
-Every variant says what its result has to be, and is held to that before a clock starts.
-
-| variant | one call |
-|---|---|
-| bare | all_reduce of as many float64 as our own buffer has, on a gloo group of its own |
-| floats, tensors | `StatsReducer` on a dict of floats, or of 1-element tensors; every rank holds every key |
-| alternating floats, alternating tensors | the same with one half of the keys; the other rank holds the other half |
-| per rank | floats with ``per_rank=True``, and `Reduced.by_rank` read |
-| reduce_stats | the one-line function, on 1-element tensors |
-| drop-in | `ddpstats.recursive_average` on 1-element tensors |
-| espnet | one collective per leaf, as espnet 202511's `recursive_average` does it |
+Every variant's result is checked before a clock starts. "Per leaf" is espnet's own `recursive_average`, one all_gather
+for each leaf; "bare" is one all_reduce of as many float64 as our buffer has, on a gloo group of its own.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
-import importlib.metadata
-import math
+import importlib.util
+import statistics
+import subprocess
+import sys
 import time
+import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from _bench_loop import Body, Budget, Timings, interleaved
+from bench_rows import Row, Variant, ratios, take_turns, timed
 
 import ddpstats
-from ddpstats import StatsReducer
+from ddpstats import Max, Mean, StatsReducer, StatsWindow, Sum
 
-_DICTS = 2  # as many different dicts take turns, so that no call sees the very objects of the last one
+_PER_LEAF_LIMITS = {10: 7.0, 50: 28.0, 1_000: 200.0}
+_BARE_LIMITS = {10: (1.2, 1.2), 50: (1.3, 1.3), 1_000: (1.7, 1.7), 100_000: (15.0, 40.0)}
+"""Of floats, of tensors."""
+_ALL_VARIANTS_UP_TO = 1_000  # one collective per leaf takes minutes at 100,000 keys
+_DICTS = 2  # as many different dicts take turns, so that no call gets the very objects of the last one
 _TOLERANCE = 1e-5  # espnet and the drop-in compute and return float32
+_ADDS = 50
+_ADDED_TENSORS = 20_000  # in one burst
 
-Averages = Mapping[str, float]
-Held = Callable[[int, int], range]
-"""Which keys rank r holds in round n."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What one number of keys gave on rank 0. ``against_leaves`` is empty where espnet was left out."""
-
-    keys: int
-    world_size: int
-    payload_bytes: int
-    per_leaf: str
-    lean: Timings
-    against_leaves: Timings
+Average = Callable[[Any], Mapping[str, Any]]
+Call = Callable[[int], Any]
+"""Takes the number of the round."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A timed call, how its result is read, and which keys it is about."""
-
-    body: Body
-    read: Callable[[Any], Averages]
-    held: Held
-
-
-def measure(keys: int, budget: Budget, everything: bool) -> Measured:
-    """Check and time the variants on fresh ranks; without ``everything`` only bare, floats and tensors. Collective."""
-    reducer = StatsReducer()
-    per_leaf, words = per_leaf_average()
-    plain = _same_keys(keys, reducer)
-    variants = plain | _alternating(keys) | {"per rank": _per_rank(keys)} if everything else plain
-    slow = {**_one_liners(keys), "espnet": _averaging(keys, per_leaf)} if everything else {}
-    for name, variant in (variants | slow).items():
-        _verify(name, variant, keys)
-    payload_bytes = payload_of(reducer, lambda: plain["floats"].body(0))  # of the largest layout by now
-    bodies = {name: variant.body for name, variant in variants.items()}
-    bodies["bare"] = _bare_all_reduce(payload_bytes // 8)
-    slow_bodies = {"tensors": bodies["tensors"], **{name: variant.body for name, variant in slow.items()}}
-    return Measured(
-        keys=keys,
-        world_size=dist.get_world_size(),
-        payload_bytes=payload_bytes,
-        per_leaf=words,
-        lean=interleaved(bodies, budget),
-        against_leaves=interleaved(slow_bodies, budget) if everything else Timings({}),
-    )
-
-
-def payload_of(reducer: StatsReducer, call: Callable[[], object]) -> int:
-    """The bytes that one steady ``call`` of ``reducer`` puts into collectives; the first two are not counted."""
-    call()
-    call()
-    before = reducer.counters
-    call()
-    after = reducer.counters
-    assert after.renegotiations == before.renegotiations, "a steady call renegotiated"
-    return after.payload_bytes - before.payload_bytes
-
-
-# -- ours -------------------------------------------------------------------------------------------------------------
-
-
-def _same_keys(keys: int, reducer: StatsReducer) -> dict[str, Variant]:
-    def held(rank: int, number: int) -> range:
-        return range(keys)
-
-    return {"floats": _reducing(reducer, held, float), "tensors": _reducing(reducer, held, _tensor)}
-
-
-def _alternating(keys: int) -> dict[str, Variant]:
-    def held(rank: int, number: int) -> range:
-        return range(keys // 2) if (rank + number) % 2 == 0 else range(keys // 2, keys)
-
-    reducer = StatsReducer(name="alternating")
-    return {
-        "alternating floats": _reducing(reducer, held, float),
-        "alternating tensors": _reducing(reducer, held, _tensor),
-    }
-
-
-def _per_rank(keys: int) -> Variant:
-    def held(rank: int, number: int) -> range:
-        return range(keys)
-
-    dicts = [_stats(number, held, float) for number in range(_DICTS)]
-    reducer, weight = StatsReducer(name="per rank", per_rank=True), _weight(dist.get_rank())
-
-    def body(number: int) -> object:
-        reduced = reducer(dicts[number % _DICTS], weight)
-        return reduced.values, reduced.by_rank
-
-    return Variant(body, lambda answer: answer[0], held)
-
-
-def new_keys(calls: int, keys: int) -> list[float]:
-    """Seconds of each of ``calls`` calls, each with ``keys`` keys that no rank has used before. Collective."""
-    reducer, seconds = StatsReducer(name="new keys"), []
-    for number in range(calls):
-        stats = {f"step_{number}/{key(index)}": float(index) for index in range(keys)}
-        dist.barrier()
-        started = time.perf_counter()
-        values = reducer(stats, 8.0).values
-        seconds.append(time.perf_counter() - started)
-        _require(values == stats, "new keys")
-    return seconds
-
-
-def _one_liners(keys: int) -> dict[str, Variant]:
-    def held(rank: int, number: int) -> range:
-        return range(keys)
-
-    return {
-        "reduce_stats": _reducing(ddpstats.reduce_stats, held, _tensor),
-        "drop-in": _averaging(keys, ddpstats.recursive_average),
-    }
-
-
-def _reducing(reduce: Callable[[Any, Any], Any], held: Held, make: Callable[[float], Any]) -> Variant:
-    dicts = [_stats(number, held, make) for number in range(_DICTS)]
-    weight = _weight(dist.get_rank())
-
-    def body(number: int) -> object:
-        return reduce(dicts[number % _DICTS], weight).values  # nested when somebody asks for them
-
-    return Variant(body, lambda values: values, held)
-
-
-def _averaging(keys: int, average: Callable[[Any, torch.Tensor, bool], tuple[Any, torch.Tensor]]) -> Variant:
-    def held(rank: int, number: int) -> range:
-        return range(keys)
-
-    dicts = [_stats(number, held, _tensor) for number in range(_DICTS)]
-    weight = torch.tensor([_weight(dist.get_rank())])
-
-    def body(number: int) -> object:
-        return average(dicts[number % _DICTS], weight, True)
-
-    return Variant(body, lambda answer: {name: float(value) for name, value in answer[0].items()}, held)
-
-
-def _bare_all_reduce(lanes: int) -> Body:
-    group: Any = dist.new_group(backend="gloo", group_desc="bench")
-    options: Any = dist.AllreduceOptions()
-    options.timeout = timedelta(seconds=60)
-    buffer = torch.full((lanes,), float(dist.get_rank() + 1), dtype=torch.float64)
-
-    def body(number: int) -> object:
-        return group.allreduce([buffer], options).wait()
-
-    body(0)
-    world_size = dist.get_world_size()
-    _require(bool((buffer == world_size * (world_size + 1) / 2).all()), "bare all_reduce")
-    buffer.zero_()  # else every call would double it
-    return body
-
-
-# -- espnet -----------------------------------------------------------------------------------------------------------
-
-
-def per_leaf_average() -> tuple[Callable[[Any, torch.Tensor, bool], tuple[Any, torch.Tensor]], str]:
-    """espnet's own function where it is installed, else ours that issues the same collectives; and which one it is."""
-    try:
-        module = importlib.import_module("espnet2.torch_utils.recursive_op")
-        return module.recursive_average, f"espnet {importlib.metadata.version('espnet')} itself"
-    except ImportError:
-        return gathered_average, "espnet 202511 retold (it is not installed)"
-
-
-def gathered_average(obj: Any, weight: torch.Tensor, distributed: bool) -> tuple[Any, torch.Tensor]:
-    """What espnet 202511 does to a flat dict of tensors: all_gather and nanmean per leaf, all_reduce of the weight."""
-    summed = {name: _gathered_sum((leaf * weight.type(leaf.dtype)).sum()) for name, leaf in obj.items()}
-    total = weight.sum()
-    dist.all_reduce(total)
-    return {name: value / total.type(value.dtype) for name, value in summed.items()}, total
-
-
-def _gathered_sum(value: torch.Tensor) -> torch.Tensor:
-    everyone = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, value)
-    if all([torch.isnan(one) for one in everyone]):  # noqa: C419  (a list, as there: every element is looked at)
-        return torch.stack(everyone).sum()
-    return torch.nanmean(torch.stack(everyone)) * len(everyone)
-
-
-# -- inputs, and what must come out -----------------------------------------------------------------------------------
-
-
-def key(index: int) -> str:
+def _key(index: int) -> str:
     return f"loss_{index:05d}"
 
 
@@ -238,28 +58,222 @@ def _tensor(value: float) -> torch.Tensor:
     return torch.tensor([value])
 
 
-def _stats(number: int, held: Held, make: Callable[[float], Any]) -> dict[str, Any]:
+_LEAVES: dict[str, Callable[[float], Any]] = {"floats": float, "tensors": _tensor}
+
+
+def reduction(seconds: float, keys: int) -> list[Row]:
+    """Return ratios to a bare all_reduce and to one collective per leaf, on fresh ranks.
+
+    A group's buffer has the size of the largest layout that the group has seen, hence the fresh ranks.
+    """
+    reducer, weight = StatsReducer(), _weight(dist.get_rank())
+    other, by_rank = StatsReducer(name="alternating"), StatsReducer(name="per rank", per_rank=True)
+
+    def read_by_rank(stats: Any) -> Mapping[str, Any]:
+        reduced = by_rank(stats, weight)
+        assert reduced.by_rank
+        return reduced.values
+
+    calls = {leaves: checked(lambda stats: reducer(stats, weight).values, keys, _LEAVES[leaves]) for leaves in _LEAVES}
+    bare_limits = _BARE_LIMITS.get(keys, (None, None))
+    pairs = [(f"{leaves} / bare all_reduce", leaves, "bare", bare_limits[leaves == "tensors"]) for leaves in _LEAVES]
+    if keys <= _ALL_VARIANTS_UP_TO:
+        for leaves, make in _LEAVES.items():
+            calls[f"alternating {leaves}"] = checked(lambda stats: other(stats, weight).values, keys, make, True)
+            pairs.append((f"{leaves}, alternating / same keys", f"alternating {leaves}", leaves, 1.1))
+        calls["per rank"] = checked(read_by_rank, keys, float)
+        pairs.append(("floats, per_rank / without", "per rank", "floats", None))
+    payload_bytes = _payload_bytes(reducer, calls["floats"])
+    calls["bare"] = _bare_all_reduce(payload_bytes // 8)
+    times = take_turns({name: timed(call) for name, call in calls.items()}, seconds)
+    world_size = dist.get_world_size()
+    what, is_limited = f"{world_size} ranks, {keys:,} keys", world_size == 2
+    rows = [Row(f"{what}: {pair}", ratios(times, a, b), limit if is_limited else None) for pair, a, b, limit in pairs]
+    if keys <= _ALL_VARIANTS_UP_TO:
+        rows += _per_leaf(what, seconds, keys, calls["tensors"], _PER_LEAF_LIMITS.get(keys) if is_limited else None)
+    return [*rows, Row(f"{what}: payload of a path", [payload_bytes / keys], 64.0, "bytes")]
+
+
+def _per_leaf(what: str, seconds: float, keys: int, tensors: Call, limit: float | None) -> list[Row]:
+    weight = _weight(dist.get_rank())
+    weight_tensor = torch.tensor([weight])
+
+    def averaging(average: Callable[..., Any]) -> Call:
+        return checked(lambda stats: average(stats, weight_tensor, True)[0], keys, _tensor)
+
+    calls = {
+        "tensors": tensors,
+        "reduce_stats": checked(lambda stats: ddpstats.reduce_stats(stats, weight).values, keys, _tensor),
+        "drop-in": averaging(ddpstats.recursive_average),
+    }
+    is_installed = importlib.util.find_spec("espnet2") is not None
+    if is_installed:
+        calls["espnet"] = averaging(importlib.import_module("espnet2.torch_utils.recursive_op").recursive_average)
+    times = take_turns({name: timed(call) for name, call in calls.items()}, seconds)
+    rows = []
+    for name in ("tensors", "reduce_stats", "drop-in"):
+        samples = ratios(times, "espnet", name) if is_installed else []
+        rows.append(Row(f"{what}: {name}, faster than per leaf", samples, limit, at_least=True))
+    return rows
+
+
+def checked(average: Average, keys: int, make: Callable[[float], Any], alternates: bool = False) -> Call:
+    """Return a call to time, which averages this rank's stats of a round. Collective: its results are compared first.
+
+    With ``alternates`` a rank holds one half of the keys, and the other half in the next round.
+    """
+
+    def held(rank: int, number: int) -> range:
+        if not alternates:
+            return range(keys)
+        return range(keys // 2) if (rank + number) % 2 else range(keys // 2, keys)
+
+    def expected(number: int) -> dict[str, float]:
+        sums, weights = Counter[str](), Counter[str]()
+        for rank in range(dist.get_world_size()):
+            for index in held(rank, number):
+                sums[_key(index)] += _weight(rank) * _value(rank, number, index)
+                weights[_key(index)] += _weight(rank)
+        return {key: sums[key] / weights[key] for key in sums}
+
     rank = dist.get_rank()
-    return {key(index): make(_value(rank, number, index)) for index in held(rank, number)}
+    dicts = [{_key(i): make(_value(rank, number, i)) for i in held(rank, number)} for number in range(_DICTS)]
+    for number in (*range(_DICTS), 0):  # the first once more: with warm caches, as it is when timed
+        averages = {key: float(value) for key, value in average(dicts[number]).items()}
+        if averages != pytest.approx(expected(number), rel=_TOLERANCE):
+            raise RuntimeError("a result is wrong, so its time means nothing")
+    return lambda number: average(dicts[number % _DICTS])
 
 
-def _expected(number: int, held: Held, keys: int) -> dict[str, float]:
-    sums, weights = [0.0] * keys, [0.0] * keys
-    for rank in range(dist.get_world_size()):
-        for index in held(rank, number):
-            sums[index] += _weight(rank) * _value(rank, number, index)
-            weights[index] += _weight(rank)
-    return {key(i): total / weight for i, (total, weight) in enumerate(zip(sums, weights, strict=True)) if weight}
+def _payload_bytes(reducer: StatsReducer, call: Call) -> int:
+    """Return the bytes of one steady call."""
+    before = reducer.counters
+    call(0)
+    after = reducer.counters
+    assert after.renegotiations == before.renegotiations, "a steady call renegotiated"
+    return after.payload_bytes - before.payload_bytes
 
 
-def _verify(name: str, variant: Variant, keys: int) -> None:
-    """Every dict that will take its turn, and the first once more: with warm caches, as it is when timed."""
-    for number in (*range(_DICTS), 0):
-        found, expected = variant.read(variant.body(number)), _expected(number, variant.held, keys)
-        _require(set(found) == set(expected), name)
-        _require(all(math.isclose(found[k], expected[k], rel_tol=_TOLERANCE) for k in expected), name)
+def _bare_all_reduce(lanes: int) -> Call:
+    group: Any = dist.new_group(backend="gloo", group_desc="bench")
+    options: Any = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=60)
+    buffer = torch.zeros(lanes, dtype=torch.float64)
+    return lambda number: group.allreduce([buffer], options).wait()
 
 
-def _require(right: bool, name: str) -> None:
-    if not right:
-        raise RuntimeError(f"the result of {name!r} is wrong, so its time means nothing")
+def new_keys(seconds: float, keys: int) -> list[Row]:
+    """Return milliseconds of calls of which each has keys that no rank has used before."""
+    reducer, milliseconds = StatsReducer(name="new keys"), []
+    for number in range(1_000 if seconds else 4):
+        stats = {f"step_{number}/{_key(index)}": float(index) for index in range(keys)}
+        dist.barrier()
+        started = time.perf_counter()
+        values = reducer(stats, 8.0).values
+        milliseconds.append(1e3 * (time.perf_counter() - started))
+        assert values == stats
+    return [Row(f"2 ranks, calls with new keys: {keys} in each", milliseconds, unit="ms")]
+
+
+# -- memory and import ------------------------------------------------------------------------------------------------
+
+
+def memory(seconds: float, keys: int) -> list[Row]:
+    """Return the bytes a path that reductions take beside stats and result. On fresh ranks.
+
+    `tracemalloc` sees what Python allocates, the group's buffer with it; torch's temporaries are counted by torch's
+    profiler as if all of a call were alive at its peak. gloo's own memory is in neither.
+    """
+    reducer, stats = StatsReducer(), {_key(index): index % 13 + 0.5 for index in range(keys)}
+    StatsReducer(name="warm-up")({"loss": 1.0}, 8.0)  # lazy imports and the connection are no matter of paths
+    gc.collect()
+    # Tracing goes on until the rank ends: `tracemalloc.stop` beside a gloo thread crashes CPython (gh-128679).
+    tracemalloc.start()
+    peaks = [_peak_beside_result(reducer, stats) for _ in range(3)]
+    with torch.profiler.profile(profile_memory=True) as profile:
+        reducer(stats, 8.0)
+    events: Any = profile.events() or ()
+    temporaries = sum(max(0, event.self_cpu_memory_usage) for event in events)
+    what = f"memory of a path, {keys:,} floats"
+    return [
+        Row(f"{what}: first call, peak beside the result", [peaks[0] / keys], 600.0, "bytes"),
+        Row(f"{what}: steady call, peak beside the result", [(peaks[-1] + temporaries) / keys], 64.0, "bytes"),
+    ]
+
+
+def _peak_beside_result(reducer: StatsReducer, stats: dict[str, float]) -> int:
+    gc.collect()
+    tracemalloc.reset_peak()
+    before, _ = tracemalloc.get_traced_memory()
+    reduced: Any = reducer(stats, 8.0)
+    _, peak = tracemalloc.get_traced_memory()
+    gc.collect()
+    with_result, _ = tracemalloc.get_traced_memory()
+    assert len(reduced.values) == len(stats)
+    del reduced
+    return peak - before - (with_result - tracemalloc.get_traced_memory()[0])
+
+
+def imports(seconds: float) -> list[Row]:
+    """Return milliseconds that ``import ddpstats`` adds to a bare interpreter. For one rank."""
+
+    def python(code: str) -> Variant:
+        command, root = [sys.executable, "-c", code], Path(__file__).resolve().parents[1]
+        return timed(lambda _: subprocess.run(command, cwd=root, check=True, timeout=60))
+
+    times = take_turns({"import": python("import ddpstats"), "bare": python("pass")}, seconds)
+    added_sec = statistics.median(times["import"]) - statistics.median(times["bare"])
+    return [Row("import ddpstats, beyond a bare interpreter", [1e3 * added_sec], 50.0, "ms")]
+
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def window_add(seconds: float, keys: int) -> list[Row]:
+    """Return processor time of an add as times of ``float(value)`` of as many tensors. For one rank."""
+    window, marking = StatsWindow(), StatsWindow(name="marked")
+    stats = {_key(index): torch.tensor([float(index)]) for index in range(keys)}
+    markers = (Sum, lambda value: Max(value.item()), Mean, lambda value: value)
+    marked = {name: markers[index % 4](value) for index, (name, value) in enumerate(stats.items())}
+
+    def bursts(call: Callable[[], object]) -> Variant:
+        count = max(1, _ADDED_TENSORS // keys)
+
+        def run(_: int) -> tuple[float, float]:
+            started = time.process_time()
+            for _ in range(count):
+                call()
+            return 0.0, (time.process_time() - started) / count
+
+        return run
+
+    variants = {
+        "tensors": bursts(lambda: window.add(stats, 8.0)),
+        "leaves, most of them marked": bursts(lambda: marking.add(marked, 8.0)),
+        "float": bursts(lambda: [float(value) for value in stats.values()]),
+    }
+    times = take_turns(variants, seconds)
+    assert window.flush().values == {name: value.item() for name, value in stats.items()}
+    return [
+        Row(f"window, add of {keys:,} {leaves} / float() of as many", ratios(times, leaves, "float"), 2.5)
+        for leaves in ("tensors", "leaves, most of them marked")
+    ]
+
+
+def window_flush(seconds: float, keys: int) -> list[Row]:
+    """Return the time of 50 adds and a flush as times of 50 reductions."""
+    window, reducer = StatsWindow(), StatsReducer()
+    stats = {_key(index): torch.tensor([float(index)]) for index in range(keys)}
+
+    def windowed(_: int) -> object:
+        for _ in range(_ADDS):
+            window.add(stats, 8.0)
+        return window.flush()
+
+    def reduced(_: int) -> None:
+        for _ in range(_ADDS):
+            reducer(stats, 8.0)
+
+    times = take_turns({"window": timed(windowed), "reduce": timed(reduced)}, seconds)
+    what = f"window, {_ADDS} adds of {keys:,} tensors and a flush / {_ADDS} reductions"
+    return [Row(what, ratios(times, "window", "reduce"), 0.05)]

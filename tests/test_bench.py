@@ -1,21 +1,22 @@
-"""scripts/bench.py reports every row, gives a verdict where noise allows one, and times nothing that is wrong.
+"""scripts/bench.py gives a verdict where noise allows one, and times nothing that is wrong.
 
 Speed itself is not tested.
 """
 
 import importlib
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ddpstats.testing import RanksFailed, run_ranks
 from tests import programs
-from tests.needs import needs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("scripts")]
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-LIMIT_SEC = 280
 
 
 @pytest.fixture
@@ -24,64 +25,84 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
 
 
+def row(samples: list[float], limit: float | None, **options: Any) -> Any:
+    return importlib.import_module("bench_rows").Row("what", samples, limit, **options)
+
+
 def test_row_beyond_its_limit_is_short() -> None:
+    assert row([1.2], 1.1).verdict == "short"
+    assert row([1.1], 1.1).verdict == "ok"
+    assert row([8.9], 9.0, at_least=True).verdict == "short"
+    assert row([9.0], 9.0, at_least=True).verdict == "ok"
+    assert row([1e9], None).verdict == "-"
+    assert row([], 1.1).verdict == "-"
+
+
+def test_row_whose_quartiles_lie_far_apart_is_noisy() -> None:
+    assert row([0.9, 1.0, 1.2], 1.1).verdict == "ok"
+    assert row([0.1, 0.3, 0.5, 2.3, 2.3], 1.1).verdict == "noisy"
+    assert row([0.8, 0.8, 1.7, 2.3, 2.3], 1.1).verdict == "noisy"
+
+
+def test_row_shows_median_and_quartiles_of_the_rounds() -> None:
     rows = importlib.import_module("bench_rows")
-    assert rows.Row("slow", 1.2, 1.1).is_short
-    assert not rows.Row("fast", 1.1, 1.1).is_short
-    assert rows.Row("gain", 8.9, 9.0, at_least=True).is_short
-    assert not rows.Row("gain", 9.0, 9.0, at_least=True).is_short
-    assert rows.Row("reported only", 1e9).verdict == "-"
+    samples = rows.ratios({"a": [1.0, 4.0, 9.0], "b": [1.0, 2.0, 3.0]}, "a", "b")
+    assert samples == [1.0, 2.0, 3.0]
+    assert row(samples, 2.5).cells() == ("what", "<= 2.50 x", "2 x", "1.50 .. 2.50", "ok")
+    assert row([], None).cells() == ("what", "-", "skipped", "", "-")
 
 
-def test_row_whose_quartiles_reach_over_the_limit_is_noisy() -> None:
-    rows, loop = importlib.import_module("bench_rows"), importlib.import_module("_bench_loop")
-    assert rows.Row("steady", 1.0, 1.1, quartiles=loop.Spread(1.0, 0.9, 1.2, 9)).verdict == "ok"
-    assert rows.Row("lucky", 0.5, 1.1, quartiles=loop.Spread(0.6, 0.3, 2.3, 9)).verdict == "noisy"
-    assert rows.Row("unlucky", 1.7, 1.1, quartiles=loop.Spread(1.6, 0.8, 2.3, 9)).verdict == "noisy"
+def turns_of_known_length() -> tuple[list[str], dict[str, list[float]]]:
+    rows, rank = importlib.import_module("bench_rows"), dist.get_rank()
+    order: list[str] = []
+
+    def variant(name: str, start: float, end: float) -> Any:
+        def run(number: int) -> tuple[float, float]:
+            order.append(f"{name}{number}")
+            return start, end
+
+        return run
+
+    seconds = rows.take_turns({"a": variant("a", rank, 2.0 + 3 * rank), "b": variant("b", 0.0, 1.0)}, 0)
+    return order, seconds
 
 
-def test_ratio_is_of_the_medians_and_quartiles_are_of_the_rounds() -> None:
-    loop = importlib.import_module("_bench_loop")
-    timings = loop.Timings({"a": [1.0, 4.0, 9.0], "b": [1.0, 2.0, 3.0]})
-    assert timings.ratio("a", "b") == 2.0
-    assert timings.ratios("a", "b") == loop.Spread(2.0, 1.5, 2.5, 3)
+def test_variants_take_turns_in_one_order_and_last_from_the_last_start_to_the_last_end() -> None:
+    first, second = run_ranks(turns_of_known_length, 2).values()
+    assert first == second
+    order, seconds = first
+    assert [set(order[at : at + 2]) for at in (0, 2, 4)] == [{"a0", "b0"}, {"a0", "b0"}, {"a1", "b1"}]
+    assert seconds == {"a": [4.0, 4.0], "b": [1.0, 1.0]}
 
 
-def averages_of_espnet_and_ours() -> list[list[float]]:
-    import torch
-    import torch.distributed as dist
-
-    calls = importlib.import_module("bench_reduction")
-    rank = dist.get_rank()
-    stats = {"a": torch.tensor([1.0 + rank]), "b": torch.tensor([float("nan") if rank else 2.0])}
-    averages = (calls.per_leaf_average()[0], calls.gathered_average)
-    answers = [average(stats, torch.tensor([8.0 + rank]), True) for average in averages]
-    return [[*map(float, values.values()), float(total)] for values, total in answers]
-
-
-@pytest.mark.library
-def test_averages_of_bench_equal_those_of_espnet() -> None:
-    needs("espnet2")
-    for espnets, ours in run_ranks(averages_of_espnet_and_ours, 2).values():
-        assert espnets == ours
-
-
-def time_a_wrong_one() -> None:
-    calls = importlib.import_module("bench_reduction")
-    calls._verify(
-        "off by one", calls.Variant(lambda number: {"loss_00000": -1.0}, dict, lambda rank, number: range(1)), 1
-    )
+def time_an_average(factor: float) -> None:
+    reduction = importlib.import_module("bench_reduction")
+    reducer, weight = importlib.import_module("ddpstats").StatsReducer(), 8.0 * (dist.get_rank() + 1)
+    reduction.checked(lambda stats: {k: factor * v for k, v in reducer(stats, weight).values.items()}, 3, float)
 
 
 def test_variant_with_wrong_result_is_not_timed() -> None:
-    with pytest.raises(RanksFailed, match="'off by one' is wrong"):
-        run_ranks(time_a_wrong_one, 2).values()
+    run_ranks(time_an_average, 2, 1.0).values()
+    with pytest.raises(RanksFailed, match="a result is wrong"):
+        run_ranks(time_an_average, 2, 1.001).values()
 
 
-def test_png_without_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
-    code = "import importlib.util, runpy, sys; importlib.util.find_spec = lambda name: None; "
-    code += f"sys.path.insert(0, {str(SCRIPTS)!r}); sys.argv = ['bench', '--png', 'x.png']; "
-    code += f"runpy.run_path({str(SCRIPTS / 'bench.py')!r}, run_name='__main__')"
-    done = programs.run(["-c", code], timeout=LIMIT_SEC, cwd=tmp_path, fresh=True)
+def test_words_choose_what_is_measured_and_json_holds_its_samples(tmp_path: Path) -> None:
+    numbers = tmp_path / "bench.json"
+    command = [str(SCRIPTS / "bench.py"), "--quick", "imports", "flush 10", "--json", str(numbers)]
+    done = programs.run(command, timeout=180, fresh=True)
+    assert done.returncode == 0, done.stderr
+    names = ["import ddpstats, beyond a bare", "window, 50 adds of 10 tensors and a flush / 50 reductions"]
+    written = json.loads(numbers.read_text())
+    for name, line, data in zip(names, done.stdout.splitlines()[4:], written["rows"], strict=True):
+        assert line.startswith(name)
+        assert data["name"].startswith(name)
+    assert "torch" in written["machine"]
+    assert len(written["rows"][1]["samples"]) == 2
+    assert written["rows"][1]["limit"] == 0.05
+
+
+def test_word_without_a_measurement_is_an_error_that_names_all(tmp_path: Path) -> None:
+    done = programs.run([str(SCRIPTS / "bench.py"), "no such"], timeout=60, fresh=True)
     assert done.returncode == 2
-    assert "pip install 'ddpstats[bench]'" in done.stderr
+    assert "no measurement has no such in its name; there are reduction, new_keys, memory" in done.stderr
