@@ -163,9 +163,33 @@ class Reduced:
     def by_rank(self) -> Any:
         return None if self._columns is None else self._selection.build(self._rows(self._columns))
 
-    def flat(self) -> dict[str, float]:
-        """Name to value for loggers: ``loss``, ``a/b``, ``l1_loss[0]``. Flags are 1.0 or 0.0, None is left out."""
-        return {name: float(value) for name, value in zip(self._names(), self._flat, strict=True) if value is not None}
+    def flat(self, *, per_rank: bool = False) -> dict[str, float]:
+        """Name to value for loggers: ``loss``, ``a/b``, ``l1_loss[0]``. Flags are 1.0 or 0.0, None is left out.
+
+        With ``per_rank`` also ``loss/min``, ``loss/max``, ``loss/min_rank`` and ``loss/max_rank`` of each path that
+        some rank has a number for (not NaN). Raises ConfigError where the call did not ask for ``per_rank``, or where
+        a path has such a name already.
+        """
+        flat = {name: float(value) for name, value in zip(self._names(), self._flat, strict=True) if value is not None}
+        if not per_rank:
+            return flat
+        extremes = self._extremes()
+        taken = sorted(extremes.keys() & flat.keys())
+        if taken:
+            raise ConfigError(f"per_rank=True would give {taken[0]!r} twice, since a path has that name: rename it")
+        return {**flat, **extremes}
+
+    def _extremes(self) -> dict[str, float]:
+        if self._columns is None:
+            raise ConfigError("nothing is known of single ranks: reduce with per_rank=True")
+        extremes: dict[str, float] = {}
+        for name, row in self.flat_by_rank().items():
+            held = dict(row._ordered)
+            if held:
+                least, largest = min(held, key=held.__getitem__), max(held, key=held.__getitem__)
+                extremes |= {f"{name}/min": float(held[least]), f"{name}/min_rank": float(least)}
+                extremes |= {f"{name}/max": float(held[largest]), f"{name}/max_rank": float(largest)}
+        return extremes
 
     def flat_by_rank(self) -> dict[str, RankValues]:
         """`by_rank` by the names of `flat`, with those of None; empty where the call did not ask for it."""

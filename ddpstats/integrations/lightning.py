@@ -1,32 +1,29 @@
-"""Lightning's ``self.log(..., sync_dist=True)`` with right numbers, and one collective per logging point.
+"""Lightning's ``self.log(..., sync_dist=True)`` with right numbers, and one collective for all keys of a batch.
 
 Stock Lightning reduces each key where it is logged, in the order in which it is logged: two to four collectives a key,
-and one rank's ``even`` is averaged with another rank's ``odd``. Here ``self.log`` only remembers, and all keys of a
-batch, or of an epoch, are combined by name at *points* that every rank passes:
+and one rank's ``even`` is averaged with another rank's ``odd``. Here ``self.log`` only remembers such a key, and all
+ranks combine what they remember, by name, around hooks that every rank passes: before the callbacks' hook, and again
+after the module's, for what was logged in these hooks.
 
-========  =======================================  ==================================================================
-step      before the ``on_*_batch_end`` hooks      what was logged with on_step in this batch
-late      after them                               what these hooks logged; only where the module or a callback other
-                                                   than Lightning's own has such a hook, on any rank
-epoch     after the last batch, and after the      what was logged with on_epoch, over the batches of all ranks
-          ``on_*_epoch_end`` hooks
-========  =======================================  ==================================================================
+===========================  ==========================================================================================
+on_train_batch_end           what was logged with on_step in this batch: one collective, and a second one only where the
+                             module or a callback other than Lightning's own has this hook, on any rank
+on_train_epoch_end,          what was logged with on_epoch, over the batches of all ranks; before EarlyStopping,
+on_validation_epoch_end,     ModelCheckpoint and schedulers read it
+on_test_epoch_end
+===========================  ==========================================================================================
 
-Between its logging and the next point a key is not in ``callback_metrics`` with its new value: never this rank's own
-number under the name of the mean. After a point every rank has every key, also the ones that only others logged.
+Combined values are logged by Lightning's own means, on every rank. Until then a key is not in ``callback_metrics`` with
+its new value: never this rank's own number under the name of the mean.
 
 A mean on_epoch is weighted by batch size, accumulated in float64; a mean on_step is the plain mean over the ranks that
-logged it, as in Lightning. A NaN of one rank is NaN for all, in minima and maxima too. ``prog_bar`` and ``logger`` hold
-for all ranks where one asks for them; the other settings of a key must be alike. ``sync_dist_group`` is a matter of
-names here: no collective runs on that group, and what a rank outside of it logs is left out.
+logged it, as in Lightning. ``prog_bar`` and ``logger`` hold for all ranks where one asks for them. In validation and
+test the ranks' batches need not match, so on_step means on_epoch there: such a key has no value per step.
 
-``rank_zero_only=True`` and ``sync_dist=False`` stay Lightning's own, and so do torchmetrics' metrics, except that all
-ranks compute them in one agreed order at the epoch point, and raise where only some of them logged one. Trainers of one
-device are left alone, also where a process group exists.
+A rank without a batch to validate, or to test, passes all hooks of that loop where another rank has one.
 
-Training passes its points in every batch. Validation and test pass them in every batch of the first pass over a loader
-(Lightning's sanity check, say), and later where any rank logged with on_step before; so validation without on_step
-costs a few collectives a run. A rank that is out of batches, or never had one, answers the others' points.
+Lightning's own stay: trainers of one device, ``rank_zero_only=True``, ``sync_dist=False``, ``sync_dist_group``, and
+torchmetrics' metrics.
 
 ``ddp_spawn`` starts processes in which nobody called `install`: use `DdpstatsCallback` there.
 
@@ -36,49 +33,70 @@ costs a few collectives a run. A rank that is out of batches, or never had one, 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ddpstats._ranks.step import any_rank
-from ddpstats.integrations._lightning_capture import DdpstatsNaNCapture as DdpstatsNaNCapture, step as step
-from ddpstats.integrations._lightning_copies import COPIES, ROOTS, Callback
-from ddpstats.integrations._lightning_ledger import Ledger, audience_of, combined_later, is_ours, ledger_of
-from ddpstats.integrations._lightning_points import (
-    answer_for_no_batches,
-    epoch_point,
-    evaluation_ends,
-    evaluation_starts,
-    late_point,
-    loader_ends,
-    step_point,
-)
+from ddpstats._reduction import ops as markers
+from ddpstats._reduction.reducer import reduce_stats
+from ddpstats._reduction.window import StatsWindow
+from ddpstats.errors import ConfigError
+from ddpstats.integrations.capture_steps import TrainerCapture, explain
 from ddpstats.integrations.patches import Patches, in_place_of
 
 __all__ = ["DdpstatsCallback", "DdpstatsNaNCapture", "install", "step", "uninstall"]
 
-_patches = {library: Patches(library) for library in COPIES}
-_CONNECTORS = "trainer.connectors.logger_connector"
+ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+"""The distributions that have Lightning's modules, and the package above these. Installing the first brings the second,
+and a program may use either."""
+
+
+def _import_copies() -> dict[str, ModuleType]:
+    """Import all copies that can be imported. Raises `ConfigError` where none can."""
+    copies: dict[str, ModuleType] = {}
+    errors: list[str] = []
+    for library, root in ROOTS.items():
+        try:
+            copies[library] = importlib.import_module(root)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    if not copies:
+        raise ConfigError(
+            f"ddpstats.integrations.lightning needs lightning or pytorch_lightning: {'; '.join(errors)}. "
+            "pip install 'ddpstats[lightning]'"
+        )
+    return copies
+
+
+_COPIES = _import_copies()
+Callback: Any = type("Callback", tuple(copy.Callback for copy in _COPIES.values()), {})
+"""A callback to the trainers of every copy."""
+_patches = {library: Patches(library) for library in _COPIES}
+_users: set[int] = set()
+"""Who needs the patches: 0 for `install`, a callback's id for its trainer."""
+
+_RESULT = "trainer.connectors.logger_connector.result"
 _RELIED_ON = (
-    f"{_CONNECTORS}.result:_ResultCollection._get_cache(result_metric, on_step)",
-    f"{_CONNECTORS}.result:_ResultCollection.log",
-    f"{_CONNECTORS}.result:_ResultMetric.to",
-    f"{_CONNECTORS}.result:_Sync(fn, _should, rank_zero_only, _op, _group)",
-    f"{_CONNECTORS}.logger_connector:_LoggerConnector.on_batch_end(self)",
-    f"{_CONNECTORS}.logger_connector:_LoggerConnector.on_epoch_end(self)",
+    f"{_RESULT}:_ResultCollection.log",
+    f"{_RESULT}:_ResultCollection.update_metrics(self, key, value, batch_size)",
+    f"{_RESULT}:_ResultCollection.metrics(self, on_step)",
+    "trainer.connectors.logger_connector.logger_connector:_LoggerConnector.update_eval_epoch_metrics(self)",
+    "trainer.connectors.accelerator_connector:_AcceleratorConnector.is_distributed",
+    "trainer.trainer:Trainer._evaluation_loop",
+    "trainer.trainer:Trainer._results",
     "trainer.call:_call_callback_hooks(trainer, hook_name, args, monitoring_callbacks, kwargs)",
-    "loops.fit_loop:_FitLoop.on_advance_end(self)",
-    "loops.evaluation_loop:_EvaluationLoop.run",
-    "loops.evaluation_loop:_EvaluationLoop.on_run_start(self)",
-    "loops.evaluation_loop:_EvaluationLoop._store_dataloader_outputs(self)",
-    "loops.evaluation_loop:_EvaluationLoop.on_run_end(self)",
+    "trainer.call:_call_lightning_module_hook(trainer, hook_name, args, pl_module, kwargs)",
+    "loops.evaluation_loop:_EvaluationLoop.skip",
+    "loops.evaluation_loop:_EvaluationLoop.num_dataloaders",
+    "loops.evaluation_loop:_EvaluationLoop._is_sequential",
+    "utilities.data:extract_batch_size(batch)",
 )
 """Below each of `ROOTS`."""
-_users: set[int] = set()
-"""Who wants the patches in place: 0 for `install`, a callback's id for its trainer."""
 
 
 def install() -> None:
@@ -88,8 +106,8 @@ def install() -> None:
     on, whatever its version, is left unpatched, with a warning that names the difference. Does nothing under
     ``DDPSTATS_DISABLE=1``. With Trainer(callbacks=[DdpstatsCallback()]) instead, only that trainer changes.
 
-    The errors of `ddpstats.StatsReducer` come from the hook after which the values are combined, on every rank alike:
-    `SchemaConflict` where ranks log one key with different ``reduce_fx``, `RankMissing` where one does not come.
+    The errors of `ddpstats.StatsReducer` come from the hook at which the values are combined, the same on every rank:
+    `SchemaConflict` where ranks log one key with different ``reduce_fx``, `RankMissing` where a rank does not come.
 
     Example::
 
@@ -111,20 +129,21 @@ class DdpstatsCallback(Callback):  # type: ignore[misc]  # a class found at run 
     """
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if _hold(id(self)):
-            _begin(trainer)
+        _hold(id(self))
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        _release(id(self))
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        _release(id(self))
 
 
-def _hold(user: int) -> bool:
-    """Whether some copy of Lightning is patched now, on behalf of ``user``."""
+def _hold(user: int) -> None:
     for library, patches in _patches.items():
         root = ROOTS[library]
-        if patches.should_patch([f"{root}.{one}" for one in _RELIED_ON], partial(_probe, root)):
+        if patches.should_patch([f"{root}.{name}" for name in _RELIED_ON], partial(_probe, root)):
             _patch(patches, root)
-    is_held = any(patches.is_installed for patches in _patches.values())
-    if is_held:
-        _users.add(user)
-    return is_held
+    _users.add(user)
 
 
 def _release(user: int) -> None:
@@ -134,162 +153,364 @@ def _release(user: int) -> None:
             patches.restore()
 
 
-# -- one run of a trainer ---------------------------------------------------------------------------------------------
-
-
-def _begin(trainer: Any) -> None:
-    """New ledgers for the loops of this run. Every run learns anew, from what its own ranks do."""
-    is_shared = (
-        trainer._accelerator_connector.is_distributed
-        and dist.is_available()
-        and dist.is_initialized()
-        and 1 < trainer.world_size == dist.get_world_size()
-    )
-    for results, hook in _collections(trainer):
-        results.__dict__.pop("_ddpstats", None)
-        if is_shared:
-            _drop(results, [key for key, metric in results.items() if metric.is_tensor])
-            results.__dict__["_ddpstats"] = Ledger(may_log_late=_has_users_hook(trainer, hook))
-
-
-def _end(trainer: Any) -> None:
-    """After the last hook, also that of an exception."""
-    for results, _ in _collections(trainer):
-        results.__dict__.pop("_ddpstats", None)
-        _drop(results, [key for key, metric in results.items() if is_ours(metric)])
-    for callback in trainer.callbacks:
-        if isinstance(callback, DdpstatsCallback):
-            _release(id(callback))
-
-
-def _drop(results: Any, keys: list[str]) -> None:
-    """Entries of an earlier run remember who combined them: Lightning, or we. Their values are with the trainer."""
-    for key in keys:
-        del results[key]
-
-
-def _collections(trainer: Any) -> list[tuple[Any, str]]:
-    """Each loop's result collection, with the hook at the end of its batches."""
-    fit = trainer.fit_loop.epoch_loop
-    return [
-        (fit._results, "on_train_batch_end"),
-        (fit.val_loop._results, "on_validation_batch_end"),
-        (trainer.validate_loop._results, "on_validation_batch_end"),
-        (trainer.test_loop._results, "on_test_batch_end"),
-    ]
-
-
-def _has_users_hook(trainer: Any, hook: str) -> bool:
-    """Whether someone other than Lightning itself, or a callback of ours, might log in ``hook`` for us to combine."""
-    owners = (
-        getattr(getattr(one, hook, None), "__module__", None) for one in (trainer.lightning_module, *trainer.callbacks)
-    )
-    return any(str(owner).partition(".")[0] not in {*ROOTS, "ddpstats"} for owner in owners)
-
-
-# -- in place of Lightning's ------------------------------------------------------------------------------------------
+def _probe(root: str) -> str | None:
+    results = importlib.import_module(f"{root}.{_RESULT}")._ResultCollection(True)
+    results.log("training_step", "a", torch.tensor(2.0), on_step=True, on_epoch=False, batch_size=1)
+    metrics = results.metrics(on_step=True)["callback"]
+    return None if metrics == {"a": 2.0} else f"gives {metrics} for what was logged as a = 2.0"
 
 
 def _patch(patches: Patches, root: str) -> None:
-    connectors = f"{root}.{_CONNECTORS}"
-    result = importlib.import_module(f"{connectors}.result")
-    connector = importlib.import_module(f"{connectors}.logger_connector")._LoggerConnector
-    call = importlib.import_module(f"{root}.trainer.call")
-    evaluation = importlib.import_module(f"{root}.loops.evaluation_loop")._EvaluationLoop
-    fit = importlib.import_module(f"{root}.loops.fit_loop")._FitLoop
-    for owner, name, ours in (
-        (result._ResultMetric, "to", _to),
-        (call, "_call_callback_hooks", _call_callback_hooks),
-        (connector, "on_batch_end", partial(_after, late_point)),
-        (connector, "on_epoch_end", partial(_after, lambda self: epoch_point(self.trainer, self.trainer._results))),
-        (fit, "on_advance_end", partial(_after, lambda self: epoch_point(self.trainer, self.epoch_loop._results))),
-        (evaluation, "run", _run),
-        (evaluation, "on_run_start", partial(_after, evaluation_starts)),
-        (evaluation, "_store_dataloader_outputs", partial(_after, loader_ends)),
-        (evaluation, "on_run_end", partial(_after, evaluation_ends)),
-    ):
-        patches.wrap(owner, name, ours)
-    collection = result._ResultCollection
-    patches.replace(collection, "_get_cache", staticmethod(in_place_of(collection._get_cache, _get_cache)))
+    collection = importlib.import_module(f"{root}.{_RESULT}")._ResultCollection
     disable: Callable[..., Any] = torch.compiler.disable
     patches.replace(collection, "log", disable(in_place_of(collection.log, _log)))
+    call = importlib.import_module(f"{root}.trainer.call")
+    patches.wrap(call, "_call_callback_hooks", _call_callback_hooks)
+    patches.wrap(call, "_call_lightning_module_hook", _call_module_hook)
+    loop = importlib.import_module(f"{root}.loops.evaluation_loop")._EvaluationLoop
+    patches.replace(loop, "skip", property(partial(_skip, loop.skip.fget)))
 
 
-def _after(point: Callable[[Any], None], original: Callable[..., Any], self: Any) -> Any:
-    """The method, after ``point``."""
-    point(self)
-    return original(self)
+# -- what this rank has logged, and what all ranks make of it ----------------------------------------------------------
+
+_MARKERS: dict[str, Any] = {
+    "mean": markers.Mean,
+    "avg": markers.Mean,
+    "sum": markers.Sum,
+    "min": markers.Min,
+    "max": markers.Max,
+}
+_POINTS = ("on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
+_STARTS = {"on_train_start": "train", "on_validation_start": "validation", "on_test_start": "test"}
+_FX = "ddpstats"
+"""The hook under whose name Lightning keeps the combined values."""
+
+
+class _Logged:
+    """What this rank has logged in one loop (training, validation, test) since all ranks last combined it.
+
+    Attributes:
+        any_has_late_hook: whether on some rank keys may be logged after those of a batch were combined. Agreed.
+    """
+
+    def __init__(self, stage: str, has_late_hook: bool) -> None:
+        self.any_has_late_hook = False
+        self._has_late_hook = has_late_hook
+        self._flags: dict[str, dict[str, bool]] = {}
+        self._step: dict[str, Any] = {}
+        self._epoch = StatsWindow(name=f"lightning/{stage}")
+        self._batch: dict[str, Any] = {}
+        self._batch_size = 1
+
+    def add_step(self, key: str, value: Any, flags: dict[str, bool]) -> None:
+        self._flags[key], self._step[key] = flags, value
+
+    def add_epoch(self, key: str, value: Any, batch_size: int, flags: dict[str, bool]) -> None:
+        if key in self._batch or batch_size != self._batch_size:
+            self._add_batch()
+        self._flags[key], self._batch[key], self._batch_size = flags, value, batch_size
+
+    def _add_batch(self) -> None:
+        """Add what was logged with one batch size at once: one copy from the device."""
+        self._epoch.add({"values": self._batch}, weight=self._batch_size)
+        self._batch = {}
+
+    def combine_step(self) -> Any:
+        """Collective."""
+        stats = {"values": self._step, **self._flags_of(self._step), "late": markers.Any(self._has_late_hook)}
+        self._step = {}
+        combined = reduce_stats(stats, name="lightning/step").values
+        self.any_has_late_hook = combined["late"]
+        return combined
+
+    def combine_epoch(self) -> Any:
+        """Collective."""
+        self._add_batch()
+        self._epoch.add(self._flags_of(self._flags))
+        self._step = {}
+        return self._epoch.flush().values
+
+    def _flags_of(self, keys: Any) -> dict[str, dict[str, Any]]:
+        return {
+            flag: {key: markers.Any(self._flags[key][flag]) for key in keys}
+            for flag in ("logger", "prog_bar", "forked")
+        }
+
+
+def _logged_of(results: Any) -> _Logged | None:
+    """Return what belongs to a result collection of Lightning; None where Lightning is to do as it does."""
+    return None if results is None else results.__dict__.get("_ddpstats")
 
 
 def _log(original: Callable[..., Any], self: Any, fx: str, name: str, value: Any, **settings: Any) -> None:
-    ledger = ledger_of(self)
-    if ledger is None:
+    logged = _logged_of(self)
+    reduce_fx = settings.get("reduce_fx", "mean")
+    marker = _MARKERS.get(str(getattr(reduce_fx, "__name__", reduce_fx)).lower())
+    is_ours = settings.get("sync_dist") and settings.get("sync_dist_group") is None and isinstance(value, torch.Tensor)
+    if fx == _FX or logged is None or marker is None or not is_ours or settings.get("rank_zero_only"):
         original(self, fx, name, value, **settings)
         return
-    index = self.dataloader_idx if settings.get("add_dataloader_idx", True) else None
-    key = f"{fx}.{name}" if index is None else f"{fx}.{name}.{index}"
-    if getattr(self.get(key), "adopted", False):
-        del self[key]  # it only held what others logged; this rank's own settings count now
-    group = settings.get("sync_dist_group")
-    mine = settings.get("sync_dist") and not settings.get("rank_zero_only") and isinstance(value, torch.Tensor)
-    if not mine:
-        original(self, fx, name, value, **settings)
-    elif group is not dist.GroupMember.NON_GROUP_MEMBER:  # who is no member has no part in it
-        _log_ours(original, self, ledger, key, (fx, name, value), settings)
+    if self.dataloader_idx is not None and settings.get("add_dataloader_idx", True):
+        name += self.DATALOADER_SUFFIX.format(self.dataloader_idx)
+    on_step, on_epoch = settings["on_step"], settings["on_epoch"]
+    flags = {**{flag: settings[flag] for flag in ("logger", "prog_bar")}, "forked": on_step and on_epoch}
+    if on_step and self.training:
+        logged.add_step(name, marker(value.detach()), flags)
+    if on_epoch or not self.training:
+        logged.add_epoch(name, marker(value.detach()), _batch_size(self, settings.get("batch_size")), flags)
 
 
-def _log_ours(
-    original: Callable[..., None], results: Any, ledger: Ledger, key: str, named: tuple[str, str, Any], settings: Any
-) -> None:
-    """Let Lightning accumulate, and keep what it would combine at once for the next point."""
-    fx, name, value = named
-    is_float64 = value.dtype == torch.float64
-    if value.device.type != "mps":
-        value = value.double()  # sums over an epoch are then right to float32 precision
-    shown = getattr(results.get(key), "shown", {})
-    original(results, fx, name, value, **{**settings, **shown, "sync_dist_fn": combined_later})
-    metric = results[key]
-    metric.audience, metric.is_float64 = audience_of(settings.get("sync_dist_group")), is_float64
-    if metric.meta.on_step:
-        ledger.pending[key], metric._forward_cache = metric._forward_cache, None
-        ledger.logs_steps = True
+def _batch_size(results: Any, given: int | None) -> int:
+    """As Lightning finds it, which also keeps it for the other keys of this batch."""
+    if given is None and results.batch_size is None and results.batch is not None:
+        root = type(results).__module__.partition(".trainer.")[0]
+        results.batch_size = importlib.import_module(f"{root}.utilities.data").extract_batch_size(results.batch)
+    size = results.batch_size if given is None else given
+    return 1 if size is None else size
 
 
-def _to(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if len(args) == 1 and not kwargs and is_ours(self) and self.value.device == args[0]:
-        return self  # Lightning walks through all attributes, at every log of every key
-    return original(self, *args, **kwargs)
-
-
-def _get_cache(original: Callable[..., Any], result_metric: Any, on_step: bool) -> Any:
-    if is_ours(result_metric) and not on_step and result_metric._computed is None:
-        return None  # to compute it here would be a collective of the ranks that happen to look
-    return original(result_metric, on_step)
+# -- the hooks that every rank passes ----------------------------------------------------------------------------------
 
 
 def _call_callback_hooks(original: Callable[..., Any], trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> None:
-    if hook_name == "setup" and 0 in _users:
-        _begin(trainer)
-    elif hook_name in ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end"):
-        step_point(trainer)
-    elif hook_name == "on_train_epoch_end" and kwargs.get("monitoring_callbacks"):
-        epoch_point(trainer, trainer._results)  # for what the other hooks of this name logged
-    try:
-        original(trainer, hook_name, *args, **kwargs)
-    finally:
-        if hook_name in ("teardown", "on_exception"):
-            _end(trainer)
+    if hook_name in _STARTS:
+        logged = _Logged(_STARTS[hook_name], _has_late_hook(trainer)) if _is_ours(trainer) else None
+        trainer._results.__dict__["_ddpstats"] = logged
+    if hook_name in _POINTS and not kwargs.get("monitoring_callbacks"):
+        _combine(trainer, hook_name)
+    original(trainer, hook_name, *args, **kwargs)
 
 
-def _run(original: Callable[..., Any], self: Any) -> Any:
-    outputs = original(self)
-    if ledger_of(self._results) is not None and self.skip and any_rank(False):
-        answer_for_no_batches(self)
-    return outputs
+def _call_module_hook(original: Callable[..., Any], trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+    output = original(trainer, hook_name, *args, **kwargs)
+    logged = _logged_of(trainer._results) if hook_name in _POINTS else None
+    if logged is not None and (hook_name != "on_train_batch_end" or logged.any_has_late_hook):
+        _combine(trainer, hook_name)
+    return output
 
 
-def _probe(root: str) -> str | None:
-    results = importlib.import_module(f"{root}.{_CONNECTORS}.result")._ResultCollection(True)
-    results.log("training_step", "a", torch.tensor(2.0), on_step=True, on_epoch=False, batch_size=1)
-    found = results.metrics(on_step=True)["callback"]
-    return None if found == {"a": 2.0} else f"gives {found} for what was logged as a = 2.0"
+def _skip(original: Callable[[Any], bool], loop: Any) -> bool:
+    """Whether no rank has a batch for an evaluation loop; one that has none passes the hooks of the others."""
+    skips = original(loop)
+    return not any_rank(not skips) if _is_ours(loop.trainer) else skips
+
+
+def _is_ours(trainer: Any) -> bool:
+    is_asked = 0 in _users or any(isinstance(callback, DdpstatsCallback) for callback in trainer.callbacks)
+    return is_asked and trainer._accelerator_connector.is_distributed
+
+
+def _has_late_hook(trainer: Any) -> bool:
+    """Whether the module, or a callback that is neither Lightning's nor of ddpstats, may log at the end of a batch."""
+    hooks = [owner.on_train_batch_end for owner in (trainer.lightning_module, *trainer.callbacks)]
+    packages = {str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks}
+    return not packages <= {*ROOTS, "ddpstats"}
+
+
+def _combine(trainer: Any, hook_name: str) -> None:
+    """Combine what was logged since the last time, and log it on this rank. Collective, one reduction."""
+    results = trainer._results
+    logged = _logged_of(results)
+    if logged is None:
+        return
+    on_step = hook_name == "on_train_batch_end"
+    combined = logged.combine_step() if on_step else logged.combine_epoch()
+    loop = None if results.training else trainer._evaluation_loop
+    has_several_loaders = loop is not None and loop._is_sequential and loop.num_dataloaders > 1
+    for key, value in combined.get("values", {}).items():
+        name, _, index = key.partition(results.DATALOADER_SUFFIX.format("")) if has_several_loaders else (key, "", "")
+        results.dataloader_idx = int(index) if index else None
+        shown = {flag: combined[flag][key] for flag in ("logger", "prog_bar")}
+        if combined["forked"][key]:
+            _show(results, f"{name}_{'step' if on_step else 'epoch'}", value, on_step, **shown)
+            shown = {"logger": False, "prog_bar": False}
+        _show(results, name, value, on_step, **shown)
+    results.dataloader_idx = None
+    if has_several_loaders:
+        _update_outputs(trainer, loop)
+
+
+def _show(results: Any, name: str, value: float, on_step: bool, **shown: bool) -> None:
+    """Log a combined value in Lightning, which does not reduce it again."""
+    exact = torch.tensor(value, dtype=torch.float64, device="cpu")
+    level = {"on_step": on_step, "on_epoch": not on_step}
+    key = f"{_FX}.{name}" if results.dataloader_idx is None else f"{_FX}.{name}.{results.dataloader_idx}"
+    meta = results[key].meta if key in results else None
+    if meta is not None and on_step and (meta.on_step, meta.logger, meta.prog_bar) == (True, *shown.values()):
+        results.update_metrics(key, exact, 1)  # without the checks of ``log``
+        return
+    results.pop(key, None)
+    results.log(_FX, name, exact, **level, **shown, sync_dist=True, batch_size=1)  # True: else Lightning warns
+
+
+def _update_outputs(trainer: Any, loop: Any) -> None:
+    """Give each loader of an evaluation its values, also those that had no batch on this rank."""
+    loop._logged_outputs = []
+    for index in range(loop.num_dataloaders):
+        loop._results.dataloader_idx = index
+        loop._logged_outputs.append(trainer._logger_connector.update_eval_epoch_metrics())
+    loop._results.dataloader_idx = None
+
+
+# -- a StatsWindow in the trainer's own rows ---------------------------------------------------------------------------
+
+WINDOW_RELIES_ON = (
+    "callbacks",
+    "callback_metrics",
+    "fast_dev_run",
+    "log_every_n_steps",
+    "loggers",
+    "fit_loop._should_accumulate",
+    "fit_loop.epoch_loop._batches_that_stepped",
+)
+
+
+def attach_window(trainer: Any, flush: Callable[[], dict[str, float]]) -> None:
+    """Flush a window in the batches that ``trainer`` logs; see `ddpstats.integrations.loggers.write_window`."""
+    trainer.callbacks.insert(0, _WindowCallback(flush))  # before those that read in the same hook what was logged in it
+
+
+class _WindowCallback(Callback):  # type: ignore[misc]  # a class found at run time
+    def __init__(self, flush: Callable[[], dict[str, float]]) -> None:
+        super().__init__()
+        self._flush = flush
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if _is_logged(trainer, pl_module):
+            pl_module.log_dict(_tensors(self._flush()), on_step=True, on_epoch=False, batch_size=1)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        rest = self._flush()
+        trainer.callback_metrics.update(_tensors(rest))
+        for logger in trainer.loggers if rest else ():  # self.log is over
+            logger.log_metrics(metrics=rest, step=_step(trainer) - 1)
+
+
+def _step(trainer: Any) -> int:
+    """As Lightning gives it to loggers."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _is_logged(trainer: Any, module: Any) -> bool:
+    """As Lightning decides of a batch; but for ``trainer.should_stop``, which one rank may have set alone."""
+    if module.automatic_optimization and trainer.fit_loop._should_accumulate():
+        return False
+    every = trainer.log_every_n_steps
+    return bool(trainer.fast_dev_run) or bool(every and (_step(trainer) + 1) % every == 0)
+
+
+def _tensors(scalars: dict[str, float]) -> dict[str, torch.Tensor]:
+    """In host memory, where loggers read them, and exact."""
+    return {name: torch.tensor(value, dtype=torch.float64, device="cpu") for name, value in scalars.items()}
+
+
+# -- non-finite gradients ----------------------------------------------------------------------------------------------
+
+
+class DdpstatsNaNCapture(TrainerCapture, Callback):  # type: ignore[misc]  # a class found at run time
+    """`ddpstats.NaNCapture` in a Lightning trainer: every rank's trainer, or none. On Lightning's own hooks:
+
+    ==========================  =======================================================================================
+    on_train_start              `NaNCapture` is made, with the module as the strategy wraps it
+    on_train_batch_start        a micro-batch begins: the batch is on its device, nothing of it has been run
+    on_before_backward          its loss is kept, as Lightning differentiates it
+    on_before_optimizer_step    it ends, and all ranks judge the step: gradients are unscaled and not yet clipped
+    on_train_batch_end          it ends, where gradients only accumulate; the step goes on
+    on_exception                it ends with that error, which the other ranks get to know
+    on_train_end                hooks and thread go
+    ==========================  =======================================================================================
+
+    With ``on_nonfinite="stop"`` no rank applies the step, and every rank's trainer stops after this batch: as with
+    Lightning's EarlyStopping not before ``min_epochs`` and ``min_steps``, until which such steps are left out. With
+    "skip" the step is left out and the run goes on; with "continue" it is applied as it is. A step that is left out
+    has no gradients (None), so the optimizer does nothing; schedulers and ``global_step`` go on, as in Lightning's own
+    skips under a GradScaler.
+
+    Covered: automatic optimization with ``accumulate_grad_batches``, clipping, mixed precision, any strategy that
+    leaves the module's own parameters in place; also optimizers that call the closure repeatedly. Manual optimization
+    with one or more optimizers: each ``optimizer.step()`` of a LightningOptimizer is judged as a step of its own. The
+    first one of a batch can be replayed; for those after it the bundle holds the batch, but the random state of the
+    moment of their backward pass. Manual ``loss.backward()`` without ``self.manual_backward`` is seen too, but not
+    after the first step of a batch. Not covered: strategies whose engine steps by itself (DeepSpeed).
+
+    Args:
+        dirpath: where bundles go, a directory of their own each. All ranks must see the same file system.
+        on_nonfinite, keep, store_batch: as `ddpstats.NaNCapture`.
+        settings: further arguments of `ddpstats.NaNCapture`: ``max_bytes``, ``max_scaler_skips``, ``group``, ...
+
+    Attributes:
+        verdict: the last one that was not ok; of several in a row the first, which has the bundle. None if all were.
+
+    Raises, in the hooks: as `ddpstats.NaNCapture.check`, on every rank.
+
+    Replay: ``ddpstats replay BUNDLE --model PKG:FACTORY --step ddpstats.integrations.lightning:step``. The factory
+    returns the LightningModule itself.
+
+    Example::
+
+        stopper = DdpstatsNaNCapture("captures")
+        Trainer(devices=2, callbacks=[stopper]).fit(module, loader)
+        stopper.verdict     # rank 0 and rank 1: culprit_ranks (1,), where rank 1's batch made the NaN
+    """
+
+    _batch: Any = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        model = trainer.strategy.model
+        self._steps.start(
+            pl_module if model is None else model,
+            getattr(trainer.precision_plugin, "scaler", None),
+            optimizer=list(trainer.optimizers),
+            scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
+        )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._batch = batch
+        self._steps.begin(batch)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        micro = self._steps.micro
+        if micro is None:  # once more in this batch: after a manual step, or a closure that is called repeatedly
+            self._steps.begin(self._batch)
+        elif pl_module.automatic_optimization:
+            micro.loss = loss.detach()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        verdict = self._steps.check()
+        if verdict is not None and verdict.should_stop:
+            trainer.should_stop = True
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._batch = None
+        self._steps.end()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        # The module's own on_train_batch_start may return -1: no batch is run, and on_train_batch_end is not called.
+        self._batch = None
+        self._steps.discard()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        explain(exception, self._steps.end(exception))
+        self._close()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._batch = None
+        self._steps.close()
+
+
+def step(module: Any, batch: Any) -> Any:
+    """The loss of a Lightning module for ``ddpstats replay --step``: what its ``training_step`` returns. Local.
+
+    Bit for bit what Lightning differentiates, unless ``training_step`` looks at ``batch_idx`` (0 here) or the trainer
+    (there is none, and ``self.log`` only warns), the loss was divided by ``accumulate_grad_batches``, or the precision
+    plugin had autocast on: then write the like of this function, with that division or under ``torch.autocast``.
+    """
+    takes_index = len(inspect.signature(module.training_step).parameters) > 1
+    output = module.training_step(batch, 0) if takes_index else module.training_step(batch)
+    return output["loss"] if isinstance(output, Mapping) else output

@@ -1,71 +1,21 @@
-"""Results into TensorBoard, Weights & Biases, MLflow, accelerate, Hugging Face's Trainer, Lightning, by their own ways.
+"""`write_window` hands a `ddpstats.StatsWindow` to a trainer, whose own settings say in which steps it is flushed.
 
-`write` takes the result of a reduction. No collective: whether one rank writes or all do is the caller's choice.
-`write_window` hands a `ddpstats.StatsWindow` to a trainer, which says by its own settings in which steps it is flushed.
-
-Imports none of them.
+A logger needs nothing of this: it takes `Reduced.flat`, a dict of floats, and docs/integrations.md shows how.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import operator
-import re
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-from ddpstats._reduction.result import Reduced
 from ddpstats._reduction.window import StatsWindow
 from ddpstats.errors import ConfigError
 
-__all__ = ["write", "write_window"]
+__all__ = ["write_window"]
 
-_NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]")
-_Way = TypeVar("_Way")
-
-
-def write(writer: Any, reduced: Reduced, step: int, *, prefix: str = "", per_rank: bool = False) -> None:
-    """Log every path of ``reduced``, named as in `Reduced.flat`, at ``step``. Local.
-
-    Args:
-        writer: what the logger gives you, or None for nothing (ranks that do not log can share the line):
-            ``torch.utils.tensorboard.SummaryWriter`` or tensorboardX's; ``wandb`` or a run of it; ``mlflow``, for its
-            active run, with ``[0]`` in names spelled ``.0``, since it allows no brackets; ``accelerate.Accelerator``,
-            for its trackers, on every rank as its own ``log``; ``transformers.Trainer``, which passes values on to its
-            own callbacks and counts steps itself.
-        reduced: what `ddpstats.reduce_stats` or `ddpstats.StatsWindow.flush` returned.
-        prefix: put before every name, for example ``"train/"``.
-        per_rank: also ``loss/min``, ``loss/max``, ``loss/min_rank`` and ``loss/max_rank`` of each path that some rank
-            has a number for (not NaN). For what was reduced with ``per_rank=True``.
-
-    Raises:
-        ConfigError: the writer is none of these; ``per_rank`` of a reduction that was not, or where a path has such a
-            name already, on every rank that writes or passes None; TypeError: ``reduced`` is no `Reduced`.
-
-    Example::
-
-        reduced = ddpstats.reduce_stats(stats, weight=batch_size)   # on every rank
-        loggers.write(writer if rank == 0 else None, reduced, step)
-
-        # with accelerate, each 50 steps; the same once more after the loop, for the steps that are left
-        loggers.write(accelerator, window.flush(), step)
-    """
-    if not isinstance(reduced, Reduced):
-        raise TypeError(f"a Reduced is needed, not {type(reduced).__name__}; pass what reduce_stats() returned")
-    scalars = _scalars_of(reduced, prefix=prefix, per_rank=per_rank)
-    if writer is None:
-        return
-    is_summary_writer = callable(getattr(writer, "add_scalar", None))
-    how = _WRITERS["tensorboard"] if is_summary_writer else _of_library(writer, _WRITERS)
-    if how is None:
-        raise ConfigError(
-            f"a writer of type {type(writer).__module__}.{type(writer).__qualname__} is not known; legal: a "
-            "SummaryWriter of TensorBoard, wandb or its run, mlflow, an accelerate.Accelerator, a "
-            "transformers.Trainer, None. For any other logger use reduced.flat(), a dict of floats."
-        )
-    how(writer, scalars, step)
+_MODULES = {"lightning": "lightning", "pytorch_lightning": "lightning", "transformers": "transformers"}
+"""The package of a trainer's class -> the module of this package that attaches a window to it."""
 
 
 def write_window(trainer: Any, window: StatsWindow, *, prefix: str = "", per_rank: bool = False) -> None:
@@ -88,14 +38,14 @@ def write_window(trainer: Any, window: StatsWindow, *, prefix: str = "", per_ran
 
     Args:
         trainer: of ``lightning.pytorch`` or ``pytorch_lightning``, or a ``transformers.Trainer``. It must log in the
-            same steps on every rank, as the Trainer's own logging needs too. Lightning's ranks else end in
+            same steps on every rank, as the Trainer's own logging needs too. Otherwise Lightning's ranks end in
             `RankMissing`, for the flush of one waits for another that waits for its gradients.
         window: made with the ``group`` and ``nonfinite`` that you want.
         prefix: put before every name, for example ``"window/"``.
-        per_rank: also what `write` adds with it; one collective more.
+        per_rank: also what `Reduced.flat` adds with it; one collective more.
 
     Raises:
-        ConfigError: the trainer is none of these, or has not what this relies on; in training, on every rank: a name
+        ConfigError: the trainer is none of these, or lacks what this relies on; in training, on every rank: a name
             of the Trainer's own row (``loss``, ``grad_norm``, ``learning_rate``, ``epoch``, ``step``) without a
             ``prefix``. TypeError: ``window`` is no `StatsWindow`. In training also what `StatsWindow.flush` raises.
 
@@ -108,153 +58,28 @@ def write_window(trainer: Any, window: StatsWindow, *, prefix: str = "", per_ran
     """
     if not isinstance(window, StatsWindow):
         raise TypeError(f"a StatsWindow is needed, not {type(window).__name__}")
-    kind = _of_library(trainer, _TRAINERS)
-    missing = [] if kind is None else [name for name in kind.relied_on if not _has(trainer, name)]
-    if kind is None or missing:
-        why = f"has no {', '.join(missing)}" if missing else "is not known"
-        raise ConfigError(
-            f"a trainer of type {type(trainer).__module__}.{type(trainer).__qualname__} {why}; legal: a Trainer of "
-            "lightning.pytorch, pytorch_lightning or transformers. In a loop of your own, where you log: "
-            "write(writer, window.flush(), step)"
-        )
-    kind.attach(trainer, WindowScalars(window, prefix=prefix, per_rank=per_rank))
-
-
-def _of_library(one: Any, ways: dict[str, _Way]) -> _Way | None:
-    """What is known of the library that ``one`` is, or whose class it descends from: a Trainer is often subclassed."""
-    modules = [one.__name__] if isinstance(one, ModuleType) else [base.__module__ for base in type(one).__mro__]
-    packages = [module.partition(".")[0] for module in modules]
-    return next((ways[package] for package in packages if package in ways), None)
-
-
-# -- what loggers get of a reduction, a number for each name; and of a window, whenever a trainer logs -----------------
-
-
-def _scalars_of(reduced: Reduced, *, prefix: str, per_rank: bool) -> dict[str, float]:
-    """Every path under its name; with ``per_rank`` also its minimum, its maximum and their ranks."""
-    scalars = {**reduced.flat(), **_extremes(reduced)} if per_rank else reduced.flat()
-    return {prefix + name: value for name, value in scalars.items()}
-
-
-class WindowScalars:
-    """A window's scalars by the step of a trainer, which every rank's trainer counts alike."""
-
-    def __init__(self, window: StatsWindow, *, prefix: str, per_rank: bool) -> None:
-        self._window, self._prefix, self._per_rank = window, prefix, per_rank
-        self._flushed_at: int | None = None
-
-    def flush(self, step: int) -> dict[str, float]:
-        """What was added since the last flush. Collective."""
-        self._flushed_at = step
-        reduced = self._window.flush(per_rank=self._per_rank)
-        return _scalars_of(reduced, prefix=self._prefix, per_rank=self._per_rank)
-
-    def rest(self, step: int) -> dict[str, float]:
-        """What training left behind at its last ``step``: nothing where that was flushed. Collective else."""
-        found = {} if step == self._flushed_at else self.flush(step)
-        self._flushed_at = None  # the trainer may train again, and count from 0
-        return found
-
-
-def _extremes(reduced: Reduced) -> dict[str, float]:
-    if reduced.by_rank is None:
-        raise ConfigError("nothing is known of single ranks: reduce with per_rank=True, as reduce_stats() takes it")
-    found: dict[str, float] = {}
-    for name, held in reduced.flat_by_rank().items():
-        for which, rank in (("min", held.min_rank), ("max", held.max_rank)):
-            value = None if rank is None else held.values[held.ranks.index(rank)]
-            if rank is not None and value is not None:
-                found |= {f"{name}/{which}": float(value), f"{name}/{which}_rank": float(rank)}
-    taken = sorted(found.keys() & reduced.flat().keys())
-    if taken:
-        raise ConfigError(f"per_rank=True would write {taken[0]!r} twice, since a path has that name: rename it")
-    return found
-
-
-# -- the ways of each library ------------------------------------------------------------------------------------------
-
-
-def _to_tensorboard(writer: Any, scalars: dict[str, float], step: int) -> None:
-    for name, value in scalars.items():
-        writer.add_scalar(name, value, step)
-
-
-def _to_mlflow(mlflow: Any, scalars: dict[str, float], step: int) -> None:
-    spelled = {name: _NOT_IN_MLFLOW.sub("_", re.sub(r"\[(\d+)\]", r".\1", name)) for name in scalars}
-    clashing = sorted(name for name, other in spelled.items() if list(spelled.values()).count(other) > 1)
-    if clashing:
-        raise ConfigError(f"MLflow would write {clashing} under one name {spelled[clashing[0]]!r}: rename one of them")
-    mlflow.log_metrics({spelled[name]: value for name, value in scalars.items()}, step=step)
-
-
-_WRITERS: dict[str, Callable[[Any, dict[str, float], int], None]] = {
-    "tensorboard": _to_tensorboard,
-    "wandb": lambda run, scalars, step: run.log(scalars, step=step),
-    "mlflow": _to_mlflow,
-    "accelerate": lambda accelerator, scalars, step: accelerator.log(scalars, step=step),
-    "transformers": lambda trainer, scalars, step: trainer.log(scalars),
-}
-
-
-def _attach_to_lightning(trainer: Any, scalars: WindowScalars) -> None:
-    importlib.import_module(f"{__package__}._lightning_window").attach(trainer, scalars)
-
-
-def _attach_to_transformers(trainer: Any, scalars: WindowScalars) -> None:
-    """A callback would come too late: those of ``report_to`` are called before a user's, and the history is written."""
-    log = trainer.log
-
-    @functools.wraps(log)
-    def log_with_window(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        step = trainer.state.global_step
-        if "total_flos" in logs:  # the last row of training, whose metrics train() returns
-            rest = scalars.rest(step)
-            if rest:
-                log(_joined({}, rest), *args, **kwargs)
-        elif "loss" in logs and trainer.control.should_log:  # neither evaluation nor what a user logs
-            logs = _joined(logs, scalars.flush(step))
-        log(logs, *args, **kwargs)
-
-    trainer.log = log_with_window
-
-
-def _joined(logs: dict[str, float], found: dict[str, float]) -> dict[str, float]:
-    taken = sorted(found.keys() & {*logs, "epoch", "step"})
-    if taken:
-        raise ConfigError(
-            f"the Trainer logs {taken[0]!r} itself, and so would the window: give write_window a prefix, such as "
-            "prefix='window/', or rename it in window.add"
-        )
-    return {**logs, **found}
-
-
-def _has(trainer: Any, name: str) -> bool:
+    packages = [base.__module__.partition(".")[0] for base in type(trainer).__mro__]  # a Trainer is often subclassed
+    module = next((_MODULES[package] for package in packages if package in _MODULES), None)
+    if module is None:
+        raise ConfigError(f"{_description(trainer)} is not known; {_LEGAL}")
+    integration = importlib.import_module(f"{__package__}.{module}")
     try:
-        operator.attrgetter(name)(trainer)
-    except AttributeError:
-        return False
-    return True
+        operator.attrgetter(*integration.WINDOW_RELIES_ON)(trainer)
+    except AttributeError as error:
+        raise ConfigError(f"{_description(trainer)} lacks what is relied on ({error}); {_LEGAL}") from None
+
+    def flush() -> dict[str, float]:
+        scalars = window.flush(per_rank=per_rank).flat(per_rank=per_rank)
+        return {prefix + name: value for name, value in scalars.items()}
+
+    integration.attach_window(trainer, flush)
 
 
-class _Trainers(NamedTuple):
-    attach: Callable[[Any, WindowScalars], None]
-    relied_on: tuple[str, ...]
-
-
-_LIGHTNING = _Trainers(
-    _attach_to_lightning,
-    (
-        "callbacks",
-        "callback_metrics",
-        "fast_dev_run",
-        "log_every_n_steps",
-        "fit_loop._should_accumulate",
-        "fit_loop.epoch_loop._batches_that_stepped",
-        "_logger_connector.log_metrics",
-    ),
+_LEGAL = (
+    "legal: a Trainer of lightning.pytorch, pytorch_lightning or transformers. In a loop of your own, where you log, "
+    "give window.flush().flat() to your logger"
 )
-_TRAINERS: dict[str, _Trainers] = {
-    "lightning": _LIGHTNING,
-    "pytorch_lightning": _LIGHTNING,
-    "transformers": _Trainers(_attach_to_transformers, ("log", "control.should_log", "state.global_step")),
-}
+
+
+def _description(trainer: Any) -> str:
+    return f"a trainer of type {type(trainer).__module__}.{type(trainer).__qualname__}"

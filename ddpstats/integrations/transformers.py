@@ -15,9 +15,10 @@ carried it on by then: such a verdict may name parameters besides those whose su
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -167,3 +168,38 @@ def _note_autocast(micro: MicroBatch, module: torch.nn.Module) -> None:
     parameter = next(module.parameters(), None)
     if dtype is not None and parameter is not None:
         micro.autocast = Autocast(parameter.device.type, True, dtype)
+
+
+# -- a StatsWindow in the Trainer's own rows ---------------------------------------------------------------------------
+
+WINDOW_RELIES_ON = ("log", "control.should_log")
+
+
+def attach_window(trainer: Any, flush: Callable[[], dict[str, float]]) -> None:
+    """Flush a window into the rows that ``trainer`` logs; see `ddpstats.integrations.loggers.write_window`.
+
+    A callback would come too late: those of ``report_to`` are called before a user's, and the history is written.
+    """
+    log = trainer.log
+
+    @functools.wraps(log)
+    def log_with_window(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "total_flos" in logs:  # the last row of training, whose metrics train() returns
+            rest = flush()
+            if rest:
+                log(_joined({}, rest), *args, **kwargs)
+        elif "loss" in logs and trainer.control.should_log:  # neither evaluation nor what a user logs
+            logs = _joined(logs, flush())
+        log(logs, *args, **kwargs)
+
+    trainer.log = log_with_window
+
+
+def _joined(logs: dict[str, float], scalars: dict[str, float]) -> dict[str, float]:
+    taken = sorted(scalars.keys() & {*logs, "epoch", "step"})
+    if taken:
+        raise ConfigError(
+            f"the Trainer logs {taken[0]!r} itself, and so would the window: give write_window a prefix, such as "
+            "prefix='window/', or rename it in window.add"
+        )
+    return {**logs, **scalars}

@@ -14,9 +14,17 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddpstats
-from ddpstats.integrations import accelerate, loggers
+from ddpstats.integrations import accelerate
 from ddpstats.testing import count_collectives
-from tests.integrations.on_ranks import Failure, failure_of, installed, of_this_rank, on_group, reset_accelerate
+from tests.integrations.on_ranks import (
+    Failure,
+    failure_of,
+    installed,
+    of_this_rank,
+    on_group,
+    reset_accelerate,
+    write,
+)
 from tests.integrations.window_adds import added
 
 # accelerate has no types
@@ -272,6 +280,6 @@ def windowed() -> tuple[list[tuple[int, dict[str, float]]], list[int]]:
             step += 1
             if step % 10 == 0 or step == 34:
                 with count_collectives() as seen:
-                    loggers.write(one, window.flush(), step, prefix="train/")
+                    write("accelerate's trackers", accelerator=one, reduced=window.flush(), step=step)
                 collectives.append(seen.total)
     return kept.rows, collectives

@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torchmetrics
 from torch.utils.data import DataLoader
 
 import ddpstats
@@ -122,7 +121,6 @@ def quietly() -> Iterator[None]:
     logging.getLogger(ROOT).setLevel(logging.ERROR)
     with warnings.catch_warnings(), mock.patch("builtins.print"):
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("error", message=".*logged with on_step=True and sync_dist=True in a later run.*")
         yield
 
 
@@ -248,14 +246,16 @@ SCRIPTS: dict[str, dict[str, Logs]] = {
         "validation_step": lambda rank, i: [("own", float(rank), {"sync_dist": False})],
     },
     "loaders": {
-        "validation_step": lambda rank, i: [(f"only{rank}", 1.0 + i, BOTH), ("all", float(rank), BOTH)],
-        "validation_step1": lambda rank, i: [(f"only{rank}", 11.0 + i, BOTH), ("all", float(rank), BOTH)],
+        "validation_step": lambda rank, i: [(f"only{rank}", 1.0 + i, {}), ("all", float(rank), {})],
+        "validation_step1": lambda rank, i: [(f"only{rank}", 11.0 + i, {}), ("all", float(rank), {})],
     },
     "two reductions": {"training_step": lambda rank, i: [("loss", 1.0, {**STEP, "reduce_fx": ("sum", "max")[rank]})]},
     "two reductions of an epoch": {
         "validation_step": lambda rank, i: [("loss", 1.0, {"reduce_fx": ("mean", "sum")[rank]})]
     },
-    "two levels": {"training_step": lambda rank, i: [("k", 1.0 + rank, (BOTH, EPOCH)[rank])]},
+    "of a group": {
+        "training_step": lambda rank, i: [("k", float(rank), {**STEP, "sync_dist_group": dist.group.WORLD})]
+    },
     "progress bar on one rank": {
         "training_step": lambda rank, i: [
             ("k", 1.0 + rank, ({**STEP, "logger": False}, {**STEP, "prog_bar": True})[rank])
@@ -275,18 +275,6 @@ SCRIPTS: dict[str, dict[str, Logs]] = {
 def play(name: str, how: str, **settings: Any) -> Found:
     """One of the `SCRIPTS` by ``Trainer.fit``."""
     return fit(SCRIPTS[name], how, **settings)
-
-
-def play_group(how: str) -> Found:
-    """Three ranks; 0 and 2 share one group, and rank 1 has one of its own."""
-    groups = [dist.new_group([0, 2]), dist.new_group([1])]
-
-    def logs(rank: int, i: int) -> list[tuple[str, Any, dict[str, Any]]]:
-        group = {"sync_dist_group": groups[rank % 2]}
-        only = [("on0", 4.0, {**BOTH, **group})] if rank == 0 else []
-        return [("shared", float(rank), {**BOTH, **group}), ("world", float(rank), BOTH), *only]
-
-    return fit({"training_step": logs}, how)
 
 
 def play_watched(how: str, kind: str) -> tuple[Found, Any]:
@@ -310,30 +298,15 @@ def play_watched(how: str, kind: str) -> tuple[Found, Any]:
 
 def play_stages(how: str) -> list[Any]:
     """validate, test, and what they return."""
-    script = dict.fromkeys(("validation_step", "test_step"), SCRIPTS["different keys"]["validation_step"])
+    script = dict.fromkeys(
+        ("validation_step", "validation_step1", "test_step"), SCRIPTS["different keys"]["validation_step"]
+    )
     with quietly(), installed(how) as extra, tempfile.TemporaryDirectory() as root:
         trainer = trainer_of(root, extra)
         model = Scripted(script)
-        return [trainer.validate(model, loader(2), verbose=False), trainer.test(model, loader(2), verbose=False)]
-
-
-def play_metric(how: str, holders: tuple[int, ...]) -> Found:
-    """A torchmetrics metric, logged by these ranks only."""
-
-    class Model(Scripted):
-        metric: Any
-
-        def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
-            self.metric.update(float(dist.get_rank() + index))
-            if dist.get_rank() in holders:
-                self.log("metric", self.metric)
-
-    with quietly(), installed(how) as extra, tempfile.TemporaryDirectory() as root:
-        model = Model({})
-        model.metric = torchmetrics.MeanMetric()
-        trainer = trainer_of(root, extra)
-        trainer.fit(model, loader(2), loader(2))
-        return {"callback": {name: float(value) for name, value in trainer.callback_metrics.items()}}
+        one, two = (trainer.validate, loader(2)), (trainer.test, loader(2))
+        several = (trainer.validate, [loader(2), loader(1)])
+        return [run(model, loaders, verbose=False) for run, loaders in (one, two, several)]
 
 
 def raised(name: str, *args: Any, **settings: Any) -> tuple[str, str, tuple[int, ...]]:
@@ -364,24 +337,23 @@ def _logged(how: str, train: int, kind: type[Logging]) -> int:
     return totals[0] - totals[1]
 
 
-def of_validation(how: str) -> list[int]:
-    """Collectives for ten more batches to validate, in one epoch and in three: without on_step, and with it."""
-    found = []
-    for logs in (EPOCH, BOTH):
+def of_ten_more_validation_batches(how: str) -> list[int]:
+    """Collectives that they cost: logged on_epoch, and on_step as well."""
+    differences = []
+    for settings in (EPOCH, BOTH):
 
-        def logged(rank: int, i: int, settings: dict[str, Any] = logs) -> list[tuple[str, Any, dict[str, Any]]]:
+        def logs(rank: int, i: int, settings: dict[str, Any] = settings) -> list[tuple[str, Any, dict[str, Any]]]:
             return [("v", float(i), settings)]
 
-        script: dict[str, Logs] = {"validation_step": logged}
+        script: dict[str, Logs] = {"validation_step": logs}
         fit(script, how, train=1, val=2)  # ranks connect, and agree on the keys
-        for epochs in (1, 3):
-            totals = []
-            for val in (2, 12):
-                with count_collectives() as seen:
-                    fit(script, how, train=1, val=val, max_epochs=epochs)
-                totals.append(seen.total)
-            found.append(totals[1] - totals[0])
-    return found
+        totals = []
+        for val in (2, 12):
+            with count_collectives() as seen:
+                fit(script, how, train=1, val=val)
+            totals.append(seen.total)
+        differences.append(totals[1] - totals[0])
+    return differences
 
 
 class Adding(Logging):
@@ -473,22 +445,6 @@ def one_is_late(how: str) -> tuple[str, str, tuple[int, ...]]:
     return error
 
 
-def withheld(how: str) -> str:
-    """Validation logs on_step from its second run on; what was said of that."""
-    runs = 0
-
-    def logs(rank: int, i: int) -> list[tuple[str, Any, dict[str, Any]]]:
-        nonlocal runs
-        runs += i == 0
-        return [("s", float(i), BOTH)] if runs > 1 else []
-
-    try:
-        fit({"validation_step": logs}, how, val=2, max_epochs=3)
-    except UserWarning as warning:
-        return str(warning)
-    return ""
-
-
 def play_uneven(how: str, sanity: int) -> Found:
     """Rank 0 validates five batches and rank 1 two, twice."""
     return play("uneven", how, val=5 - 3 * dist.get_rank(), max_epochs=2, num_sanity_val_steps=sanity)
@@ -547,7 +503,7 @@ def trainers_of_one_rank() -> Any:
         return [*trainer.test(model, loader(2), verbose=False), *several]
 
 
-def without_batches(how: str, several: bool) -> dict[str, float]:
+def without_batches(how: str, several: bool) -> tuple[dict[str, float], int]:
     """Rank 1 has no batch to validate: of any loader, or of the second one."""
     rank = dist.get_rank()
 
@@ -561,8 +517,9 @@ def without_batches(how: str, several: bool) -> dict[str, float]:
         "validation_step1": lambda rank, i: [("v", 5.0, {})],
     }
     val: Any = [2, 2 - 2 * rank] if several else 2 - 2 * rank
-    found = fit(script, how, val=val if several else [val], kind=Model)
-    return dict(found["callback"])
+    stop = EarlyStopping("v/dataloader_idx_0" if several else "v", patience=1)
+    found = fit(script, how, val=val if several else [val], kind=Model, callbacks=[stop], max_epochs=5)
+    return dict(found["callback"]), found["epoch"]
 
 
 def one_trainer_twice(first: str, second: str) -> list[dict[str, float]]:
@@ -576,9 +533,3 @@ def one_trainer_twice(first: str, second: str) -> list[dict[str, float]]:
             metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
             trainer.fit_loop.epoch_progress.reset()
     return metrics
-
-
-def outside_of_the_group() -> dict[str, float]:
-    """Every rank logs with a group that only rank 0 is in."""
-    settings = {**STEP, "sync_dist_group": dist.new_group([0])}
-    return dict(fit({"training_step": lambda rank, i: [("k", 1.0 + rank, settings)]}, "install")["callback"])

@@ -1,15 +1,18 @@
-"""What the programs on ranks share: an argument for each rank, installed integrations, errors as values, one group."""
+"""What the programs on ranks share: an argument for each rank, installed integrations, documented lines, one group."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 import ddpstats
+from tests.needs import ROOT
 
 Failure = tuple[str, tuple[int, ...], str | None, str]
 """The class, ranks, path and text of an error."""
@@ -61,6 +64,17 @@ def on_group(group: Any) -> Iterator[list[str]]:
     finally:
         for op, method in methods.items():
             setattr(dist.ProcessGroup, op, method)
+
+
+def documented(logger: str) -> str:
+    """Return the line of Python that docs/integrations.md has for a logger."""
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    (line,) = re.findall(rf"^\| {re.escape(logger)} \| `(.+)` \|$", page, re.MULTILINE)
+    return str(line)
+
+
+def write(logger: str, **names: Any) -> None:
+    exec(documented(logger), {"re": re, "json": json, **names})
 
 
 def reset_accelerate() -> None:

@@ -79,10 +79,8 @@ def lightning(name: str, root: str, differences: Differences) -> Library:
     connectors = f"{root}.trainer.connectors.logger_connector"
     replaced = {
         f"{connectors}.result": "_ResultCollection.log",
-        f"{connectors}.logger_connector": "_LoggerConnector.on_batch_end",
-        f"{root}.loops.fit_loop": "_FitLoop.on_advance_end",
-        f"{root}.loops.evaluation_loop": "_EvaluationLoop.run",
-        f"{root}.trainer.call": "_call_callback_hooks",
+        f"{root}.loops.evaluation_loop": "_EvaluationLoop.skip",
+        f"{root}.trainer.call": "_call_callback_hooks _call_lightning_module_hook",
     }
     collection = f"{connectors}.result:_ResultCollection"
     return Library(name, name, replaced, [(f"{collection}.{at}", *rest) for at, *rest in differences], "lightning")
@@ -96,7 +94,7 @@ def only_a(self: Any, keep_base: bool = False, copy_state: bool = True) -> Any:
     return [("a", self["a"])]
 
 
-GET_CACHE = ("_get_cache", lambda result_metric: None, r"has _ResultCollection\._get_cache\(result_metric\) where")
+UPDATE = ("update_metrics", lambda self, key: None, r"has _ResultCollection\.update_metrics\(self, key\) where")
 NO_METRICS: tuple[str, Any, str] = (
     "metrics",
     lambda self, on_step: {"callback": {}},
@@ -137,8 +135,8 @@ LIBRARIES = [
             (f"{RECURSIVE}:recursive_sum", None, rf"has a NoneType as {RECURSIVE}\.recursive_sum"),
         ],
     ),
-    lightning("lightning", "lightning.pytorch", [GET_CACHE, NO_METRICS]),
-    lightning("pytorch_lightning", "pytorch_lightning", [GET_CACHE]),
+    lightning("lightning", "lightning.pytorch", [UPDATE, NO_METRICS]),
+    lightning("pytorch_lightning", "pytorch_lightning", [UPDATE]),
     Library(
         *("torcheval", "torcheval"),
         {TOOLKIT: "get_synced_metric get_synced_metric_collection sync_and_compute_collection"},

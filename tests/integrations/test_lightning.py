@@ -39,7 +39,7 @@ def test_keys_that_differ_between_ranks_are_on_every_rank(two_ranks: RankPool, h
         assert found["seen"][0] == ("on_train_batch_end", {"loss": 2.0, "loss_step": 2.0, "even": 0.5, "odd": 0.75})
 
 
-@pytest.mark.parametrize("how", ["stock", *WAYS])
+@pytest.mark.parametrize("how", ["stock", "install"])
 def test_keys_in_another_order_are_not_mixed_up(two_ranks: RankPool, how: str) -> None:
     wrong = how == "stock"
     for found in played(two_ranks, "other order", how, val=2):
@@ -47,15 +47,13 @@ def test_keys_in_another_order_are_not_mixed_up(two_ranks: RankPool, how: str) -
         assert [found["callback"][name] for name in names] == ([50.5] * 6 if wrong else [1, 100, 1, 100, 1, 100])
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_keys_that_differ_between_steps_are_on_every_rank(two_ranks: RankPool, how: str) -> None:
-    for found in played(two_ranks, "now and then", how, train=4, val=4):
+def test_keys_that_differ_between_steps_are_on_every_rank(two_ranks: RankPool) -> None:
+    for found in played(two_ranks, "now and then", "install", train=4, val=4):
         assert [row["x_step"] for _, row in found["rows"] if "x_step" in row] == [0, 1, 2, 3]
-        assert [row["y_step"] for _, row in found["rows"] if "y_step" in row] == [0, 1, 2, 3]
         assert found["callback"]["x_epoch"] == found["callback"]["y_epoch"] == 1.5
 
 
-@pytest.mark.parametrize("how", ["stock", *WAYS])
+@pytest.mark.parametrize("how", ["stock", "install"])
 def test_epoch_means_are_weighted_by_batch_size(two_ranks: RankPool, how: str) -> None:
     for found in played(two_ranks, "batch sizes", how, train=3, val=3):
         metrics = found["callback"]
@@ -66,72 +64,60 @@ def test_epoch_means_are_weighted_by_batch_size(two_ranks: RankPool, how: str) -
             assert metrics["mean"] == pytest.approx((0 + 1 + 2 + 3 * (2 + 3 + 4)) / 12)
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_reductions_are_those_of_all_ranks(two_ranks: RankPool, how: str) -> None:
+def test_reductions_are_those_of_all_ranks(two_ranks: RankPool) -> None:
     # rank 0 has 1 and 11, rank 1 has 2 and 12
     steps = {"sum_step": 23, "min_step": 11, "max_step": 12, "mean_step": 11.5}
     epoch = {"sum_epoch": 26, "min_epoch": 1, "max_epoch": 12, "mean_epoch": 6.5}
     first = {"sum0": 12, "min0": 1, "max0": 11, "mean0": 6}
     second = {"sum1": 14, "min1": 2, "max1": 12, "mean1": 7}
-    for found in played(two_ranks, "reductions", how, val=2):
+    for found in played(two_ranks, "reductions", "install", val=2):
         assert found["callback"].items() >= {**steps, **epoch, **first, **second}.items()
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_low_and_high_precision_and_whole_numbers(two_ranks: RankPool, how: str) -> None:
-    for found in played(two_ranks, "low precision", how, train=50, val=50):
+def test_low_and_high_precision_and_whole_numbers(two_ranks: RankPool) -> None:
+    for found in played(two_ranks, "low precision", "install", train=50, val=50):
         assert found["callback"]["low_epoch"] == pytest.approx(float(runs.LOW), rel=1e-7)
         assert found["callback"]["low"] == pytest.approx(float(runs.LOW), rel=1e-7)
         assert found["callback"]["exact"] == 16777217.0
         assert found["callback"]["whole"] == 3.5
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_keys_of_the_hooks_at_the_end_are_on_every_rank(two_ranks: RankPool, how: str) -> None:
-    for found in played(two_ranks, "late", how, train=3, val=1):
+def test_keys_of_the_hooks_at_the_end_are_on_every_rank(two_ranks: RankPool) -> None:
+    for found in played(two_ranks, "late", "install", train=3, val=1):
         metrics = found["callback"]
         assert [metrics[name] for name in ("end0", "end1", "end", "vend0", "vend1", "vend")] == [5, 6, 0.5, 7, 8, 0.5]
         assert metrics["late0_epoch"] == metrics["late1_epoch"] == 1.0
         assert [row["late1_step"] for _, row in found["rows"] if "late1_step" in row] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_groups_combine_their_own_ranks(three_ranks: RankPool, how: str) -> None:
-    for rank, found in enumerate(three_ranks.run(runs.play_group, how).values()):
-        metrics = found["callback"]
-        assert metrics["shared_step"] == metrics["shared_epoch"] == 1.0
-        assert metrics["world_step"] == metrics["world_epoch"] == 1.0
-        assert metrics.get("on0_step") == (4.0 if rank in (0, 2) else None)
-
-
-@pytest.mark.parametrize("how", ["stock", *WAYS])
+@pytest.mark.parametrize("how", ["stock", "install"])
 def test_keys_that_are_not_synced_stay_stock(two_ranks: RankPool, how: str) -> None:
     first, second = played(two_ranks, "rank zero only", how)
     assert (first["callback"], second["callback"]) == ({"mine": 0.0}, {})
     first, second = played(two_ranks, "not synced", how, val=1)
     assert set(first["callback"].values()) == {0.0}
     assert set(second["callback"].values()) == {1.0}
+    assert [found["callback"] for found in played(two_ranks, "of a group", how)] == [{"k": 0.5}] * 2
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_several_loaders_have_keys_of_their_own(two_ranks: RankPool, how: str) -> None:
-    for found in played(two_ranks, "loaders", how, val=[2, 3]):
+def test_several_loaders_have_keys_of_their_own(two_ranks: RankPool) -> None:
+    for found in played(two_ranks, "loaders", "install", val=[2, 3]):
         metrics = found["callback"]
         for only in ("only0", "only1"):
-            assert metrics[f"{only}_epoch/dataloader_idx_0"] == 1.5
-            assert metrics[f"{only}_epoch/dataloader_idx_1"] == 12.0
-        assert metrics["all_epoch/dataloader_idx_0"] == metrics["all_epoch/dataloader_idx_1"] == 0.5
+            assert metrics[f"{only}/dataloader_idx_0"] == 1.5
+            assert metrics[f"{only}/dataloader_idx_1"] == 12.0
+        assert metrics["all/dataloader_idx_0"] == metrics["all/dataloader_idx_1"] == 0.5
 
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("sanity", [0, 2])
 def test_ranks_may_validate_different_numbers_of_batches(two_ranks: RankPool, how: str, sanity: int) -> None:
-    """One rank validates five batches, the other two; on_step included. Stock Lightning hangs."""
+    """One rank validates five batches, the other two. Stock Lightning hangs where they are logged with on_step."""
     results = two_ranks.run(runs.play_uneven, how, sanity).values()
     for found in results:
         # y is i on both ranks: 0..4 and 0..1
         assert found["callback"]["y_epoch"] == pytest.approx((0 + 1 + 2 + 3 + 4 + 0 + 1) / 7)
-    assert [row["y_step"] for _, row in results[0]["rows"] if "y_step" in row] == [0, 1, 2, 3, 4] * 2
+    assert not any("y_step" in row for _, row in results[0]["rows"])
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -144,21 +130,24 @@ def test_callbacks_agree_on_a_key_of_one_rank(two_ranks: RankPool, how: str) -> 
     assert [found["lr"] for found, _ in plateau] == [0.5**4] * 2
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_validate_and_test_return_the_keys_of_all_ranks(two_ranks: RankPool, how: str) -> None:
-    expected = [{"v": 1.5, "v0": 0.0, "v1": 1.0}]
-    assert two_ranks.run(runs.play_stages, how).values() == [[expected, expected]] * 2
+def test_validate_and_test_return_the_keys_of_all_ranks(two_ranks: RankPool) -> None:
+    expected = {"v": 1.5, "v0": 0.0, "v1": 1.0}
+    first, second = ({f"{name}/dataloader_idx_{i}": value for name, value in expected.items()} for i in (0, 1))
+    stages = [[expected], [expected], [first, second]]
+    assert two_ranks.run(runs.play_stages, "install").values() == [stages] * 2
 
 
 @pytest.mark.parametrize("script", ["reductions", "late", "loaders", "low precision"])
 def test_where_ranks_agree_nothing_changes(two_ranks: RankPool, script: str) -> None:
-    """Every value that hooks, loggers and callbacks see, and the model's weights."""
+    """Every value that hooks, loggers and callbacks see, and the model's weights.
+
+    But for batches of a second loader: stock has the first one's values then, and ours when validation ends.
+    """
     stock, ours = (two_ranks.run(runs.play_agreeing, script, how).values() for how in ("stock", "install"))
     for before, after in zip(stock, ours, strict=True):
         assert before.keys() == after.keys()
-        for key in before:
-            same = before[key] == after[key] if key != "seen" else runs.close(before[key], after[key])
-            assert same or runs.close(before[key], after[key]), key
+        for key in before.keys() - ({"seen"} if script == "loaders" else set()):
+            assert runs.close(before[key], after[key]), key
         assert before["weight"] == after["weight"]
 
 
@@ -168,7 +157,6 @@ def test_where_ranks_agree_nothing_changes(two_ranks: RankPool, script: str) -> 
     [
         ("two reductions", {}, "loss"),
         ("two reductions of an epoch", {"val": 1}, "loss"),
-        ("two levels", {}, "rank 0: on_step, on_epoch"),
     ],
 )
 def test_conflicts_are_the_same_error_on_every_rank(
@@ -186,27 +174,14 @@ def test_progress_bar_on_one_rank_is_on_all(two_ranks: RankPool) -> None:
         assert found["rows"] == [(0, {"k": 1.5}), (1, {"k": 1.5})]
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_torchmetrics_of_one_rank_alone_are_an_error(two_ranks: RankPool, how: str) -> None:
-    together = two_ranks.run(runs.play_metric, how, (0, 1)).values()
-    assert [found["callback"] for found in together] == [{"metric": 1.0}] * 2
-    first, second = two_ranks.run(runs.raised, "play_metric", how, (1,)).values()
-    assert first == second
-    assert first[0] == "SchemaConflict"
-    assert "'metric'" in first[1]
-    assert "by rank 1, not by rank 0" in first[1]
+def test_batches_of_validation_cost_no_collective(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.of_ten_more_validation_batches, "install").values() == [[0, 0]] * 2
 
 
 def test_one_collective_per_point() -> None:
     steps = {"stock": 20, "install": 1, "callback": 1}
     with_hook = {"stock": 20, "install": 2, "callback": 2}  # which might log as well
     assert run_ranks(runs.counted, 2).values() == [[steps, with_hook]] * 2
-
-
-def test_validation_without_on_step_is_combined_in_its_first_pass_only() -> None:
-    for once, thrice, step_once, step_thrice in run_ranks(runs.of_validation, 2, "install", timeout_sec=120).values():
-        assert once == thrice > 0
-        assert step_thrice > step_once > 0
 
 
 def test_a_rank_that_does_not_come_to_a_point_is_missing_on_every_rank() -> None:
@@ -217,15 +192,8 @@ def test_a_rank_that_does_not_come_to_a_point_is_missing_on_every_rank() -> None
     assert first[2] == (1,)
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_before_the_point_a_rank_does_not_see_its_own_number(two_ranks: RankPool, how: str) -> None:
-    assert two_ranks.run(runs.peeked, how).values() == [[{}, {"k": 0.5}, {"k": 10.5}]] * 2
-
-
-def test_a_key_that_comes_too_late_is_withheld_with_a_warning(two_ranks: RankPool) -> None:
-    for said in two_ranks.run(runs.withheld, "install").values():
-        assert said.startswith("validation_step.s: logged with on_step=True")
-        assert "later run of this loop" in said
+def test_before_the_point_a_rank_does_not_see_its_own_number(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.peeked, "install").values() == [[{}, {"k": 0.5}, {"k": 10.5}]] * 2
 
 
 def test_a_callback_leaves_nothing_behind(two_ranks: RankPool) -> None:
@@ -237,14 +205,14 @@ def test_a_trainer_of_one_rank_waits_for_no_other(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.trainers_of_one_rank).values() == [expected, None]
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_a_rank_without_batches_has_the_keys_of_the_others(two_ranks: RankPool, how: str) -> None:
+def test_a_rank_without_batches_has_the_keys_of_the_others(two_ranks: RankPool) -> None:
+    """Also EarlyStopping's decision, which is a collective of its own."""
     expected = {"v/dataloader_idx_0": 1.5, "v/dataloader_idx_1": 5.0}
-    assert two_ranks.run(runs.without_batches, how, True).values() == [expected] * 2
-    assert two_ranks.run(runs.without_batches, how, False).values() == [{"v": 1.0}] * 2
+    assert two_ranks.run(runs.without_batches, "install", True).values() == [(expected, 2)] * 2
+    assert two_ranks.run(runs.without_batches, "install", False).values() == [({"v": 1.0}, 2)] * 2
 
 
-@pytest.mark.parametrize("how", ["stock", *WAYS])
+@pytest.mark.parametrize("how", ["stock", "install"])
 def test_the_first_late_log_is_not_lost(two_ranks: RankPool, how: str) -> None:
     for found in played(two_ranks, "once, late", how, train=3):
         assert found["rows"] == [(2, {"late": 1.5})]
@@ -254,10 +222,6 @@ def test_the_first_late_log_is_not_lost(two_ranks: RankPool, how: str) -> None:
 def test_a_trainer_that_fits_twice_starts_anew(two_ranks: RankPool, ways: tuple[str, str]) -> None:
     found = {"loss": 1.5, "loss_step": 1.5, "loss_epoch": 1.5}
     assert two_ranks.run(runs.one_trainer_twice, *ways).values() == [[found, found]] * 2
-
-
-def test_a_rank_outside_of_the_group_is_left_out(two_ranks: RankPool) -> None:
-    assert two_ranks.run(runs.outside_of_the_group).values() == [{"k": 1.0}, {}]
 
 
 @pytest.mark.parametrize("how", ["stock", "install"])
@@ -273,7 +237,7 @@ def test_a_window_is_flushed_in_the_trainers_own_rows(two_ranks: RankPool, how: 
         assert "acc" not in after_the_batches[18]
         assert close(after_the_batches[19], expected(0, 20))
         assert close({name: found["end"][name] for name in found["end"].keys() & KEYS}, expected(60, 68))
-        assert (found["collectives"], found["left"]) == (3, 0)
+        assert (found["collectives"], found["left"]) == (4, 0)  # three rows, and the end
 
 
 def test_windows_of_trainers_that_log_in_other_steps_are_an_error(tmp_path: Path) -> None:

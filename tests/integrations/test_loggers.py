@@ -1,9 +1,11 @@
-"""`loggers.write` and `write_window` put every path of a reduction where the logger or trainer keeps its numbers."""
+"""The documented lines give loggers every path of a reduction; `write_window` flushes a window in a trainer's rows."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import importlib
+import json
 import math
 import textwrap
 import warnings
@@ -12,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import ddpstats
 from ddpstats import ConfigError, reduce_stats
 from ddpstats.integrations import loggers
-from ddpstats.testing import PerRank, RankPool, count_collectives
+from ddpstats.testing import RankPool
 from tests import programs
+from tests.integrations.on_ranks import documented, write
 from tests.integrations.window_adds import KEYS, close, expected
 from tests.needs import ROOT, needs
 
@@ -49,13 +51,12 @@ def test_tensorboard_has_every_path(tmp_path: Path) -> None:
 
         with SummaryWriter(str(tmp_path)) as writer:
             for step in (3, 4):
-                loggers.write(writer, reduce_stats(STATS), step, prefix="train/")
-                loggers.write(None, reduce_stats(STATS), step)
+                write("TensorBoard", writer=writer, reduced=reduce_stats(STATS), step=step)
         events = EventAccumulator(str(tmp_path)).Reload()
     names = events.Tags()["scalars"]
     rows = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
-    assert [step for step, _ in rows["train/loss"]] == [3, 4]
-    assert same({name.removeprefix("train/"): row[-1][1] for name, row in rows.items()}, FLAT)
+    assert [step for step, _ in rows["loss"]] == [3, 4]
+    assert same({name: row[-1][1] for name, row in rows.items()}, FLAT)
 
 
 @pytest.mark.library
@@ -63,17 +64,16 @@ def test_wandb_has_every_path(tmp_path: Path) -> None:
     needs("wandb")
     script = tmp_path / "run.py"
     script.write_text(
-        textwrap.dedent("""
+        textwrap.dedent(f"""
             import sys, warnings
             warnings.simplefilter("ignore")
             import wandb, ddpstats
-            from ddpstats.integrations import loggers
 
             run = wandb.init(mode="offline", dir=sys.argv[1], project="p")
-            reduced = ddpstats.reduce_stats({"loss": 0.5, "per_layer": [1.0, 2.5]})
-            loggers.write(run, reduced, 3)
-            loggers.write(wandb, reduced, 4, prefix="x/")
-            print("step 3", {name: float(run.summary[name]) for name in ("loss", "per_layer[0]", "per_layer[1]")})
+            reduced = ddpstats.reduce_stats({{"loss": 0.5, "per_layer": [1.0, 2.5]}})
+            for step in (3, 4):  # the summary has a step when the next one comes
+                {documented("Weights & Biases")}
+            print("step 3", {{name: float(run.summary[name]) for name in ("loss", "per_layer[0]", "per_layer[1]")}})
             run.finish()
         """)
     )
@@ -81,11 +81,12 @@ def test_wandb_has_every_path(tmp_path: Path) -> None:
     names = {"loss": 0.5, "per_layer[0]": 1.0, "per_layer[1]": 2.5}
     assert f"step 3 {names}" in done.stdout, done.stdout + done.stderr
     (written,) = tmp_path.rglob("*.wandb")
-    assert all((prefix + name).encode() in written.read_bytes() for name in names for prefix in ("", "x/"))
+    assert all(name.encode() in written.read_bytes() for name in names)
 
 
 @pytest.mark.library
 def test_mlflow_has_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The active run's by the module, and that of a run in hand; neither is a trainer for a window."""
     needs("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     with foreign_warnings():
@@ -93,12 +94,40 @@ def test_mlflow_has_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
         mlflow.set_tracking_uri(tmp_path.as_uri())
         mlflow.set_experiment("test")
+        names = {"mlflow": mlflow, "reduced": reduce_stats(STATS), "step": 3}
+        with mlflow.start_run() as active:
+            write("MLflow", **names)
         with mlflow.start_run() as run:
-            loggers.write(mlflow, reduce_stats(STATS), 3)
-        found = mlflow.get_run(run.info.run_id).data.metrics
-    assert same(found, {name.replace("[", ".").replace("]", ""): value for name, value in FLAT.items()})
-    with pytest.raises(ConfigError, match=r"under one name 'a\.0'"):
-        loggers.write(mlflow, reduce_stats({"a": [1.0], "a.0": 2.0}), 3)
+            pass
+        write("MLflow, a run of your own", run=run, **names)
+        found = [mlflow.get_run(each.info.run_id).data.metrics for each in (active, run)]
+    spelled = {name.replace("[", ".").replace("]", ""): value for name, value in FLAT.items()}
+    assert all(same(metrics, spelled) for metrics in found)
+    with ddpstats.StatsWindow() as window:
+        for other in (run, mlflow):
+            with pytest.raises(ConfigError, match="is not known; legal: a Trainer of"):
+                loggers.write_window(other, window)
+
+
+@pytest.mark.library
+def test_lightnings_loggers_have_every_path(tmp_path: Path) -> None:
+    needs("lightning")
+    with foreign_warnings():
+        import lightning
+        from lightning.pytorch.loggers import CSVLogger
+
+        logger = CSVLogger(str(tmp_path))
+        trainer = lightning.Trainer(accelerator="cpu", logger=logger, enable_checkpointing=False)
+        write("Lightning's loggers", trainer=trainer, reduced=reduce_stats(STATS), step=3)
+        logger.save()
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert same({name: float(value) for name, value in row.items()}, {**FLAT, "step": 3.0})
+
+
+def test_a_line_of_json_has_every_path(capsys: pytest.CaptureFixture[str]) -> None:
+    write("none: a line of JSON", reduced=reduce_stats(STATS), step=3)
+    assert same(json.loads(capsys.readouterr().out), {"step": 3, **FLAT})
 
 
 LIMIT_SEC = 240  # of ranks that import a trainer, on a loaded machine
@@ -143,7 +172,7 @@ def test_a_window_is_flushed_in_the_rows_of_hugging_faces_trainer(tmp_path: Path
         evaluated = [row["step"] for row in history if "eval_loss" in row]
         assert evaluated[:2] == [15, 30]  # and, in newer versions, after the last step
         assert not KEYS & returned.keys()
-        assert (collectives, left) == (3, 0)
+        assert (collectives, left) == (4, 0)  # three rows, and the end
     written = written_to_tensorboard(tmp_path, "train/acc")
     assert [step for step, _ in written] == [10, 20, 30, 34]
     assert written[1][1] == pytest.approx(expected(20, 40)["acc"])
@@ -157,95 +186,22 @@ def test_a_name_that_the_trainer_logs_itself_is_refused_on_every_rank(tmp_path: 
 
 
 def test_write_window_of_an_unknown_trainer_is_an_error_that_names_it() -> None:
+    fake = type("Trainer", (), {"__module__": "transformers.trainer"})()
     with ddpstats.StatsWindow() as window:
-        for trainer, said in (
-            (Written(), r"a trainer of type .*Written is not known; legal: .* write\(writer, window\.flush"),
-            (type("Trainer", (), {"__module__": "lightning.pytorch", "callbacks": []})(), r"has no callback_metrics, "),
-        ):
-            with pytest.raises(ConfigError, match=said):
-                loggers.write_window(trainer, window)
+        with pytest.raises(ConfigError, match=r"a trainer of type builtins\.dict is not known; .* window\.flush"):
+            loggers.write_window({}, window)
+        needs("transformers")
+        with pytest.raises(ConfigError, match=r"transformers\.trainer\.Trainer lacks .* 'log'"):
+            loggers.write_window(fake, window)
     not_a_window: Any = {}
     with pytest.raises(TypeError, match="a StatsWindow is needed, not dict"):
         loggers.write_window(None, not_a_window)
 
 
-def write_on_one_rank() -> tuple[int, int]:
-    """Collectives while rank 0 alone writes; and how many scalars it wrote."""
-    written: list[Any] = []
-
-    class Writer:
-        def add_scalar(self, *args: Any) -> None:
-            written.append(args)
-
-    reduced = reduce_stats(STATS)
-    with count_collectives() as seen:
-        loggers.write(Writer() if dist.get_rank() == 0 else None, reduced, 3)
-    return seen.total, len(written)
-
-
-def test_writing_sends_nothing(two_ranks: RankPool) -> None:
-    assert two_ranks.run(write_on_one_rank).values() == [(0, len(FLAT)), (0, 0)]
-
-
-class Written(dict[str, float]):
-    """A writer as TensorBoard's, into a dict."""
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        assert name not in self
-        self[name] = value
-
-
-def write_per_rank(stats: Any) -> dict[str, float]:
-    written = Written()
-    loggers.write(written, reduce_stats(stats, name="per rank", per_rank=True), 3, prefix="train/", per_rank=True)
-    return written
-
-
-def extremes(name: str, mean: float, least: float, least_rank: int, largest: float, largest_rank: int) -> Any:
-    return {
-        name: mean,
-        f"{name}/min": least,
-        f"{name}/min_rank": least_rank,
-        f"{name}/max": largest,
-        f"{name}/max_rank": largest_rank,
-    }
-
-
-def test_per_rank_writes_min_and_max_with_their_ranks(two_ranks: RankPool) -> None:
-    stats = [{"loss": 1.0, "l": [math.nan, math.nan]}, {"loss": -2.0, "l": [3.0, math.nan], "on": ddpstats.Any(True)}]
-    expected = {
-        **extremes("loss", -0.5, -2.0, 1, 1.0, 0),
-        **extremes("l[0]", math.nan, 3.0, 1, 3.0, 1),
-        "l[1]": math.nan,
-        **extremes("on", 1.0, 1.0, 1, 1.0, 1),
-    }
-    for written in two_ranks.run(write_per_rank, PerRank(stats)).values():
-        assert same(written, {f"train/{name}": value for name, value in expected.items()})
-
-
-def test_per_rank_that_cannot_be_written_is_an_error_also_without_a_writer() -> None:
-    with pytest.raises(ConfigError, match="reduce with per_rank=True"):
-        loggers.write(None, reduce_stats(STATS), 1, per_rank=True)
-    with pytest.raises(ConfigError, match="would write 'loss/min' twice"):
-        loggers.write(None, reduce_stats({"loss": 1.0, "loss/min": 2.0}, per_rank=True), 1, per_rank=True)
-
-
-def test_no_logger_is_imported() -> None:
+def test_no_logger_and_no_trainer_is_imported() -> None:
     code = """
-import sys, ddpstats
-from ddpstats.integrations import loggers
-class Writer:
-    def add_scalar(self, *args): pass
-loggers.write(Writer(), ddpstats.reduce_stats({"a": 1.0}), 1)
-print({"tensorboard", "tensorboardX", "wandb", "mlflow", "transformers"} & set(sys.modules))
+import sys, ddpstats.integrations.loggers
+print({"tensorboard", "tensorboardX", "wandb", "mlflow", "transformers", "lightning"} & set(sys.modules))
 """
     done = programs.run(["-c", code])
     assert done.stdout == "set()\n", done.stderr
-
-
-def test_write_to_an_unknown_writer_is_an_error_that_names_it() -> None:
-    with pytest.raises(ConfigError, match=r"type builtins\.dict is not known.*reduced\.flat\(\)"):
-        loggers.write({}, reduce_stats(STATS), 1)
-    not_reduced: Any = {"loss": 1.0}
-    with pytest.raises(TypeError, match="a Reduced is needed, not dict"):
-        loggers.write(None, not_reduced, 1)

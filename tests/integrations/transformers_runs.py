@@ -16,7 +16,7 @@ import torch.distributed as dist
 import ddpstats
 from ddpstats.integrations import loggers
 from ddpstats.testing import count_collectives
-from tests.integrations.on_ranks import reset_accelerate
+from tests.integrations.on_ranks import reset_accelerate, write
 from tests.integrations.window_adds import added
 
 transformers: Any = importlib.import_module("transformers")
@@ -81,7 +81,7 @@ def reduced_in_each_step(folder: str) -> list[Row]:
 
     def told(trainer: Any, model: Any) -> None:
         reduced = ddpstats.reduce_stats({"l1" if dist.get_rank() == 0 else "snr": 1.0 - 2 * dist.get_rank()})
-        loggers.write(trainer, reduced, trainer.state.global_step)
+        write("Hugging Face's Trainer", trainer=trainer, reduced=reduced)
 
     with _quietly(folder):
         trainer = trainer_of(folder, told, max_steps=2, report_to="tensorboard", logging_strategy="no")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats import InvalidStats, Max, Min, ProtocolMismatch, StatsReducer, Sum
+from ddpstats import ConfigError, InvalidStats, Max, Min, ProtocolMismatch, StatsReducer, Sum
 from ddpstats._reduction import reduce
 from ddpstats.testing import PerRank, RankPool, ThreadGroup, count_collectives, run_threads
 
@@ -163,3 +163,44 @@ def started(rank: int) -> tuple[Any, Any]:
 
 def test_started_reductions_give_values_by_rank(two_ranks: RankPool) -> None:
     assert two_ranks.run(started, PerRank([0, 1])).values() == [((0.0, 1.0), (1.0, 2.0))] * 2
+
+
+# -- for loggers ------------------------------------------------------------------------------------------------------
+
+
+def flat_per_rank(stats: Any) -> dict[str, float]:
+    return ddpstats.reduce_stats(stats, name="flat", per_rank=True).flat(per_rank=True)
+
+
+def extremes(name: str, mean: float, least: float, least_rank: int, largest: float, largest_rank: int) -> Any:
+    return {
+        name: mean,
+        f"{name}/min": least,
+        f"{name}/min_rank": least_rank,
+        f"{name}/max": largest,
+        f"{name}/max_rank": largest_rank,
+    }
+
+
+def test_flat_per_rank_has_min_and_max_with_their_ranks(two_ranks: RankPool) -> None:
+    stats = [
+        {"loss": 1.0, "l": [math.nan, math.nan]},
+        {"loss": -2.0, "l": [3.0, math.nan], "on": ddpstats.Any(True)},
+    ]
+    expected = {
+        **extremes("loss", -0.5, -2.0, 1, 1.0, 0),
+        **extremes("l[0]", math.nan, 3.0, 1, 3.0, 1),
+        "l[1]": math.nan,
+        **extremes("on", 1.0, 1.0, 1, 1.0, 1),
+    }
+    for flat in two_ranks.run(flat_per_rank, PerRank(stats)).values():
+        assert flat.keys() == expected.keys()
+        for name, value in expected.items():
+            assert flat[name] == value or (math.isnan(value) and math.isnan(flat[name]))
+
+
+def test_flat_per_rank_that_cannot_be_given_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="reduce with per_rank=True"):
+        ddpstats.reduce_stats({"loss": 1.0}).flat(per_rank=True)
+    with pytest.raises(ConfigError, match="would give 'loss/min' twice"):
+        ddpstats.reduce_stats({"loss": 1.0, "loss/min": 2.0}, per_rank=True).flat(per_rank=True)
