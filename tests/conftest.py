@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from ddpstats.testing import RankPool
 from ddpstats.testing.forkserver import preload
@@ -28,6 +29,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # torch's store looks up the name of each address that connects. Where the name service drops such a question, the store
 # answers nobody until the resolver gives up, by default after 5 s; a test's timeout may be shorter.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+settings.register_profile("nightly", max_examples=2000)  # `scripts/launch.sh test --nightly`
 
 # Imported once, in the server that forks ranks, by each of pytest's workers.
 preload(

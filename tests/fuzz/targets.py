@@ -1,4 +1,4 @@
-"""Readers of foreign bytes, as functions of bytes alone, for `scripts/fuzz.py` and `test_fuzz`.
+"""Readers of foreign bytes, as functions of bytes alone, for `test_fuzz`.
 
 Each target takes any bytes, lets our readers have them, and returns. A reader may refuse with the error of ours that it
 documents; anything else that it raises is a finding. The first byte chooses among the readers of a target. Seeds are
@@ -47,6 +47,7 @@ from ddpstats.report import report as report_verb
 FORMATS = Path(__file__).parents[1] / "formats" / "v1"
 CAPTURES = FORMATS.with_name("v2") / "captures"
 CPU = torch.device("cpu")
+LONGEST_BYTES = 1 << 16
 
 
 class Target(NamedTuple):

@@ -1,9 +1,9 @@
 """What the protocol costs a rank: ranks are threads, and every collective and every request to the store is counted.
 
-The code that runs is the real one (`ddpstats._ranks`, `guard`); only the wire and the store are in
-memory. So the counts are exact, and the seconds mean nothing.
+The code that runs is the real one (`ddpstats._ranks`, `guard`); only the wire and the store are in memory. So the counts
+are exact, and the seconds mean nothing.
 
-Of collectives, a few ranks are played, and the last of them stands for all others, which do the same: its numbers count
+Of collectives, three ranks are played, and the last of them stands for all others, which do the same: its numbers count
 so often in a sum, and its bytes stand so often in a gather (`CountingWorld`). Of the store, all ranks are played.
 """
 
@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -35,7 +35,6 @@ from ddpstats.guard.notes_shm import Exchange
 from ddpstats.testing.threads import ThreadComm, ThreadWorld, in_process
 
 RANKS_OF_A_HOST = 8
-MOST_ON_A_HOST = 256  # a guard of more ranks than that shares no memory
 PLAYED = 3  # ranks that differ in the calls below: 0, 1 and all others
 LIMIT_SEC = 900.0
 _STEADY_CALLS = 4
@@ -44,7 +43,7 @@ _COLLECTIVES = 8  # that the guard compares
 
 @dataclass
 class Counts:
-    """Of one rank, or of all."""
+    """What one rank has sent, received and asked for."""
 
     collectives: int = 0
     sent_bytes: int = 0
@@ -52,41 +51,25 @@ class Counts:
     requests: int = 0
     keys: int = 0  # named in these requests
     looks: int = 0  # of these requests, for a verdict
-    store_bytes: int = 0  # of keys and values, both ways
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
-
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
-@dataclass(frozen=True)
-class Phase:
-    """``seconds``: how long a phase lasted in which ranks wait; 0 for one that is counted by the call."""
+class Phase(NamedTuple):
+    """The counts of all ranks in one phase, which is of so many equal calls."""
 
-    name: str
-    world_size: int
     ranks: tuple[Counts, ...]
     calls: int = 1
-    seconds: float = 0.0
 
     def per_rank(self, what: str) -> float:
-        """The mean over ranks, of one call."""
-        return float(sum(getattr(one, what) for one in self.ranks) / len(self.ranks) / self.calls)
+        """Return the mean over ranks, of one call."""
+        return float(sum(getattr(counts, what) for counts in self.ranks) / len(self.ranks) / self.calls)
 
     def most(self, what: str) -> float:
-        """Of the rank that has most of it."""
-        return float(max(getattr(one, what) for one in self.ranks) / self.calls)
-
-    @property
-    def requests_per_sec(self) -> float:
-        """What all ranks together ask of the store while they wait."""
-        return sum(one.requests for one in self.ranks) / self.seconds if self.seconds else 0.0
+        """Return the count of the rank that has most of it, of one call."""
+        return float(max(getattr(counts, what) for counts in self.ranks) / self.calls)
 
 
 class Tally:
-    """Which thread plays which rank, and what each has sent."""
+    """Knows which thread plays which rank, and counts what each does."""
 
     def __init__(self, world_size: int) -> None:
         self.ranks = [Counts() for _ in range(world_size)]
@@ -103,17 +86,16 @@ class Tally:
     def mine(self) -> Counts:
         return self.ranks[self.rank]
 
-    def taken(self) -> tuple[Counts, ...]:
-        """What each rank has had since the last time."""
-        found, self.ranks = tuple(self.ranks), [Counts() for _ in self.ranks]
-        return found
+    def take(self, calls: int = 1) -> Phase:
+        """Return what each rank has done since the last time."""
+        ranks, self.ranks = tuple(self.ranks), [Counts() for _ in self.ranks]
+        return Phase(ranks, calls)
 
-    def request(self, keys: Sequence[str], values: Sequence[Any] = ()) -> None:
+    def request(self, keys: Sequence[str]) -> None:
         mine = self.mine
         mine.requests += 1
         mine.keys += len(keys)
         mine.looks += keys[0] == "verdict"
-        mine.store_bytes += sum(map(len, keys)) + sum(map(len, values))
 
 
 class CountingStore:
@@ -125,28 +107,26 @@ class CountingStore:
         self._tally = tally
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._tally.request([key], [value])
+        self._tally.request([key])
         self._held[key] = value.encode() if isinstance(value, str) else value
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        found = [self._held[key] for key in keys]
-        self._tally.request(keys, found)
-        return found
+        self._tally.request(keys)
+        return [self._held[key] for key in keys]
 
     def check(self, keys: Sequence[str]) -> bool:
         self._tally.request(keys)
         return all(key in self._held for key in keys)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        self._tally.request([key])
         with self._lock:
             if self._held.get(key, b"") == expected.encode():
                 self._held[key] = value.encode()
-            found = self._held.get(key, expected.encode())
-        self._tally.request([key], [value, found])
-        return found
+            return self._held.get(key, expected.encode())
 
     def add(self, key: str, amount: int) -> int:
         self._tally.request([key])
@@ -223,12 +203,9 @@ def playing_hosts(tally: Tally) -> Iterator[None]:
 # -- reductions -------------------------------------------------------------------------------------------------------
 
 
-def reductions(world_size: int, keys: int, played: int = PLAYED) -> list[Phase]:
-    """The handshake, and calls: the first, the same again, one with a new key on one rank, one with one on each rank.
-
-    Where not all ranks are ``played``, those that are not have the same new key as the last of them.
-    """
-    world, phases = CountingWorld(world_size, played), list[Phase]()
+def reductions(world_size: int, keys: int, played: int = PLAYED) -> dict[str, Phase]:
+    """Count the handshake, and calls: the first, the same again, and one with a new key on one rank."""
+    world, phases = CountingWorld(world_size, played), dict[str, Phase]()
     stats = {f"key_{number}": float(number) for number in range(keys)}
     meet = threading.Barrier(played, timeout=LIMIT_SEC)
 
@@ -242,31 +219,24 @@ def reductions(world_size: int, keys: int, played: int = PLAYED) -> list[Phase]:
             for _ in range(calls):
                 call()
             if meet.wait() == 0:
-                phases.append(Phase(name, world_size, world.tally.taken(), calls))
+                phases[name] = world.tally.take(calls)
             meet.wait()
 
         reducer = StatsReducer(group=SimpleNamespace(channel=channel), timeout_sec=LIMIT_SEC)
-        one_new = stats | {"new": 1.0} if rank == 0 else stats
         phase("handshake", lambda: channel._shake_hands(comm, LIMIT_SEC))
         phase("first call", lambda: reducer(stats))
         phase("steady", lambda: reducer(stats), _STEADY_CALLS)
-        phase("one new key", lambda: reducer(one_new))
-        phase("own new keys", lambda: _reduce_own(reducer, stats | {f"of_rank_{rank}": 1.0}, keys + played))
+        phase("new key", lambda: reducer(stats | {"new": 1.0} if rank == 0 else stats))
 
     _on_threads(played, play)
     return phases
-
-
-def _reduce_own(reducer: StatsReducer, stats: dict[str, float], union: int) -> None:
-    if len(reducer(stats).values) != union:
-        raise RuntimeError("the result does not hold the keys of all ranks")
 
 
 # -- the store --------------------------------------------------------------------------------------------------------
 
 
 def meeting(world_size: int) -> Phase:
-    """All ranks come to a group for the first time, and nobody has to wait."""
+    """Count the first use of a group, for which no rank has to wait."""
     tally = Tally(world_size)
     store = counting_store(tally)
     with playing_hosts(tally):
@@ -278,39 +248,39 @@ def meeting(world_size: int) -> Phase:
             tally.plays(detector.rank)
             detector.members.join = lambda: None  # type: ignore[method-assign]  # it has
             detector.meet(time.monotonic() + LIMIT_SEC, 1.0)
-    return Phase("first use", world_size, tally.taken())
+    return tally.take()
 
 
 def missing_at_first_use(world_size: int, timeout_sec: float) -> Phase:
-    """One rank never comes."""
+    """Count the first use of a group to which rank 0 never comes."""
 
     def play(detector: FailureDetector) -> None:
         if detector.rank:
             _name_rank_0(detector.meet(time.monotonic() + timeout_sec, 1.0))
 
-    return _in_detectors("missing at first use", world_size, play)
+    return _in_detectors(world_size, play)
 
 
 def waiting(world_size: int, looks: int) -> Phase:
-    """Ranks look so often, once a second, while they wait in a collective; for one second of it."""
+    """Count one look, of so many, into the store while ranks wait in a collective."""
 
     def play(detector: FailureDetector) -> None:
         for _ in range(looks):
             detector._polls_at = 0.0  # a second later
             detector.poll()
 
-    return _in_detectors("waiting", world_size, play, calls=looks)
+    return _in_detectors(world_size, play, calls=looks)
 
 
 def missing(world_size: int, timeout_sec: float) -> Phase:
-    """One rank never comes to a collective that failed."""
+    """Count what ranks ask in a collective that failed and to which rank 0 never comes."""
 
     def play(detector: FailureDetector) -> None:
         if detector.rank:
             now = time.monotonic()
             _name_rank_0(detector.decide(1, "", is_broken=False, started=now, deadline=now + timeout_sec))
 
-    return _in_detectors("missing", world_size, play)
+    return _in_detectors(world_size, play)
 
 
 def _name_rank_0(verdict: Verdict | None) -> None:
@@ -318,20 +288,19 @@ def _name_rank_0(verdict: Verdict | None) -> None:
         raise RuntimeError(f"the verdict does not name the rank that is missing: {verdict}")
 
 
-def _in_detectors(name: str, world_size: int, play: Callable[[FailureDetector], object], calls: int = 1) -> Phase:
+def _in_detectors(world_size: int, play: Callable[[FailureDetector], object], calls: int = 1) -> Phase:
     tally = Tally(world_size)
-    store, start, started = counting_store(tally), threading.Barrier(world_size, timeout=LIMIT_SEC), [0.0]
+    store, start = counting_store(tally), threading.Barrier(world_size, timeout=LIMIT_SEC)
 
-    def one(rank: int) -> None:
+    def play_rank(rank: int) -> None:
         tally.plays(rank)
         detector = FailureDetector(store, rank, range(world_size), "the test")
-        if start.wait() == 0:
-            started[0] = time.monotonic()
+        start.wait()
         play(detector)
 
     with playing_hosts(tally):
-        _on_threads(world_size, one)
-    return Phase(name, world_size, tally.taken(), calls, time.monotonic() - started[0])
+        _on_threads(world_size, play_rank)
+    return tally.take(calls)
 
 
 def _on_threads(world_size: int, play: Callable[[int], None]) -> None:
@@ -347,22 +316,18 @@ def _on_threads(world_size: int, play: Callable[[int], None]) -> None:
 # -- the guard --------------------------------------------------------------------------------------------------------
 
 
-def compared(world_size: int, hosts: bool) -> list[Phase]:
-    """What a group that is met, and then one comparison, costs each rank: one collective in "strict", a step in "step".
-
-    All ranks post, and then all look, so nobody waits.
-    """
+def comparison(world_size: int, hosts: bool) -> Phase:
+    """Count one comparison of the guard: one collective in "strict", a step in "step". No rank waits for another."""
     tally, exchanges = Tally(world_size), list[Exchange]()
-    store, name = counting_store(tally), "several hosts" if hosts else "one host"
+    store = counting_store(tally)
     with playing_hosts(tally) if hosts else nullcontext():
         try:
             for rank in range(world_size):
                 tally.plays(rank)
                 exchanges.append(Exchange(store, rank, world_size))
-            phases = [Phase(f"guard, {name}: meets a group", world_size, tally.taken())]
             for seq in range(1, _COLLECTIVES + 1):
                 if seq == 2:  # at the first, ranks learn where the others are
-                    tally.taken()
+                    tally.take()
                 for rank, exchange in enumerate(exchanges):
                     tally.plays(rank)
                     exchange.post(seq, Note(seq))
@@ -370,15 +335,14 @@ def compared(world_size: int, hosts: bool) -> list[Phase]:
                     tally.plays(rank)
                     if not agree(exchange.look(seq) or [Note(0), Note(1)]):
                         raise RuntimeError("equal notes do not agree")
-            phases.append(Phase(f"guard, {name}: compares", world_size, tally.taken(), _COLLECTIVES - 1))
+            return tally.take(_COLLECTIVES - 1)
         finally:
             for exchange in exchanges:
                 exchange.close()
-    return phases
 
 
 def guard_waiting(world_size: int, seconds: float) -> Phase:
-    """Ranks of several hosts wait for so long for a note of the last one."""
+    """Count what ranks of several hosts ask while they wait for so long for a note of rank 0."""
     tally, exchanges = Tally(world_size), list[Exchange]()
     store = counting_store(tally)
 
@@ -393,13 +357,13 @@ def guard_waiting(world_size: int, seconds: float) -> Phase:
         for rank in range(world_size):
             tally.plays(rank)
             exchanges.append(Exchange(store, rank, world_size))
-        tally.taken()
+        tally.take()
         _on_threads(world_size, play)
-    return Phase("guard, several hosts: waits", world_size, tally.taken(), seconds=seconds)
+    return tally.take()
 
 
 def guard_verdict(world_size: int) -> Phase:
-    """An alarm, every rank's status, the verdict. All ranks report; nobody is missing."""
+    """Count an alarm, every rank's status and the verdict. All ranks report; no rank is missing."""
     tally, agreements = Tally(world_size), list[FailureAgreement]()
     store, alarm = counting_store(tally), Alarm("0", "the default group", tuple(range(world_size)), 1, overdue=False)
 
@@ -411,18 +375,14 @@ def guard_verdict(world_size: int) -> Phase:
         for rank in range(world_size):
             tally.plays(rank)
             roster, report = Membership(store, rank, range(world_size)), functools.partial(_status, rank)
-            agreements.append(FailureAgreement(roster, report, str, lambda *told: [], lambda: False, _no_news))
-        tally.taken()
-        started = time.monotonic()
+            agreements.append(
+                FailureAgreement(roster, report, str, lambda *told: [], lambda: False, lambda finding: None)
+            )
+        tally.take()
         _on_threads(world_size, play)
-        took = time.monotonic() - started
     for agreement in agreements:
         agreement.close()
-    return Phase("guard, verdict", world_size, tally.taken(), seconds=took)
-
-
-def _no_news(finding: object) -> None:
-    """Nothing has to be done at a verdict."""
+    return tally.take()
 
 
 def _status(rank: int, group: str) -> RankStatus:
