@@ -1,7 +1,7 @@
-"""What scripts/launch.sh asks of a Python.
+"""What scripts/launch.sh asks of a Python, which may be too old.
 
-    _set_up.py torch                 its program, and the version of its torch: empty below 2.6, or where it has none
-    _set_up.py requirements LEVEL    what setup.cfg lists: for ddpstats (0), for the tests of torch alone (1), all (2)
+`_set_up.py torch` prints its program, and the version of its torch: empty below 2.6, or where it has none.
+`_set_up.py requirements LEVEL` prints what setup.cfg lists: for ddpstats (0), tests of torch alone (1), or all (2).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _config() -> configparser.RawConfigParser:
 
 
 if __name__ == "__main__":
-    if sys.version_info < (3, 10):
-        sys.exit("%s is Python %d.%d" % (sys.executable, *sys.version_info[:2]))
+    if sys.version_info[:2] < (3, 10):  # noqa: UP036
+        sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}")
     if sys.argv[1] == "torch":
         print(sys.executable, torch_version(), sep="\n")
     else:

@@ -1,7 +1,6 @@
 """What the protocol costs a rank: ranks are threads, and every collective and every request to the store is counted.
 
-The code that runs is the real one (`ddpstats._ranks`, `guard`); only the wire and the store are in memory. So the counts
-are exact, and the seconds mean nothing.
+The code that runs is the real one (`ddpstats._ranks`, `guard`). Only the wire and the store are in memory.
 
 Of collectives, three ranks are played, and the last of them stands for all others, which do the same: its numbers count
 so often in a sum, and its bytes stand so often in a gather (`CountingWorld`). Of the store, all ranks are played.
