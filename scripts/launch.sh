@@ -37,7 +37,7 @@ fail() { # WHAT FIX
 
 find_python() { # sets $python, and $torch to the version of its torch: empty where there is none from 2.6 on
   local facts
-  facts=$("${PYTHON:-python3}" "$root/scripts/_set_up.py" torch) ||
+  facts=$("${PYTHON:-python3}" "$root/scripts/set_up.py" torch) ||
     fail "Python 3.10 or newer is needed, and ${PYTHON:-python3} is none" \
       "install one (apt-get install python3.11 python3.11-venv, or brew install python), or name one: PYTHON=/path/to/python3.11"
   { read -r python && { read -r torch || true; }; } <<<"$facts"
@@ -51,8 +51,8 @@ install() { # PIP ARGUMENTS
       "behind a proxy or mirror, set PIP_PROXY or PIP_INDEX_URL; if this Python has no build of torch, name another: PYTHON=python3.11"
 }
 
-install_level() { # LEVEL (scripts/_set_up.py) PIP ARGUMENTS
-  "$python" "$root/scripts/_set_up.py" requirements "$1" | install "${@:2}" --requirement /dev/stdin
+install_level() { # LEVEL (scripts/set_up.py) PIP ARGUMENTS
+  "$python" "$root/scripts/set_up.py" requirements "$1" | install "${@:2}" --requirement /dev/stdin
   if (($1 == 2)); then # setup.cfg says why these are without what they ask for
     install "${@:2}" --no-deps espnet funasr 'mindstudio-probe; sys_platform == "linux" and platform_machine == "x86_64"'
   fi
@@ -143,7 +143,7 @@ case $verb in
     set_up 0
     if [[ -z ${PET_NNODES:-} ]]; then set -- --standalone --local-addr 127.0.0.1 "$@"; fi # its name need not resolve
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # or every rank starts a thread for every core
-    exec "$python" "$root/scripts/_ranks.py" --nproc-per-node "$verb" "$@"
+    exec "$python" "$root/scripts/start_ranks.py" --nproc-per-node "$verb" "$@"
     ;;
   "") usage >&2 && exit 2 ;;
   *) fail "'$verb' is neither a verb nor a number of ranks" "use one of demo, test, compat, bench, dev, or a number of ranks (--help)" ;;

@@ -29,7 +29,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' oracle
 
-from _soak_runs import QUANTITIES, Told, rounds
+from soak_rounds import QUANTITIES, Told, rounds
 
 from ddpstats.testing import RankPool
 

@@ -1,7 +1,7 @@
 """What scripts/launch.sh asks of a Python, which may be too old.
 
-`_set_up.py torch` prints its program, and the version of its torch: empty below 2.6, or where it has none.
-`_set_up.py requirements LEVEL` prints what setup.cfg lists: for ddpstats (0), tests of torch alone (1), or all (2).
+`set_up.py torch` prints its program, and the version of its torch: empty below 2.6, or where it has none.
+`set_up.py requirements LEVEL` prints what setup.cfg lists: for ddpstats (0), tests of torch alone (1), or all (2).
 """
 
 from __future__ import annotations
