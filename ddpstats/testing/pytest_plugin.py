@@ -2,12 +2,10 @@
 
 ``@pytest.mark.collective_guard("strict")`` runs it there under `ddpstats.collective_guard`, whose arguments it takes.
 
-1. Fixtures and parameters are made in pytest's process, and sent to each rank by pickle.
-2. Each rank imports the test's file and calls the test (`rank_test`). What it prints goes to a file of its own.
-3. A rank whose test fails writes down how and when, and ends: the others, which may wait for it, then fail soon.
-4. The filters of warnings that hold in the test hold on the ranks. What they let pass is issued again in pytest's
-   process, for its summary of warnings.
-5. The report has what failed first, a line for each other rank, and sections of what each rank printed.
+1. pytest's process starts the ranks, and sets up no fixture of the test. Each rank runs pytest for that one test, with
+   the same command line: it imports the test, makes its fixtures, and reports.
+2. A rank writes its reports and warnings to a file. One that fails then ends, so that ranks that wait for it fail soon.
+3. pytest's process makes one report of theirs: what failed first, and sections with what each rank printed.
 
 Nothing of ddpstats that imports torch is imported before the first test with the mark runs, unless DDPSTATS_GUARD is
 set. That is for the ranks, which begin a guard of their own: pytest's process has none, unless it is a rank itself.
@@ -15,18 +13,17 @@ set. That is for the ranks, which begin a guard of their own: pytest's process h
 
 from __future__ import annotations
 
+import builtins
 import contextlib
-import functools
 import inspect
 import json
-import operator
-import pickle
-import re
+import logging
+import os
 import sys
 import tempfile
 import unittest
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -39,19 +36,11 @@ if TYPE_CHECKING:
 
 _TIMEOUT_SEC = 60.0
 _SHOWN_BYTES = 1 << 20  # of what a rank printed
-_ENDED = {"fail": "failed", "skip": "skipped, and not all ranks did", "xfail": "xfailed, and not all ranks did"}
-_PRELOADED = (
-    "pytest",
-    DYNAMO,
-    "ddpstats.testing.rank",
-    "ddpstats.testing.rank_test",
-    "ddpstats.guard.guard",
-)
-_KNOWN = ("builtins", "torch", "pytest", "ddpstats")  # whose warnings keep their category
-_NOT_SENT = (
-    "Fixtures and parameters reach the ranks by pickle: plain values, tensors, tmp_path, objects of importable "
-    "classes. Make this one in the test itself, on each rank."
-)
+_ON_RANK = "ddpstats-rank"
+_PRELOADED = ("pytest", DYNAMO, "ddpstats.testing.rank", "ddpstats.testing.pytest_plugin", "ddpstats.guard.guard")
+
+
+# -- in pytest's process ----------------------------------------------------------------------------------------------
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,37 +49,56 @@ def pytest_configure(config: pytest.Config) -> None:
     ending = sys.modules.get("ddpstats.guard.ending")  # DDPSTATS_GUARD was set when ddpstats was imported
     if ending is not None and not ending.had_ranks():
         ending.cancel()
+    if not config.pluginmanager.has_plugin(_ON_RANK):
+        config.pluginmanager.register(_RunsOnRanks())
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A mark that would do nothing is an error, for the test would pass without ranks."""
-    if item.get_closest_marker("ranks") is None:
-        if item.get_closest_marker("collective_guard") is not None:
-            _fail("@pytest.mark.collective_guard needs @pytest.mark.ranks(N): it compares the collectives of ranks")
-        return
-    if not isinstance(item, pytest.Function) or issubclass(item.cls or object, unittest.TestCase):
-        _fail("@pytest.mark.ranks is for functions, and for methods of classes that are no unittest.TestCase")
-    if inspect.iscoroutinefunction(item.obj):
-        _fail("@pytest.mark.ranks does not run coroutines: let the test call asyncio.run")
-    if getattr(item.obj, "is_hypothesis_test", False):
-        _fail("@pytest.mark.ranks and @given: each rank would draw other examples. Call run_ranks in the test")
+class _RunsOnRanks:
+    """The hooks of a pytest that starts ranks. `merged` is what the ranks reported of the test that runs."""
+
+    merged: _MergedReport | None = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Refuse a mark that would do nothing: the test would pass without ranks."""
+        self.merged = None
+        if item.get_closest_marker("ranks") is None:
+            if item.get_closest_marker("collective_guard") is not None:
+                _fail("@pytest.mark.collective_guard needs @pytest.mark.ranks(N): it compares the collectives of ranks")
+            return
+        if not isinstance(item, pytest.Function) or issubclass(item.cls or object, unittest.TestCase):
+            _fail("@pytest.mark.ranks is for functions, and for methods of classes that are no unittest.TestCase")
+        if inspect.iscoroutinefunction(item.obj):
+            _fail("@pytest.mark.ranks does not run coroutines: let the test call asyncio.run")
+        if getattr(item.obj, "is_hypothesis_test", False):
+            _fail("@pytest.mark.ranks and @given: each rank would draw other examples. Call run_ranks in the test")
+        item.fixturenames = []  # they are set up on the ranks
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        mark = pyfuncitem.get_closest_marker("ranks")
+        if mark is None:
+            return None
+        try:
+            world_size, timeout_sec = _read_mark(*mark.args, **mark.kwargs)
+            self.merged = _run(pyfuncitem, world_size, timeout_sec)
+        except (TypeError, ValueError) as error:
+            _fail(f"@pytest.mark.ranks: {str(error).replace('_read_mark()', 'ranks(n, timeout=60)')}")
+        return True
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        report = yield
+        if call.when == "call" and self.merged is not None:
+            vars(report).pop("wasxfail", None)  # here the test has only started ranks: they know the mark `xfail`
+            vars(report).update(self.merged)
+        return report
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    mark = pyfuncitem.get_closest_marker("ranks")
-    if mark is None:
-        return None
-    try:
-        world_size, timeout_sec = _asked(*mark.args, **mark.kwargs)
-    except TypeError as error:
-        _fail(f"@pytest.mark.ranks: {str(error).replace('_asked()', 'ranks(n, timeout=60)')}")
-    _run(pyfuncitem, world_size, timeout_sec)
-    return True
+_MergedReport = dict[str, Any]  # attributes of a `TestReport`
 
 
-def _asked(n: int, *, timeout: float = _TIMEOUT_SEC) -> tuple[int, float]:
+def _read_mark(n: int, *, timeout: float = _TIMEOUT_SEC) -> tuple[int, float]:
     if type(n) is not int:
         raise TypeError(f"n must be a whole number, not {n!r}")
     if type(timeout) not in (int, float):
@@ -98,178 +106,231 @@ def _asked(n: int, *, timeout: float = _TIMEOUT_SEC) -> tuple[int, float]:
     return n, timeout
 
 
-def _run(item: pytest.Function, world_size: int, timeout_sec: float) -> None:
+def _run(item: pytest.Function, world_size: int, timeout_sec: float) -> _MergedReport:
     from ddpstats.testing.forkserver import preload
-    from ddpstats.testing.rank_test import RankTest, run_test
     from ddpstats.testing.ranks import run_ranks
 
     preload(_PRELOADED)
-    guard = item.get_closest_marker("collective_guard")
-    test = RankTest(
-        module=item.module.__name__,
-        path=str(item.path),
-        holder=item.cls.__qualname__ if item.cls else "",
-        name=item.originalname,
-        arguments=_pickled(item),
-        guard=None if guard is None else (guard.args, guard.kwargs),
-        filters=list(_filters()),
-    )
+    invocation = item.config.invocation_params
+    test = f"{item.path}::{item.nodeid.partition('::')[2]}"
+    arguments = [*map(str, invocation.args), "--capture=no", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
     with tempfile.TemporaryDirectory(prefix="ddpstats-ranks-") as scratch:
-        try:
-            outcomes = run_ranks(run_test, world_size, test, scratch, timeout_sec=timeout_sec)
-        except (TypeError, ValueError) as error:
-            _fail(f"@pytest.mark.ranks: {error}")
-        ends = [_End(outcome, Path(scratch)) for outcome in outcomes]
+        outcomes = run_ranks(
+            _run_pytest, world_size, test, arguments, str(invocation.dir), scratch, timeout_sec=timeout_sec
+        )
+        ends = [_RankEnd(outcome, Path(scratch), item.config) for outcome in outcomes]
     for end in ends:
-        end.add_sections(item)
         end.warn()
-    _judge(ends, any("raises" in mark.kwargs for mark in item.iter_markers("xfail")))
+    sections = [section for end in ends for section in end.sections]
+    return {**_merge(ends), "sections": sections}
 
 
-def _pickled(item: pytest.Function) -> dict[str, bytes]:
-    """Return what the test is called with, by name."""
-    sent = {}
-    for name in inspect.signature(item.obj).parameters:
-        if name in item.funcargs:
-            try:
-                sent[name] = pickle.dumps(item.funcargs[name])
-            except Exception as error:
-                _fail(f"{name} (a {type(item.funcargs[name]).__name__}) cannot be sent to ranks: {error}. {_NOT_SENT}")
-    return sent
+class _RankEnd:
+    """How the test ended on one rank. ``report``: the first that did not pass, or the last one; None without any."""
 
-
-def _filters() -> Iterator[bytes]:
-    """Those of warnings that hold now: of the command line, the configuration, marks and fixtures. By their order."""
-    for action, message, category, module, lineno in warnings.filters:
-        with contextlib.suppress(pickle.PicklingError, AttributeError):  # a class of a function: no rank has that one
-            yield pickle.dumps((action, _pattern(message), category, _pattern(module), lineno))
-
-
-def _pattern(given: re.Pattern[str] | str | None) -> str:
-    """Of a part of a filter. Python's own filters have names there."""
-    if isinstance(given, re.Pattern):
-        return given.pattern
-    return f"{re.escape(given)}\\Z" if given else ""
-
-
-class _End:
-    """How the test ended on one rank."""
-
-    def __init__(self, outcome: RankOutcome, scratch: Path) -> None:
-        from ddpstats.testing.outcomes import RankTimedOut
-        from ddpstats.testing.rank_test import Failure
-
-        self.rank = outcome.rank
-        self.failure = Failure.read(scratch, outcome.rank)
-        self.error = outcome.error
-        self.stack = outcome.error.stack if isinstance(outcome.error, RankTimedOut) else ""
-        self.output = _end_of(scratch / f"output{outcome.rank}")
-        self.warned = list(_warnings_in(scratch / f"warnings{outcome.rank}"))
+    def __init__(self, outcome: RankOutcome, scratch: Path, config: pytest.Config) -> None:
+        self.rank, self.error = outcome.rank, outcome.error
+        lines = _lines_of(scratch / f"reports{self.rank}")
+        reports = [
+            config.hook.pytest_report_from_serializable(config=config, data=line["report"])
+            for line in lines
+            if "report" in line
+        ]
+        self.warnings = [line["warning"] for line in lines if "warning" in line]
+        self.report = next((report for report in reports if not _has_passed(report)), (reports or [None])[-1])
+        output, stack = _end_of(scratch / f"output{self.rank}"), getattr(self.error, "stack", "")
+        texts = ((f"Captured rank {self.rank} call", output), (f"Captured rank {self.rank} stack", stack))
+        self.sections = [(title, text) for title, text in texts if text]
 
     @property
-    def turn(self) -> tuple[int, float]:
-        """Sorts causes before consequences: a death, failures by time, what else there is."""
+    def kind(self) -> str:
+        """What to say of this rank: "passed", "failed", "skipped", "xfailed", "xpassed", "died" or "late"."""
         from ddpstats.testing.outcomes import RankDied
 
-        return (1, self.failure.at) if self.failure else (0 if isinstance(self.error, RankDied) else 2, 0.0)
+        if self.error is not None and (self.report is None or _has_passed(self.report)):
+            return "died" if isinstance(self.error, RankDied) else "late"
+        report: Any = self.report
+        if str(report.longrepr).startswith("[XPASS(strict)]"):
+            return "xpassed"
+        if hasattr(report, "wasxfail"):
+            return "xfailed" if report.skipped else "xpassed"
+        return str(report.outcome)
 
-    def add_sections(self, item: pytest.Function) -> None:
-        for what, text in (("", self.output), (" stack", self.stack)):
-            if text:
-                item.add_report_section("call", f"rank {self.rank}{what}", text)
+    @property
+    def blame_order(self) -> tuple[int, float]:
+        """Sort key: deaths first, then failures by time, then ranks that still ran."""
+        rank = ("died", "failed").index(self.kind) if self.kind in ("died", "failed") else 2
+        return rank, getattr(self.report, "stop", 0.0)
+
+    def describe(self) -> str:
+        """Say in one line how the rank ended."""
+        from ddpstats.testing.outcomes import RankDied, RankTimedOut, describe_exit
+
+        kind = self.kind
+        if isinstance(self.error, RankDied) and kind == "died":
+            return f"rank {self.rank} died: {describe_exit(self.error.exit_code)}"
+        if isinstance(self.error, RankTimedOut) and kind == "late":
+            return f"rank {self.rank} still ran after {self.error.timeout_sec:g} s, and was ended"
+        if kind == "late":
+            return f"rank {self.rank} failed before the test: {self.error}"
+        report: Any = self.report
+        crash = getattr(report.longrepr, "reprcrash", None)
+        why = crash.message if crash else report.longrepr[2] if report.skipped else str(report.longrepr)
+        ending = kind if kind == "failed" else f"{kind}, and not all ranks did"
+        return f"rank {self.rank} {ending}: {why.removeprefix('Skipped: ').partition(chr(10))[0]}"
 
     def warn(self) -> None:
-        """In this process, of what the rank's filters let pass."""
+        """Issue the rank's warnings in this process, for pytest's summary of warnings."""
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            for message, names, filename, lineno in self.warned:
-                warnings.warn_explicit(f"rank {self.rank}: {message}", _category(names), filename, lineno)
+            for message, category, filename, line_number in self.warnings:
+                kind = getattr(builtins, category, UserWarning)
+                warnings.warn_explicit(f"rank {self.rank}: {message}", kind, filename, line_number)
 
-    def __str__(self) -> str:
-        """In one line."""
-        from ddpstats.testing.outcomes import RankDied, RankError, RankTimedOut, describe_exit
 
-        if self.failure:
-            return f"rank {self.rank} {_ENDED[self.failure.kind]}: {self.failure.line}"
-        if isinstance(self.error, RankDied):
-            return f"rank {self.rank} died: {describe_exit(self.error.exit_code)}"
-        if isinstance(self.error, RankTimedOut):
-            return f"rank {self.rank} still ran after {self.error.timeout_sec:g} s, and was ended"
-        if isinstance(self.error, RankError):
-            return str(self.error)
-        return f"rank {self.rank} failed before the test: {type(self.error).__name__}: {self.error}"
+def _has_passed(report: Any) -> bool:
+    return bool(report.passed and not hasattr(report, "wasxfail"))
+
+
+def _merge(ends: Sequence[_RankEnd]) -> _MergedReport:
+    """Return one report for all ranks: theirs where all ended alike, else a failure that names the ranks."""
+    kinds = {end.kind for end in ends}
+    first = min(ends, key=lambda end: end.blame_order)
+    if (len(kinds) == 1 and kinds <= {"passed", "skipped", "xfailed", "xpassed"}) or kinds == {"xfailed", "xpassed"}:
+        shown = next((end for end in ends if end.kind == "xfailed"), first).report
+        names = ("outcome", "longrepr", "wasxfail", "user_properties")
+        merged = {name: getattr(shown, name) for name in names if hasattr(shown, name)}
+        if isinstance(merged["longrepr"], list):  # JSON's; pytest asks for a tuple
+            merged["longrepr"] = tuple(merged["longrepr"])
+        return merged
+    bad = sorted((end for end in ends if end.kind not in ("passed", "xpassed")), key=lambda end: end.blame_order)
+    texts = [f"\nrank {end.rank}:\n{end.report.longreprtext}" for end in bad if end.kind == "failed"]
+    phases = {"call" if end.kind in ("died", "late") else getattr(end.report, "when", "setup") for end in bad}
+    return {
+        "outcome": "failed",
+        "longrepr": "\n".join([*(end.describe() for end in bad), *texts[:1]]),
+        "when": phases.pop() if len(phases) == 1 else "call",
+    }
+
+
+def _lines_of(path: Path) -> list[dict[str, Any]]:
+    """Read what a rank wrote; its last line may be cut off, where it was killed."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _end_of(path: Path) -> str:
     """What a rank printed: of very much, which a rank that hangs in a loop may print, the end."""
-    try:
-        with path.open("rb") as file:
-            left_out = file.seek(max(0, path.stat().st_size - _SHOWN_BYTES))
-            text = file.read(_SHOWN_BYTES).decode(errors="replace")
-    except FileNotFoundError:
+    if not path.exists():
         return ""
+    with path.open("rb") as file:
+        left_out = file.seek(max(0, path.stat().st_size - _SHOWN_BYTES))
+        text = file.read(_SHOWN_BYTES).decode(errors="replace")
     return f"({left_out:,} bytes before this are left out)\n{text}" if left_out else text
-
-
-def _warnings_in(path: Path) -> Iterator[tuple[str, list[str], str, int]]:
-    """Of very many the first."""
-    with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as file:
-        for line in file.read(_SHOWN_BYTES).splitlines(keepends=True):
-            if line.endswith("\n"):
-                yield json.loads(line)
-
-
-def _category(names: list[str]) -> type[Warning]:
-    """The most special one that is Python's, torch's, pytest's or ours. Others may be made from more than a text."""
-    for module, _, name in (place.partition(":") for place in names):
-        found = vars(sys.modules[module]).get(name) if module in sys.modules else None
-        if module.partition(".")[0] in _KNOWN and isinstance(found, type) and issubclass(found, Warning):
-            return found
-    return UserWarning
-
-
-class _Raised(pytest.fail.Exception):  # type: ignore[misc, name-defined]
-    """A failure that is an instance of what the ranks raised, too: ``xfail(raises=...)`` asks `isinstance`."""
-
-    raised: type[BaseException]
-    __class__ = property(operator.attrgetter("raised"))
-
-
-_Raised.__qualname__, _Raised.__module__ = pytest.fail.Exception.__qualname__, "builtins"  # shown as pytest's own
-
-
-def _judge(ends: list[_End], is_expected: bool) -> None:
-    """``is_expected``: a mark says which exception the test raises."""
-    bad = sorted((end for end in ends if end.error is not None), key=lambda end: end.turn)
-    if not bad:
-        return
-    failures = [(end.rank, end.failure) for end in bad if end.failure]
-    kinds = {failure.kind for _, failure in failures}
-    if len(failures) == len(ends) and kinds == {"skip"}:
-        raise pytest.skip.Exception(failures[0][1].line, _use_item_location=True)
-    if len(failures) == len(ends) and kinds == {"xfail"}:
-        pytest.xfail(failures[0][1].line)
-    texts = [f"\nrank {rank}:\n{failure.text}" for rank, failure in failures[:1] if failure.text]
-    text = "\n".join([*map(str, bad), *texts])
-    raised = _common_class([failure.classes for _, failure in failures]) if len(failures) == len(bad) else None
-    if raised is None or not is_expected:
-        _fail(text)
-    failed = _Raised(text, pytrace=False)
-    failed.raised = raised
-    raise failed
-
-
-def _common_class(classes: list[list[str]]) -> type[BaseException] | None:
-    """The most special one, of those that this process has as well: it has what a mark of the test names."""
-    for place in classes[0]:
-        module, _, qualname = place.partition(":")
-        if all(place in others for others in classes):
-            with contextlib.suppress(AttributeError):  # made in a function, or in a module that only ranks import
-                found: Any = functools.reduce(getattr, qualname.split("."), sys.modules.get(module))
-                if isinstance(found, type) and issubclass(found, BaseException):
-                    return found
-    return None
 
 
 def _fail(text: str) -> NoReturn:
     raise pytest.fail.Exception(text, pytrace=False) from None
+
+
+# -- on a rank --------------------------------------------------------------------------------------------------------
+
+
+def _run_pytest(test: str, arguments: Sequence[str], directory: str, scratch: str) -> None:
+    """Run one test by pytest. A rank on which it does not pass ends at once: others see that sooner than the limit."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    output = open(Path(scratch, f"output{rank}"), "w", buffering=1)  # noqa: SIM115  # as long as the process lives
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    sys.stdout = output
+    os.chdir(directory)
+    dist.barrier()  # no rank is to fail while another still connects
+    plugin = _OnRank(test, Path(scratch), rank)
+    status = pytest.main(list(arguments), plugins=[plugin])
+    if status or not plugin.has_passed:
+        output.flush()
+        os._exit(1)
+
+
+class _OnRank:
+    """The plugin of the pytest that runs on a rank: one test, no terminal, and reports that go to a file."""
+
+    __name__ = _ON_RANK
+
+    def __init__(self, test: str, scratch: Path, rank: int) -> None:
+        self._test, self._directory = test, scratch / f"tmp{rank}"
+        self._file = (scratch / f"reports{rank}").open("w", buffering=1)
+        self.has_passed = True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_cmdline_main(self, config: pytest.Config) -> None:
+        config.args = [self._test]
+        vars(config.option).update(
+            basetemp=str(self._directory), xmlpath=None, usepdb=False, dist="no", numprocesses=None, tx=[]
+        )
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        self._config = config
+        for name in ("terminalreporter", "lfplugin", "nfplugin", "stepwiseplugin"):
+            if (plugin := config.pluginmanager.get_plugin(name)) is not None:
+                config.pluginmanager.unregister(plugin)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._write_report(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if not report.passed:
+            self._write_report(report)
+
+    def _write_report(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        self.has_passed &= _has_passed(report)
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        print(json.dumps({"report": data}, default=str), file=self._file)
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
+        if when == "runtest":  # the others pytest's process has seen itself
+            warned = warning_message
+            self._write_warning(str(warned.message), warned.category.__name__, warned.filename, warned.lineno)
+
+    def _write_warning(self, *warning: object) -> None:
+        print(json.dumps({"warning": warning}), file=self._file)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+        """Raise what the guard of the mark, or of DDPSTATS_GUARD, has found, which the test may have caught."""
+        from ddpstats.guard import collective_guard, ending
+
+        mark = pyfuncitem.get_closest_marker("collective_guard")
+        guard = collective_guard(*mark.args, **mark.kwargs) if mark else None
+
+        def verdict() -> Exception | None:
+            return guard.verdict if guard is not None else ending.verdict()
+
+        result = None
+        logger, handler = logging.getLogger("ddpstats"), _LoggedWarnings(self._write_warning)
+        logger.addHandler(handler)
+        try:
+            with guard or contextlib.nullcontext():
+                result = yield
+        except (pytest.skip.Exception, pytest.xfail.Exception):
+            if verdict() is None:
+                raise
+        finally:
+            logger.removeHandler(handler)
+        if (found := verdict()) is not None:
+            raise found
+        return result
+
+
+class _LoggedWarnings(logging.Handler):
+    """Passes on what ddpstats logs as a warning, for pytest's summary of warnings."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__(logging.WARNING)
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._write(record.getMessage(), "UserWarning", record.pathname, record.lineno)

@@ -189,7 +189,7 @@ def test_rank_whose_end_nobody_tells_is_given_up_by_the_deadline(monkeypatch: py
 def test_module_that_starts_ranks_when_imported_says_so_on_its_ranks(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "from ddpstats.testing import runranks\ndef f(): pass\noutcomes = runranks(f, 1)\n"
+    text = "from ddpstats.testing import run_ranks\ndef f(): pass\noutcomes = run_ranks(f, 1)\n"
     (tmp_path / "starts_ranks.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     module = __import__("starts_ranks")
