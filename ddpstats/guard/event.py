@@ -274,7 +274,7 @@ class Event:
 
 def text_of(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"text is needed, not {value!r}")
+        raise TypeError(f"text is needed, not {type(value).__name__}")
     return value
 
 

@@ -253,11 +253,15 @@ def _read_number(value: Any) -> float | None:
 
 def diagnose(records: Sequence[RankRecord]) -> list[GuardFinding]:
     """Return what went wrong first in each group, by time."""
-    groups = {**_undescribed(records), **_described(records)}
-    findings = [_in_group(name, groups[name], records) for name in groups]
+    findings = [_in_group(name, group, records) for name, group in groups_of(records).items()]
     findings.append(message_mismatch(_messages_of(records)) or _not_through(records))
     real = [finding for finding in findings if finding is not None and finding.kind != NOTHING]
     return sorted(real, key=lambda finding: min((e.started for e in finding.by_rank.values()), default=0.0))
+
+
+def groups_of(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
+    """Return the words and the ranks of each group: those that used it where no record describes it."""
+    return {**_undescribed(records), **_described(records)}
 
 
 def not_compared(records: Sequence[RankRecord]) -> list[str]:

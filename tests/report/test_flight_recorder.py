@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import pickletools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,15 @@ import pytest
 
 from ddpstats.errors import DdpstatsError
 from ddpstats.report.flight_recorder import _PlainUnpickler, unpickle_plain
-from ddpstats.report.sources import read_timeline
+from ddpstats.report.report import read_timeline
 from tests.report import records
 from tests.report.conftest import Report
 
-PLAIN = {"a": [1, -1, 255, 1 << 40, -(1 << 70), 1.5, True, None], "b": ("x", (), ("é" * 300,)), "c": {1: {}}}
+PLAIN = {"a": [1, -1, 255, 1 << 40, -(1 << 70), 1.5, True, None], "b": ["x", [], ["é" * 300]], "c": {1: {}}}
+
+SHARED: Any = "x"  # in a few bytes of pickle a list whose text would have 2**64 letters
+for _ in range(64):
+    SHARED = [SHARED, SHARED]
 
 
 class Evil:
@@ -57,8 +60,8 @@ def dump(*entries: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_pickle_of_plain_values_is_read(protocol: int) -> None:
     assert unpickle_plain(pickle.dumps(PLAIN, protocol)) == PLAIN
-    shared = ["x"]
-    assert unpickle_plain(pickle.dumps([shared, shared], protocol)) == [["x"], ["x"]]
+    shared = ("x", "y")
+    assert unpickle_plain(pickle.dumps([shared, shared], protocol)) == [["x", "y"], ["x", "y"]]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,7 @@ def test_unpickler_knows_no_opcode_that_looks_up_or_calls() -> None:
     executing = {"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "REDUCE", "BUILD"}
     executing |= {"EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID", "NEXT_BUFFER"}
     known = {opcode.name for opcode in pickletools.opcodes if ord(opcode.code) in _PlainUnpickler.dispatch}
-    assert len(known) == 30
+    assert len(known) == 26
     assert not known & executing
 
 
@@ -106,7 +109,7 @@ def test_mismatch_of_shape_is_found_between_pickle_and_json(tmp_path: Path) -> N
     timeline = read_timeline([tmp_path])
     assert [(finding.seq, finding.kind) for finding in timeline.findings] == [(2, "mismatch")]
     assert "at /job/train.py:7 in step" in timeline.findings[0].message
-    assert [lane.spans[0].seconds for lane in timeline.lanes] == [pytest.approx(5e-7, abs=3e-7)] * 2
+    assert [timeline.spans[rank][0].seconds for rank in (0, 1)] == [5e-7] * 2
 
 
 def test_entry_without_frames_has_no_call_site(tmp_path: Path, report: Report) -> None:
@@ -146,12 +149,12 @@ def test_states_and_durations_are_shown(tmp_path: Path, report: Report) -> None:
     text = report(tmp_path, status=1)
     assert "rank 0: 2 collectives; the Flight Recorder saw 2 completed\n" in text
     assert "rank 1: 2 collectives; the Flight Recorder saw 1 completed, 1 started\n" in text
-    assert "The Flight Recorder saw it as:\n  rank 0: completed, 0.000476837 ms\n  rank 1: started\n" in text
+    assert "The Flight Recorder saw it as:\n  rank 0: completed, 0.0005 ms\n  rank 1: started\n" in text
     shown = json.loads(report(tmp_path, "--json", status=1))
     assert [rank["states"] for rank in shown["ranks"]] == [{"completed": 2}, {"completed": 1, "started": 1}]
     by_rank = shown["findings"][0]["by_rank"]
     assert [(by_rank[rank]["state"], by_rank[rank]["seconds"]) for rank in "01"] == [
-        ("completed", pytest.approx(5e-7, abs=3e-7)),
+        ("completed", 5e-7),
         ("started", None),
     ]
 
@@ -172,16 +175,21 @@ def test_first_of_coalesced_calls_stands_for_all(tmp_path: Path) -> None:
         (b"\x80\x04N.", "has no entries"),
         (b"{}", "has no entries"),
         (b"{", "Expecting"),
-        (pickle.dumps(dump({})), "entry 0: KeyError"),
-        (pickle.dumps(dump(entry(1, time_created_ns=-1))), "entry 0: ValueError"),
-        (pickle.dumps(dump(entry(1, frames=[7]))), "entry 0: TypeError"),
+        (pickle.dumps(dump({})), "KeyError('process_group')"),
+        (pickle.dumps(dump(entry(1, time_created_ns=-1))), "no time"),
+        (
+            json.dumps(dump(entry(1, time_discovered_completed_ns=7e307))).replace("7e+307", "1e400").encode(),
+            "infinity",
+        ),
+        (pickle.dumps(dump(entry(1, frames=[7]))), "TypeError"),
+        (pickle.dumps(dump(entry(1, profiling_name=SHARED))), "text is needed, not list"),
         (pickle.dumps(dump(Evil())), "more than plain values"),
         (
             b"\x80\x02}X\x07\0\0\0entries]}X\r\0\0\0process_group" + b"]" * 10**5 + b"a" * (10**5 - 1) + b"sas.",
-            "entry 0",
+            "text is needed, not list",
         ),
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_file_that_is_no_dump_is_named_with_the_reason(
     content: bytes, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -194,41 +202,8 @@ def test_file_that_is_no_dump_is_named_with_the_reason(
     assert not Path("it_ran").exists()
 
 
-def one_list_many_times(of: str) -> list[Any]:
-    """Entries of which a small file makes many numbers: what is shared stands in a pickle once."""
-    shape, frames = [1] * 30_000, [{"name": "f", "filename": "/torch/x.py", "line": 1}] * 256
-    if of == "a shape":
-        return [entry(1, input_sizes=[shape] * 4096, input_dtypes=["Float"] * 4096)]
-    if of == "shapes":
-        shapes = [[1] * 64] * 4096
-        return [entry(seq, input_sizes=shapes) for seq in range(1, 100)]
-    if of == "frames":
-        return [entry(seq, frames=frames) for seq in range(1, 2000)]
-    if of == "a name":
-        return [entry(seq, input_dtypes=["x" * 5000] * 4096, input_sizes=[[1]] * 4096) for seq in range(1, 100)]
-    return [entry(1)] * (1 << 20)
-
-
-@pytest.mark.parametrize("of", ["a shape", "shapes", "frames", "a name", "entries"])
-def test_small_file_of_many_numbers_is_refused(of: str, tmp_path: Path) -> None:
-    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(dump(*one_list_many_times(of))))
-    began = time.process_time()
-    with pytest.raises(DdpstatsError, match="is no dump of the Flight Recorder"):
-        read_timeline([tmp_path])
-    assert time.process_time() - began < 10
-
-
 def test_dump_of_full_recorder_is_read(tmp_path: Path) -> None:
     entries = json.loads(json.dumps([entry(seq) for seq in range(1, 5_000)]))
     for rank, content in enumerate((pickle.dumps(dump(*entries), 2), json.dumps(dump(*entries)).encode())):
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(content)
-    assert [len(lane.spans) for lane in read_timeline([tmp_path]).lanes] == [4_999, 4_999]
-
-
-def test_groups_with_too_many_members_are_refused(tmp_path: Path) -> None:
-    everyone = json.dumps(list(range(50_000)))
-    content = dump(entry(1))
-    content["pg_config"] = {str(name): {"ranks": everyone} for name in range(10_000)}
-    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(content))
-    with pytest.raises(DdpstatsError, match="its groups have more than 4,194,304 members"):
-        read_timeline([tmp_path])
+    assert [len(spans) for spans in read_timeline([tmp_path]).spans.values()] == [4_999, 4_999]

@@ -11,7 +11,7 @@ import pytest
 
 from ddpstats._base.marks import Mark
 from ddpstats.guard.diagnosis import GuardFinding
-from ddpstats.report.sources import read_timeline
+from ddpstats.report.report import read_timeline
 from ddpstats.report.timeline import Key
 from tests import formats
 from tests.report import records
@@ -36,7 +36,7 @@ def test_ranks_that_dropped_different_lines_have_equal_keys(tmp_path: Path) -> N
         marks = [values(seq, rank, norm=float(seq)) for seq in range(1, 801)]
         records.write_rank(tmp_path, rank, 2, events, marks=marks, max_bytes=150_000)
     timeline = read_timeline([tmp_path])
-    first, second = (len(lane.calls) for lane in timeline.lanes)
+    first, second = (len(record.events) for record in timeline.records)
     assert abs(first - second) > 4
     assert max(first, second) < 800
     assert [key.name for key in timeline.keys if key.differs] == []
@@ -118,7 +118,7 @@ def test_page_is_all_clear_only_where_everything_was_compared(tmp_path: Path, ch
     doubt = GuardFinding("doubt", "names differ", "0", 1)
     for timeline, all_is_well, nothing in (
         (agreed, True, True),
-        (replace(agreed, findings=[doubt], places=[{}]), False, True),
+        (replace(agreed, findings=[doubt], indexes=[{}]), False, True),
         (read_timeline([killed]), False, False),
         (read_timeline([Path(formats.__file__).parent / "v2" / "captures"]), False, False),
     ):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddpstats.guard.event import Event
+from ddpstats.report.report import read_timeline
 from ddpstats.testing import RankPool, run_ranks
 from tests.report import records, runs
 from tests.report.conftest import Report
@@ -45,6 +47,16 @@ def test_message_without_receiver_is_a_note(tmp_path: Path, report: Report) -> N
     assert "in the same order, as far as can be told.\nrank 0: send(float32[3]) to rank 1, tag 0, at " in text
     assert "rank 1 recorded nothing that goes with it\n" in text
     assert len(json.loads(report(tmp_path, "--json", status=0))["assumed"]) == 1
+
+
+def test_finding_about_a_message_leads_to_its_events(tmp_path: Path) -> None:
+    for rank, op in enumerate(("send", "recv")):
+        dtype = replace(message(1, rank, op).signature, dtypes=(("float32", "float64")[rank],))
+        events = [records.event(1, None, rank), replace(message(2, rank, op), signature=dtype)]
+        records.write_rank(tmp_path, rank, 2, events)
+    timeline = read_timeline([tmp_path])
+    assert "What differs: the dtype." in timeline.findings[0].message
+    assert timeline.indexes == [{0: 1, 1: 1}]
 
 
 @pytest.mark.parametrize("op", ["send", "recv"])

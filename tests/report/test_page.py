@@ -6,15 +6,15 @@ import base64
 import json
 import struct
 import zlib
-from array import array
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddpstats._base.marks import Mark
+from ddpstats.guard.event import Event
 from ddpstats.report.page import page_of
-from ddpstats.report.sources import read_timeline
+from ddpstats.report.report import read_timeline
 from ddpstats.report.timeline import Timeline
 from tests.report import records
 from tests.report.browser import Browser
@@ -24,7 +24,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)>{{data}}\u2028\ud800"
 
 
 def page(timeline: Timeline, path: Path, text: str = "") -> Path:
-    path.write_text("".join(page_of(timeline, text)))
+    path.write_text(page_of(timeline, text))
     return path
 
 
@@ -83,20 +83,22 @@ def test_page_is_driven_by_keyboard_in_dark_mode(tmp_path: Path, chromium: Brows
 def test_foreign_text_stays_text(tmp_path: Path, chromium: Browser) -> None:
     """In every field that can hold text, and in the text below."""
     timeline = read_timeline([records.write(tmp_path, 2, 2)])
+
+    def hostile(event: Event) -> Event:
+        signature = replace(event.signature, op=HOSTILE)
+        return replace(event, signature=signature, label=HOSTILE, site=HOSTILE, read_source=HOSTILE, pieces=HOSTILE)
+
     of_strangers = replace(
         timeline,
-        calls=[
-            replace(call, what=HOSTILE, op=HOSTILE, label=HOSTILE, site=HOSTILE, source=HOSTILE)
-            for call in timeline.calls
-        ],
-        groups={name: replace(group, words=HOSTILE) for name, group in timeline.groups.items()},
-        keys=[replace(key, name=HOSTILE, place=HOSTILE) for key in timeline.keys],
+        records=[replace(record, events=tuple(map(hostile, record.events))) for record in timeline.records],
+        groups={name: group._replace(words=HOSTILE) for name, group in timeline.groups.items()},
+        keys=[key._replace(name=HOSTILE, source=HOSTILE) for key in timeline.keys],
         marks=[Mark(HOSTILE, HOSTILE, timeline.began, None, (0, 99))],
         findings=[replace(finding, kind=HOSTILE, message=HOSTILE) for finding in timeline.findings],
         notes=[HOSTILE],
     )
     path = tmp_path / "page.html"
-    path.write_text("".join(page_of(of_strangers, HOSTILE)), errors="backslashreplace")
+    path.write_text(page_of(of_strangers, HOSTILE), errors="backslashreplace")
     assert path.read_text().count("</script>") == 2
     assert "onerror=alert" not in path.read_text().replace("&lt;img src=x onerror=alert", "")
     chromium.open(path)
@@ -109,9 +111,10 @@ def test_foreign_text_stays_text(tmp_path: Path, chromium: Browser) -> None:
 def test_columns_of_page_hold_times_calls_and_steps(tmp_path: Path) -> None:
     """The layout, as the page's script reads it; pauses of hours fit as well."""
     timeline = read_timeline([records.write(tmp_path, 2, 3)])
-    late = array("d", [*timeline.lanes[0].times[:-1], timeline.began + 9e4])
-    timeline = replace(timeline, lanes=[replace(timeline.lanes[0], times=late), timeline.lanes[1]])
-    html = "".join(page_of(timeline, ""))
+    first, second = timeline.records
+    late = replace(first.events[-1], started=timeline.began + 9e4)
+    timeline = replace(timeline, records=[replace(first, events=(*first.events[:-1], late)), second])
+    html = page_of(timeline, "")
     packed = html.partition('id="data">')[2].partition("<")[0]
     raw = zlib.decompress(base64.b64decode(packed))
     start = 4 + struct.unpack("<I", raw[:4])[0]
@@ -120,5 +123,5 @@ def test_columns_of_page_hold_times_calls_and_steps(tmp_path: Path) -> None:
     assert len(numbers) == 2 * 3 * 6
     waits, calls, steps = numbers[:6], numbers[6:12], numbers[12:18]
     assert sum(waits) * header["tick"] == pytest.approx(9e4)
-    assert [timeline.calls[call].label for call in calls] == ["loss", "acc"] * 3
+    assert [header["calls"][call][3] for call in calls] == ["loss", "acc"] * 3
     assert steps == (0,) * 6

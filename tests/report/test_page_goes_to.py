@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from array import array
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddpstats._base.marks import Mark
-from ddpstats.report.sources import read_timeline
-from ddpstats.report.timeline import Lane
+from ddpstats.report.report import read_timeline
 from tests.report import records
 from tests.report.browser import Browser
 from tests.report.test_page import page
@@ -129,12 +127,12 @@ def test_buttons_zoom_and_group_filter_hides_events(tmp_path: Path, chromium: Br
 def test_page_of_6_million_events_opens(tmp_path: Path, chromium: Browser) -> None:
     """64 ranks with 100,000 events each, about what their records hold."""
     small = read_timeline([records.write(tmp_path, 2, 20, parts=False)])
-    count = 100_000
-    times = array("d", (small.began + place * 1e-5 for place in range(count)))
-    calls, seqs = array("L", [0, 1]) * (count // 2), array("Q", range(1, count + 1))
-    lanes = [Lane(rank, times, calls, seqs, True, "") for rank in range(64)]
+    events = tuple(
+        records.event(seq, ("loss", "acc")[seq % 2], started=small.began + seq * 1e-5) for seq in range(100_000)
+    )
+    ranks = [replace(small.records[0], rank=rank, events=events) for rank in range(64)]
     marks = [Mark("sentinel", "a gradient is far from normal", small.began + 0.5, 3, (7,))]
-    timeline = replace(small, lanes=lanes, marks=marks, keys=[], ended=small.began + 1)
+    timeline = replace(small, records=ranks, marks=marks, keys=[], ended=small.began + 1)
     began = time.monotonic()
     chromium.open(page(timeline, tmp_path / "page.html"))
     assert chromium.run("document.querySelector('#shown').textContent") == "6,400,000 events"

@@ -149,7 +149,7 @@ def test_link_or_directory_as_record_is_refused_by_name(
 
 
 def test_directory_that_does_not_exist_is_named(tmp_path: Path, report: Report) -> None:
-    assert "there is no such directory" in report(tmp_path / "nowhere", status=2)
+    assert "nowhere is no directory" in report(tmp_path / "nowhere", status=2)
     (tmp_path / "file").write_text("")
-    assert "is a file: give the directory that it is in" in report(tmp_path / "file", status=2)
+    assert "file is no directory" in report(tmp_path / "file", status=2)
     assert "holds no rank*.jsonl" in report(tmp_path, status=2)
