@@ -234,7 +234,7 @@ def _gathered(leaves: list[Any], samples: int | None = None) -> torch.Tensor | N
     parts = [part for part in parts if part.shape != (0,)] or parts
     if len({part.shape[1:] for part in parts}) > 1:
         return None
-    dtype = _promoted(parts)
+    dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts])
     whole = torch.cat([part.to(dtype) for part in parts])
     return whole[:samples] if any(isinstance(leaf, torch.Tensor) for leaf in leaves) else whole
 
@@ -248,7 +248,7 @@ def _reduced(leaves: list[Any], reduction: str) -> Any:
     tensors = list(map(_tensor, leaves))
     if len({tensor.shape for tensor in tensors}) > 1:
         return None
-    dtype = _promoted(tensors)
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
     inexact = dtype.is_floating_point or dtype.is_complex
     wide = torch.promote_types(dtype, torch.float64) if inexact else torch.int64
     combine = torch.maximum if reduction == "max" else torch.add
@@ -257,10 +257,6 @@ def _reduced(leaves: list[Any], reduction: str) -> Any:
         return total.to(dtype)
     mean = total.to(torch.promote_types(wide, torch.float64)) / len(tensors)
     return mean.to(dtype if inexact else torch.get_default_dtype())
-
-
-def _promoted(tensors: list[torch.Tensor]) -> torch.dtype:
-    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def _tensor(leaf: Any) -> torch.Tensor:

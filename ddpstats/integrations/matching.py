@@ -101,7 +101,12 @@ def _result(name: str, result_of: Callable[[str], Any]) -> Any:
     try:
         return pack(result_of(name))
     except Exception as error:
-        raise CannotEncode(str(name), f"{type(error).__name__}: {first_line(error)}") from error
+        raise CannotEncode(str(name), error_text(error)) from error
+
+
+def error_text(error: Exception) -> str:
+    """Return an error in one line, for other ranks."""
+    return f"{type(error).__name__}: {first_line(error)[:300]}"
 
 
 # -- what `gather_trees` does not take as it is ------------------------------------------------------------------------

@@ -36,8 +36,8 @@ from typing import Any
 import torch
 
 from ddpstats._base.paths import Path
-from ddpstats._base.text import dtype_name, first_line, ranks_text
-from ddpstats.integrations.matching import Kind, Matching, pack, unite, unpack
+from ddpstats._base.text import dtype_name, ranks_text
+from ddpstats.integrations.matching import Kind, Matching, error_text, pack, unite, unpack
 from ddpstats.integrations.patches import Patches
 
 __all__ = ["install", "uninstall"]
@@ -95,13 +95,14 @@ def uninstall() -> None:
 def _get_synced_metric(metric: Any, process_group: Any = None) -> Any:
     if _is_alone(process_group):
         return metric
-    return _merged({_SINGLE: metric}, _matching("get_synced_metric", process_group))[0][_SINGLE]
+    return _metric_of(_merged({_SINGLE: metric}, _matching("get_synced_metric", process_group))[0], _SINGLE)
 
 
 def _get_synced_metric_collection(metric_collection: MutableMapping[str, Any], process_group: Any = None) -> Any:
     if _is_alone(process_group):
         return metric_collection
-    return _merged(metric_collection, _matching("get_synced_metric_collection", process_group))[0]
+    merged, _ = _merged(metric_collection, _matching("get_synced_metric_collection", process_group))
+    return {name: _metric_of(merged, name) for name in merged}
 
 
 def _sync_and_compute_collection(metrics: MutableMapping[str, Any], process_group: Any = None) -> dict[str, Any]:
@@ -110,8 +111,8 @@ def _sync_and_compute_collection(metrics: MutableMapping[str, Any], process_grou
     # stock calls get_synced_metric_collection for its part, so ranks may call either
     matching = _matching("get_synced_metric_collection", process_group)
     merged, members = _merged(metrics, matching)
-    result_of = functools.cache(lambda name: merged[name].compute())
-    device = next((metric.device for metric in merged.values()), torch.device("cpu"))
+    result_of = functools.cache(lambda name: _metric_of(merged, name).compute())
+    device = next((metric.device for metric in metrics.values()), torch.device("cpu"))
     others = matching.share_results(members, result_of, device)
     return {name: others[name] if name in others else result_of(name) for name in members}
 
@@ -125,9 +126,8 @@ _OURS: dict[str, Callable[..., Any]] = {
 
 def _is_alone(group: Any) -> bool:
     """Raise what torcheval raises on a rank that is no member of ``group``, and warn as it does."""
-    toolkit = _toolkit()
-    world_size: int = toolkit._get_world_size(group)
-    toolkit._validate_rank_and_world_size(world_size)
+    world_size: int = _toolkit()._get_world_size(group)
+    _toolkit()._validate_rank_and_world_size(world_size)
     return world_size == 1
 
 
@@ -141,24 +141,31 @@ def _matching(function: str, group: Any) -> Matching:
 
 
 def _merged(metrics: Mapping[str, Any], matching: Matching) -> tuple[dict[str, Any], Members]:
-    """Merge each of ``metrics`` with those of its name on the other ranks; also return every rank's. Collective."""
+    """Merge each of ``metrics`` with those of its name on the other ranks, and return every rank's too. Collective.
+
+    Where merging fails, the error is in the metric's place: the other ranks may wait for this one.
+    """
     by_rank = unpack(matching.gather(lambda: {name: pack(_member(metric)) for name, metric in metrics.items()}))
     members: Members = unite(by_rank)
     doubts = _doubts(matching, members)
-    merged, failures = {}, {}
+    merged: dict[str, Any] = {}
     for name, metric in metrics.items():
         others = [member for rank, member in members[name].items() if rank != torch.distributed.get_rank()]
         try:
             merged[name] = _merge(metric, others)
             if name in doubts:  # lists are only appended to each other until the result is computed
                 _toolkit().clone_metric(merged[name]).compute()
-        except Exception as failure:
-            failures[name] = failure  # raised below: where there are doubts, the others wait for this rank
+        except Exception as error:
+            merged[name] = error
     if doubts:
-        _settle(matching, doubts, failures)
-    for error in failures.values():
-        raise error
+        _settle(matching, doubts, merged)
     return merged, members
+
+
+def _metric_of(merged: Mapping[str, Any], name: str) -> Any:
+    if isinstance(merged[name], Exception):
+        raise merged[name]
+    return merged[name]
 
 
 def _member(metric: Any) -> Member:
@@ -193,10 +200,10 @@ def _doubts(matching: Matching, members: Members) -> dict[str, Doubt]:
     return doubts
 
 
-def _settle(matching: Matching, doubts: dict[str, Doubt], failures: dict[str, Exception]) -> None:
+def _settle(matching: Matching, doubts: dict[str, Doubt], merged: dict[str, Any]) -> None:
     """Raise `SchemaConflict` on every rank if a member in doubt could not be merged on some. Collective."""
-    texts = {name: f"{type(error).__name__}: {first_line(error)[:300]}" for name, error in failures.items()}
-    failed = unite(matching.gather(texts, ", merged"))
+    errors = {name: error for name, error in merged.items() if isinstance(error, Exception)}
+    failed = unite(matching.gather({name: error_text(error) for name, error in errors.items()}, ", merged"))
     for name, (path, by_rank) in doubts.items():
         if name in failed:
             reason = f"merging failed on {ranks_text(failed[name])}, there with {next(iter(failed[name].values()))}"

@@ -21,7 +21,7 @@ rank, then the second of each.
 
 ``compute`` of a collection is collective whenever some member is to sync, also where its result is cached: the ranks
 cannot know each other's caches. So a second ``compute`` on rank 0 alone, which stock answers from the cache, must read
-the first result instead. If one rank has a member's result cached and another has not, both compute it again.
+the first result instead. What was gathered is computed again.
 
 Whether a member syncs at all (``sync_on_compute``, ``dist_sync_on_step``, ``process_group``) must be the same on all
 ranks that have it, and every rank's collection needs one that does.
@@ -109,8 +109,8 @@ def _probe() -> str | None:
     values = [getattr(metric, state, None) for state in states]
     if values != [2.0] or metric.compute() != 2.0:
         return f"keeps other states in a SumMetric of 2.0: {dict(zip(states, values, strict=True))}"
-    several = _with_members(_library().MetricCollection({"a": metric}), {"a": metric, "b": _Answer(3.0, {})})
-    results = several.compute()
+    collection = _library().MetricCollection({"a": metric})
+    results = _with_members(collection, {"a": metric, "b": _Answer(3.0, {})}).compute()
     return None if results == {"a": 2.0, "b": 3.0} else f"computes {results} for members that are a = 2.0 and b = 3.0"
 
 
@@ -144,8 +144,7 @@ def _compute(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, An
         for (name, path), entries in _fitting(matching, members).items():
             metric = metrics.get(name, {}).get(path)
             if metric is not None:
-                if not all(entry["cached"] for entry in entries.values()):  # no rank may keep an older result
-                    metric._computed = None
+                metric._computed = None  # no rank may keep an older result than the others
                 if not any(entry["by_itself"] for entry in entries.values()):
                     gathered[id(metric), group] = entries
         matched.append((matching, members))
@@ -230,7 +229,7 @@ def _everyones(
 
 
 def _with_members(collection: Any, members: Mapping[str, Any]) -> Any:
-    """Return a copy of the collection that has ``members`` in place of its own."""
+    """Return a copy of the collection that has these ``members``."""
     changed = copy.copy(collection)
     vars(changed)["_modules"] = dict(members)
     return changed
@@ -262,10 +261,8 @@ def _by_group(
 
 def _metrics_of(member: Any) -> dict[str, Any]:
     """Return the metrics that are computed for a member, by path: of one that delegates to others, those."""
-    metrics, modules = (
-        _leaves(member),
-        {type(wrapper).compute.__module__ for wrapper in member.modules() if _is_wrapper(wrapper)},
-    )
+    metrics = _leaves(member)
+    modules = {type(inner).compute.__module__ for inner in member.modules() if _is_wrapper(inner)}
     delegates = modules <= {f"torchmetrics.{name}" for name in _DELEGATING}
     return metrics if delegates and not any(map(_is_by_itself, metrics.values())) else {"": member}
 
@@ -309,7 +306,6 @@ def _heading(metric: Any, member: Any) -> Entry:
     return {
         "class": type(metric).__qualname__,
         "by_itself": _is_by_itself(metric),
-        "cached": metric._computed is not None,
         "naming": {name: getattr(member, name) for name in _NAMING if hasattr(member, name)},
         "states": {},
     }

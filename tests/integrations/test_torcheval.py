@@ -62,7 +62,8 @@ def test_a_result_that_cannot_be_had_is_an_error_on_every_rank(two_ranks: RankPo
     for pool, size in ((two_ranks, 2), (three_ranks, 3)):
         ranks = pool.run(runs.members_that_give_nothing).values()
         last = (size - 1,)
-        for raised, odd, afterwards in ranks:
+        for raised, odd, unmerged, afterwards in ranks:
+            assert unmerged == raised
             assert raised == ("InvalidStats", last, "only", raised[3])
             assert odd == ("InvalidStats", last, "only", odd[3])
             assert raised[3] == (

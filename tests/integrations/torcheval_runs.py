@@ -198,9 +198,13 @@ def members_that_give_nothing() -> list[Any]:
         def compute(self) -> Any:
             return object()
 
+    class Unmergeable(Holder):
+        def merge_state(self, others: Any) -> Any:
+            raise ZeroDivisionError("mine")
+
     found: list[Any] = []
     with installed(torcheval):
-        for kind in (Raising, Odd):
+        for kind in (Raising, Odd, Unmergeable):
             try:
                 toolkit.sync_and_compute_collection({"only": kind(1.0)} if rank == last else {})
             except ddpstats.InvalidStats as error:
