@@ -1,4 +1,4 @@
-"""Runs a part of the tests with other versions than the pinned ones, and writes the outcome into docs/compatibility.md.
+"""Run a part of the tests with other versions than the pinned ones, and write the outcome into docs/compatibility.md.
 
     scripts/launch.sh compat torch==2.16.0               # a release of torch
     scripts/launch.sh compat torch==2.13.0 python=3.12   # the pinned torch, another Python
@@ -7,19 +7,18 @@
     scripts/launch.sh compat                             # every line "run ..." of tests/compatibility.txt
 
 1. A virtual environment is made in a temporary folder, and uv installed in it.
-2. What is named is installed with what it asks for itself, in today's versions: what somebody gets who installs it
+2. What is named is installed with what it asks for itself, in today's versions, as a user gets it who installs it
    today. The rest of what the tests need is put on top of that, in the versions of constraints.txt.
 3. The tests run that tests/compatibility.txt lists for the named libraries or the device, or else for torch.
 4. The row in the table whose first cell is these arguments is replaced, or a new one appended; the folder is removed.
 
-Without arguments, rows that stand already for this version of ddpstats are skipped, so that the matrix can be
+Without arguments, rows that the table already has for this version of ddpstats are skipped, so that the matrix can be
 interrupted and started again. The exit status is 0 where all was installed and no test failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import configparser
 import datetime
 import os
 import re
@@ -31,6 +30,10 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.set_up import requirements
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_SEC = 3600
@@ -82,7 +85,7 @@ def read_plan(text: str) -> Plan:
 
 
 def normal(name: str) -> str:
-    """A project's name as registries compare it, of a requirement as well: "PyTorch_Lightning>=2" -> ..."""
+    """Return a project's name as registries compare it: "pytorch-lightning" of "PyTorch_Lightning>=2"."""
     return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", name.strip())[0]).lower()
 
 
@@ -95,7 +98,7 @@ class Asked(NamedTuple):
 
     def text(self) -> str:
         named = {"python": self.python, "device": self.device}
-        return "`" + " ".join([*self.packages, *(f"{key}={one}" for key, one in named.items() if one)]) + "`"
+        return "`" + " ".join([*self.packages, *(f"{key}={value}" for key, value in named.items() if value)]) + "`"
 
     def libraries(self) -> list[str]:
         return [name for name in map(normal, self.packages) if name != "torch"]
@@ -112,21 +115,21 @@ class Asked(NamedTuple):
 
 
 def asked_for(arguments: Sequence[str], plan: Plan) -> Asked:
-    """Raises `CannotRun` for what is no NAME==VERSION, and for a library that has no tests."""
+    """Raise `CannotRun` for what is no NAME==VERSION, and for a library that has no tests."""
     python = device = None
     packages = []
-    for one in arguments:
-        name, _, version = one.partition("=")
-        if name == "python" and re.fullmatch(r"=?\d+\.\d+", version):
-            python = version.lstrip("=")
-        elif one == "device=cuda":
+    for argument in arguments:
+        name, _, version = argument.partition("=")
+        if name == "python" and re.fullmatch(r"\d+\.\d+", version):
+            python = version
+        elif argument == "device=cuda":
             device = version
-        elif not re.fullmatch(r"[\w.-]+==[\w.+!]+", one):
-            raise CannotRun(f"{one!r} is neither NAME==VERSION nor python=3.12 nor device=cuda")
-        elif normal(one) not in plan.tests:
-            raise CannotRun(f"no tests are listed for {normal(one)!r}, only for {', '.join(plan.tests)}")
+        elif not re.fullmatch(r"[\w.-]+==[\w.+!]+", argument):
+            raise CannotRun(f"{argument!r} is neither NAME==VERSION nor python=3.12 nor device=cuda")
+        elif normal(argument) not in plan.tests:
+            raise CannotRun(f"no tests are listed for {normal(argument)!r}, only for {', '.join(plan.tests)}")
         else:
-            packages.append(one)
+            packages.append(argument)
     return Asked(python, packages, device)
 
 
@@ -134,7 +137,7 @@ def asked_for(arguments: Sequence[str], plan: Plan) -> Asked:
 
 
 def interpreter(version: str | None) -> str:
-    """Of that version, by its usual name, also as pyenv has it."""
+    """Return a Python of that version, from the PATH or from pyenv."""
     if version is None:
         return os.environ.get("PYTHON", sys.executable)
     of_pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
@@ -148,7 +151,7 @@ def interpreter(version: str | None) -> str:
 
 
 def environment() -> dict[str, str]:
-    """For uv and the tests: uv has pip's index and folders of wheels, and what is compiled once stays."""
+    """Return the environment of uv and the tests: uv has pip's settings, and bytecode is written."""
     environ = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")}
     for name in ("INDEX_URL", "EXTRA_INDEX_URL", "FIND_LINKS"):
         if f"PIP_{name}" in environ:
@@ -156,17 +159,8 @@ def environment() -> dict[str, str]:
     return environ | {"PYTHONPATH": str(ROOT)}
 
 
-def requirements(extras: Sequence[str]) -> list[str]:
-    """Return the requirements of the package and of these extras, as setup.cfg lists them."""
-    config = configparser.RawConfigParser()
-    config.read(ROOT / "setup.cfg")
-    lists = [config["options"]["install_requires"], *(config["options.extras_require"][extra] for extra in extras)]
-    lines = [line.strip() for text in lists for line in text.splitlines()]
-    return [line for line in lines if line and not line.startswith("#")]
-
-
 def install(python: str, folder: Path, asked: Asked, extras: Sequence[str]) -> dict[str, str]:
-    """Into the environment of ``python``. Returns the versions of everything that is there."""
+    """Install it into the environment of ``python``. Return the versions of everything that is there."""
 
     def pip(*arguments: str) -> str:
         return run([python, "-m", "uv", "pip", *arguments], environ, capture=arguments[0] == "freeze")
@@ -178,7 +172,8 @@ def install(python: str, folder: Path, asked: Asked, extras: Sequence[str]) -> d
     environ = {"UV_CACHE_DIR": str(folder / "cache")} | environment() | {"VIRTUAL_ENV": str(folder / "venv")}
     run([python, "-m", "pip", "install", "--quiet", "uv"], environ)
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
-    named = [one for one in asked.packages if normal(one) != "espnet"]
+    espnet = [package for package in asked.packages if normal(package) == "espnet"]
+    named = [package for package in asked.packages if package not in espnet]
     if "torch" not in map(normal, named):
         named += [line for line in constraints if normal(line) == "torch"]
     pip("install", "--quiet", *named)
@@ -186,15 +181,10 @@ def install(python: str, folder: Path, asked: Asked, extras: Sequence[str]) -> d
     kept = [f"{name}=={version}" for name, version in there.items()]
     kept += [line for line in constraints if line[:1] not in ("", "#") and normal(line) not in there]
     (folder / "constraints.txt").write_text("\n".join(kept) + "\n")
-    wanted = ["setuptools", *(one for one in requirements(extras) if normal(one) not in there)]
+    wanted = ["setuptools", *(line for line in requirements(extras) if normal(line) not in there)]
     pip("install", "--quiet", "--constraint", str(folder / "constraints.txt"), *wanted)
     if "espnet" in extras:  # setup.cfg says why without what it asks for
-        pip(
-            "install",
-            "--quiet",
-            "--no-deps",
-            *([one for one in asked.packages if normal(one) == "espnet"] or ["espnet"]),
-        )
+        pip("install", "--quiet", "--no-deps", *(espnet or ["espnet"]))
     return installed()
 
 
@@ -247,7 +237,7 @@ def row_of(asked: Asked, plan: Plan, folder: Path, options: Sequence[str]) -> Ro
 
 
 def gpu_of(python: str) -> str:
-    """Its name, as torch in that environment has it."""
+    """Return the name of the GPU, as torch in that environment has it."""
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
     name = run([python, "-c", code], environment(), capture=True).strip()
     if not name:
@@ -256,7 +246,7 @@ def gpu_of(python: str) -> str:
 
 
 def counts(report: str) -> tuple[int, int, int]:
-    """(passed, skipped, failed) of a report in JUnit's XML; an error counts as a failure."""
+    """Return (passed, skipped, failed) of a report in JUnit's XML; an error counts as a failure."""
     suites = list(ElementTree.fromstring(report).iter("testsuite"))
     total, skipped, failures, errors = (
         sum(int(suite.get(key, "0")) for suite in suites) for key in ("tests", "skipped", "failures", "errors")
@@ -265,9 +255,7 @@ def counts(report: str) -> tuple[int, int, int]:
 
 
 def own_version() -> str:
-    found = re.search(r'__version__ = "(.+)"', (ROOT / "ddpstats" / "_base" / "version.py").read_text())
-    assert found is not None
-    return found[1]
+    return (ROOT / "ddpstats" / "_base" / "version.py").read_text().split('"')[-2]
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -277,24 +265,24 @@ def rows_of(page: str) -> list[Row]:
     lines = page.splitlines()
     if HEADER not in lines:
         return []
-    found = []
+    rows = []
     for line in lines[lines.index(HEADER) + 2 :]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) != len(Row._fields):
             break
-        found.append(Row(*cells))
-    return found
+        rows.append(Row(*cells))
+    return rows
 
 
 def with_row(page: str, row: Row) -> str:
-    """The page with this row in the place of the one that has the same first cell, or below all others."""
+    """Return the page with this row instead of the one that has the same first cell, or below all others."""
     lines = page.splitlines()
     if HEADER not in lines:
         lines += ["", HEADER, "|" + "---|" * len(Row._fields)]
     rows = rows_of("\n".join(lines))
     begin = lines.index(HEADER) + 2
-    kept = [row if one.asked == row.asked else one for one in rows]
-    lines[begin : begin + len(rows)] = [one.line() for one in (kept if row in kept else [*kept, row])]
+    replaced = [row if old.asked == row.asked else old for old in rows]
+    lines[begin : begin + len(rows)] = [new.line() for new in (replaced if row in replaced else [*replaced, row])]
     return "\n".join(lines) + "\n"
 
 
@@ -315,30 +303,30 @@ def main(arguments: Sequence[str]) -> int:
         "--table", type=Path, default=ROOT / "docs" / "compatibility.md", help="the page with the table"
     )
     parser.add_argument("--plan", type=Path, default=ROOT / "tests" / "compatibility.txt", help="tests and matrix")
-    given = parser.parse_args(arguments)
-    plan = read_plan(given.plan.read_text())
-    page = given.table.read_text() if given.table.exists() else "# Compatibility\n"
-    standing = {row.asked for row in rows_of(page) if row.ddpstats == own_version()}
+    options = parser.parse_args(arguments)
+    plan = read_plan(options.plan.read_text())
+    page = options.table.read_text() if options.table.exists() else "# Compatibility\n"
+    done = {row.asked for row in rows_of(page) if row.ddpstats == own_version()}
     status = 0
-    for wanted in [given.wanted] if given.wanted else plan.runs:
+    for wanted in [options.wanted] if options.wanted else plan.runs:
         folder = Path(tempfile.mkdtemp(prefix="ddpstats-compat-"))
         try:
             asked = asked_for(wanted, plan)
-            if not given.wanted and asked.text() in standing:
-                say(f"{asked.text()}: stands in the table")
+            if not options.wanted and asked.text() in done:
+                say(f"{asked.text()}: is in the table already")
                 continue
-            row = row_of(asked, plan, folder, given.pytest)
+            row = row_of(asked, plan, folder, options.pytest)
         except CannotRun as error:
             say(f"{' '.join(wanted)}: {error}")
             status = 1
             continue
         finally:
-            if given.keep:
+            if options.keep:
                 say(f"the environment is {folder / 'venv'}")
             else:
                 shutil.rmtree(folder)
-        page = given.table.read_text() if given.table.exists() else page
-        given.table.write_text(with_row(page, row))
+        page = with_row(page, row)
+        options.table.write_text(page)
         say(row.line())
         status = status or int(row.failed != "0")
     return status

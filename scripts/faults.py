@@ -1,10 +1,10 @@
-"""Hurt one rank in every phase of what ddpstats does, and write down what the others were told, and when.
+"""Hurt one rank in every phase of what ddpstats does, and write down what the others raised, and when.
 
     scripts/launch.sh dev python scripts/faults.py RESULTS [--ranks 2 4] [--phase NAME ...] [--fault NAME ...]
     scripts/launch.sh dev python scripts/faults.py RESULTS --table docs/reliability.md
 
 A line of JSON for each case goes into the file RESULTS; cases that stand there are not played again. With --table the
-table between the markers of that page is written anew from it.
+table between the markers of that page is written from it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> int:
         write_table(options.table, read(options.results))
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background has it ignored
-    known = {_key(one["case"]) for one in read(options.results)}
+    known = {_key(row["case"]) for row in read(options.results)}
     failed = 0
     for ranks in options.ranks:
         for case in cells(ranks, options.timeout_sec, options.late_sec):
@@ -62,7 +62,7 @@ def _key(case: dict[str, Any]) -> tuple[Any, ...]:
 def _play(case: Case, results: Path) -> bool:
     seen = play(case)
     amiss = shortfalls(case, seen)
-    firsts = [one and {**one["first"], "left": one["left"]} for one in seen.ranks]
+    firsts = [rank and {**rank["first"], "left": rank["left"]} for rank in seen.ranks]
     after = seen.told_after_sec(case)
     with results.open("a") as file:
         row = {"case": asdict(case), "victim": case.victim, "after_sec": after, "amiss": amiss, "ranks": firsts}
@@ -77,14 +77,14 @@ def write_table(page: Path, rows: list[dict[str, Any]]) -> None:
     cells = {_key(row["case"]): _cell(row) for row in rows}
     lines = ["| | " + " | ".join(fault.words for fault in FAULTS.values()) + " |", "|---" * (len(FAULTS) + 1) + "|"]
     for name, phase in PHASES.items():
-        found = [" / ".join(cells.get((name, fault, size), "-") for size in sizes) for fault in FAULTS]
-        lines.append(f"| {phase.words} | " + " | ".join(found) + " |")
+        row = [" / ".join(cells.get((name, fault, size), "-") for size in sizes) for fault in FAULTS]
+        lines.append(f"| {phase.words} | " + " | ".join(row) + " |")
     before, _, rest = page.read_text().partition(_BEGIN)
     page.write_text("\n".join([f"{before}{_BEGIN}", "", *lines, "", f"{_END}{rest.partition(_END)[2]}"]))
 
 
 def _cell(row: dict[str, Any]) -> str:
-    missed = any(one and one["raised"] == "RankMissing" for one in row["ranks"])
+    missed = any(rank and rank["raised"] == "RankMissing" for rank in row["ranks"])
     text = f"{row['after_sec']:.1f}" if row["amiss"] or missed else "ok"
     return f"**{text}**" if row["amiss"] else text
 

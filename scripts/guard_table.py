@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,9 @@ _TELLING_WORDS = ("What differs", "Likely", "the process is gone", "did not take
 
 
 def main(target: Path, chosen: Collection[str]) -> None:
-    before = (
-        {line.split("`")[1]: line for line in target.read_text().splitlines() if line[:3] == "| `"} if chosen else {}
-    )
+    """Play these scenarios, or all of them, and write the page."""
     lines = _head()
+    before = {line.split("`")[1]: line for line in target.read_text().splitlines() if chosen and line[:3] == "| `"}
     for number, (name, row) in enumerate(scenarios.SCENARIOS.items(), 1):
         if name in before and name not in chosen:
             lines.append(before[name])
@@ -41,7 +40,6 @@ def main(target: Path, chosen: Collection[str]) -> None:
         lines.append("| " + " | ".join(_row(name, row.ranks)) + " |")
     for pool in _pools.values():
         pool.close()
-    target.parent.mkdir(exist_ok=True)
     target.write_text("\n".join(lines) + "\n")
 
 
@@ -77,15 +75,13 @@ _pools: dict[tuple[int, str], RankPool] = {}
 
 
 def _run(ranks: int, env: dict[str, str], *call: Any) -> Any:
-    """On ranks that nothing went wrong on before."""
+    """Run the call on ranks of a pool, which is started again once anything went wrong on it."""
     key = ranks, str(env)
     if key not in _pools:
         _pools[key] = RankPool(ranks, timeout_sec=_LIMIT_SEC, env=env)
     outcomes = _pools[key].run(*call)
-    if any(
-        outcome.error is not None or getattr(outcome.value, "error", outcome.value) not in ("", "silent")
-        for outcome in outcomes
-    ):
+    ends = [outcome.error or getattr(outcome.value, "error", outcome.value) for outcome in outcomes]
+    if any(end not in ("", "silent") for end in ends):
         _pools[key].restart()
     return outcomes
 
@@ -140,12 +136,8 @@ def _both_silent(name: str, ranks: int) -> str:
 
 def _short(text: str, limit: int = 90) -> str:
     without_folders = re.sub(r"(?<!\S)/\S+/", "", text)  # where some machine has built torch says nothing to a reader
-    line = " ".join(_without_bars(without_folders.split()))
+    line = " ".join(word.replace("|", "/") for word in without_folders.split() if not word.startswith("["))
     return line if len(line) <= limit else line[: limit - 3] + "..."
-
-
-def _without_bars(words: Iterable[str]) -> list[str]:
-    return [word.replace("|", "/") for word in words if not word.startswith("[")]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What scripts/launch.sh asks of a Python, which may be too old.
+"""Answer what scripts/launch.sh asks of a Python, which may be too old.
 
 `set_up.py torch` prints its program, and the version of its torch: empty below 2.6, or where it has none.
 `set_up.py requirements LEVEL` prints what setup.cfg lists: for ddpstats (0), tests of torch alone (1), or all (2).

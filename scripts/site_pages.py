@@ -1,4 +1,4 @@
-"""A hook of mkdocs (mkdocs.yml): what the site shows besides docs/, and links that lead there as they do on GitHub.
+"""A hook of mkdocs (mkdocs.yml): pages of the site besides docs/, and links that lead there as they do on GitHub.
 
 1. `on_files` adds the documents at the top of the repository (README.md is the first page), the notebook as a page, and
    a page for each module of the reference, and for each example that a page links to.
@@ -65,12 +65,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 def _linked_files() -> set[str]:
     """Files of the repository, outside of docs/, that its pages link to."""
     pages = [ROOT / name for name in DOCUMENTS] + sorted((ROOT / "docs").glob("*.md"))
-    found = {(page.parent / link[1]).resolve() for page in pages for link in LINK.finditer(page.read_text())}
-    return {path.relative_to(ROOT).as_posix() for path in found if path.is_file() and ROOT / "docs" not in path.parents}
+    linked = {(page.parent / link[1]).resolve() for page in pages for link in LINK.finditer(page.read_text())}
+    files = {path for path in linked if path.is_file() and ROOT / "docs" not in path.parents}
+    return {path.relative_to(ROOT).as_posix() for path in files}
 
 
 def _page_of(name: str) -> str:
-    """The page that stands for a file of the repository; a name that has none stays."""
+    """Return the page that shows a file of the repository, or the name itself where it has none."""
     if name.startswith("ddpstats/integrations"):
         return "reference/integrations.md"
     if name.endswith(".py"):
@@ -98,7 +99,7 @@ def _reference(modules: list[str]) -> str:
 
 
 def _public(module: str) -> list[str]:
-    """What a module says is public: what it imports as itself, and what it defines without an underscore."""
+    """Return a module's public names: what it imports as itself, and what it defines without an underscore."""
     path = ROOT.joinpath(*module.split("."))
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
     aliases = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]

@@ -1,4 +1,4 @@
-"""What runs on the ranks of `soak`: rounds of random stats, windows and watched training; what the process holds."""
+"""The rounds of `soak`, on each rank: random stats, windows and watched training, and what the process holds then."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _leaked: list[Any] = []
 
 
 @dataclass
-class Told:
-    """Of one rank. ``holds``: by quantity; memory in MiB, all others counted. ``digests``: of what rounds gave."""
+class RankReport:
+    """One rank's report. ``holds``: memory in MiB, all others counted. ``digests``: of the results of the rounds."""
 
     holds: dict[str, float] = field(default_factory=dict)
     digests: list[str] = field(default_factory=list)
@@ -44,83 +44,83 @@ class Told:
     done: dict[str, int] = field(default_factory=dict)
 
 
-def rounds(seed: int, numbers: Sequence[int], directory: str, leak: Sequence[str] = ()) -> Told:
-    """Every rank must call. What is wrong is told, so that the other ranks go on."""
-    told = Told(done=dict.fromkeys(("reductions", "windows", "conflicts", "groups", "watched steps"), 0))
+def rounds(seed: int, numbers: Sequence[int], directory: str, leak: Sequence[str] = ()) -> RankReport:
+    """Play these rounds; every rank must call. A wrong result is in the report, so that all ranks go on."""
+    report = RankReport(done=dict.fromkeys(("reductions", "windows", "conflicts", "groups", "watched steps"), 0))
     with _quiet():
         for number in numbers:
-            _round(seed, number, Path(directory), told)
+            _round(seed, number, Path(directory), report)
             for what in leak:
                 _leak(what)
-    told.holds = holds()
-    return told
+    report.holds = holds()
+    return report
 
 
-def _round(seed: int, number: int, directory: Path, told: Told) -> None:
+def _round(seed: int, number: int, directory: Path, report: RankReport) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    looks = number % ranks == rank  # ranks take turns in asking the oracle; that they agree is asked of all
+    looks = number % ranks == rank  # ranks take turns in asking the oracle; that they agree is checked for all
     drawn = next(drawn_by(1_000_000 * seed + 2 * number, ranks, 1))
     name = random.Random(number).choice(_NAMES)
     answer = reduced(functools.partial(ddpstats.reduce_stats, name=name), rank, drawn)
-    _judge(told, f"reduction {number}", answer, looks, lambda: check_one(drawn, [answer]))
-    told.done["reductions"] += 1
+    _judge(report, f"reduction {number}", answer, looks, lambda: check_one(drawn, [answer]))
+    report.done["reductions"] += 1
     window_policy, by_rank = Draw(1_000_000 * seed + 2 * number + 1).window(ranks)
-    found = flushed(by_rank[rank], window_policy, name)
-    _judge(told, f"window {number}", found, looks, lambda: check(by_rank, [found], window_policy))
-    told.done["windows"] += 1
+    answer = flushed(by_rank[rank], window_policy, name)
+    _judge(report, f"window {number}", answer, looks, lambda: check(by_rank, [answer], window_policy))
+    report.done["windows"] += 1
     if number % _CONFLICT_EVERY == 1:
-        _conflict(told, number)
+        _conflict(report, number)
     if number % _GROUP_EVERY == 2:
-        _group(told, number)
+        _group(report, number)
     if number % _TRAIN_EVERY == 3:
-        _train(told, directory / f"round{number}", number)
+        _train(report, directory / f"round{number}", number)
 
 
-def _judge(told: Told, what: str, answer: Any, looks: bool, ask: Any) -> None:
-    told.digests.append(hashlib.sha256(repr(answer).encode()).hexdigest())
+def _judge(report: RankReport, what: str, answer: Any, looks: bool, ask: Any) -> None:
+    report.digests.append(hashlib.sha256(repr(answer).encode()).hexdigest())
     if looks:
         try:
             ask()
         except AssertionError as error:
-            told.wrong.append(f"{what}: {str(error)[:2000]}")
+            report.wrong.append(f"{what}: {str(error)[:2000]}")
 
 
-def _conflict(told: Told, number: int) -> None:
-    """Ranks hold two reduce ops: the same error everywhere, and everything goes on."""
+def _conflict(report: RankReport, number: int) -> None:
+    """Reduce two reduce ops: the error is the same on all ranks, and everything goes on."""
     try:
         ddpstats.reduce_stats({"x": Sum(1.0) if dist.get_rank() else 1.0}, name=_NAMES[0])
     except SchemaConflict as error:
-        told.digests.append(str(error))
-        told.done["conflicts"] += 1
+        report.digests.append(str(error))
+        report.done["conflicts"] += 1
     else:
-        told.wrong.append(f"conflict {number}: no error")
+        report.wrong.append(f"conflict {number}: no error")
 
 
-def _group(told: Told, number: int) -> None:
-    """A group that comes and goes, with a reducer of its own."""
+def _group(report: RankReport, number: int) -> None:
+    """Make a group, reduce in it, and destroy it."""
     group: Any = dist.new_group()
     with StatsReducer(group=group) as reducer:
         values = reducer({"x": float(dist.get_rank())}).values
     dist.destroy_process_group(group)
     ranks = dist.get_world_size()
     if values != {"x": (ranks - 1) / 2}:
-        told.wrong.append(f"group {number}: {values}")
-    told.done["groups"] += 1
+        report.wrong.append(f"group {number}: {values}")
+    report.done["groups"] += 1
 
 
 _program: list[Program] = []
 
 
 def _trained() -> Program:
-    """Made once: what a model of torch's own leaves behind is not asked here."""
+    """Return the one program: what each new model of torch leaves behind is not the question here."""
     if not _program:
         torch.manual_seed(0)
         _program.append(PROGRAMS["no_sync"]())
     return _program[0]
 
 
-def _train(told: Told, directory: Path, number: int) -> None:
-    """Four steps with all that watches, one of them with a NaN on rank 1; then all of it is taken away."""
+def _train(report: RankReport, directory: Path, number: int) -> None:
+    """Train four steps with all that watches, one of them with a NaN on rank 1; then remove all of it."""
     program, together = _trained(), number % 20 == 3
     with contextlib.ExitStack() as stack:
         watch = Everything(program.parts, directory, "step" if together else "strict", together, stack)
@@ -128,12 +128,12 @@ def _train(told: Told, directory: Path, number: int) -> None:
             watch.begin()
             watch.end(step, program.step(watch, step))
     if watch.did["NaN told"] != 1:
-        told.wrong.append(f"training {number}: {watch.did}")
-    told.done["watched steps"] += 4
+        report.wrong.append(f"training {number}: {watch.did}")
+    report.done["watched steps"] += 4
 
 
 def holds() -> dict[str, float]:
-    """What this process has of each quantity."""
+    """Return what this process holds of each quantity."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     maps = Path("/proc/self/maps").read_text().splitlines()
@@ -148,12 +148,12 @@ def holds() -> dict[str, float]:
 
 
 def _lingering() -> int:
-    """Threads that ask the store end by themselves, some time after the last question."""
+    """Count the threads that ask the store: they end by themselves, some time after the last question."""
     return sum(thread.name == "ddpstats-store" for thread in threading.enumerate())
 
 
 def _leak(what: str) -> None:
-    """On purpose, to show that it is seen."""
+    """Leak on purpose, to show that it is seen."""
     if what == "memory":
         _leaked.append(bytearray(os.urandom(2**20)))
     elif what == "threads":
@@ -170,7 +170,7 @@ def _leak(what: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What captures and sentinels say of a NaN that is wanted."""
+    """Drop what captures and sentinels say of a NaN that is wanted."""
     logger = logging.getLogger("ddpstats")
     logger.disabled = True
     try:
