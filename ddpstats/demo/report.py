@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 WEIGHT = 8.0
 
@@ -23,7 +24,6 @@ _BATCHES: tuple[Stats, Stats] = (
 )
 ASKED = "snr_loss[1]"
 _FLOAT32_TOLERANCE = 1e-6
-_RED, _PLAIN = "\033[31m", "\033[0m"
 _FIX = """\
 The fix:
 
@@ -59,19 +59,19 @@ def stats_of(rank: int) -> Stats:
 
 
 def flat(stats: Stats) -> dict[str, float]:
-    """Names as `Reduced.flat` spells them: ``l1_loss[0]``."""
+    """Return the values by their names in `Reduced.flat`: ``l1_loss[0]``."""
     return {f"{key}[{index}]": value for key, values in stats.items() for index, value in enumerate(values)}
 
 
 def true_means(reports: Sequence[RankReport]) -> dict[str, float]:
-    """The mean of each name over the ranks that hold it; all weigh the same."""
+    """Return the mean of each name over the ranks that hold it; all weigh the same."""
     held = [flat(report.inputs) for report in reports]
     names = sorted({name for batch in held for name in batch})
     return {name: fmean(batch[name] for batch in held if name in batch) for name in names}
 
 
 def is_right(reports: Sequence[RankReport]) -> bool:
-    """Return whether ddpstats gave every rank every true mean, and nothing else."""
+    """Return whether ddpstats gave every rank every true mean, and no more."""
     true = true_means(reports)
     return all(
         report.ddpstats.keys() == true.keys() and not any(_is_wrong(report.ddpstats[name], true[name]) for name in true)
@@ -94,14 +94,15 @@ def as_text(reports: Sequence[RankReport], *, colour: bool) -> str:
     """Return the text of the report: the premise, the table, what went wrong, what it cost, the fix."""
     paragraphs = [
         _premise(reports),
-        _table(_rows(true_means(reports), reports[:2]), colour),
+        _table(true_means(reports), reports[:2]),
         _others(len(reports)),
         _story(reports),
         _cost(reports[0].collectives),
         _worst(reports[0].worst),
         _FIX,
     ]
-    return "\n\n".join(filter(None, paragraphs))
+    text = "\n\n".join(filter(None, paragraphs))
+    return re.sub(r"\S+ <- wrong", r"\033[31m\g<0>\033[0m", text) if colour else text  # in red
 
 
 # -- paragraphs -------------------------------------------------------------------------------------------------------
@@ -149,46 +150,20 @@ def _worst(worst: Sequence[Sequence[float]]) -> str:
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
-class _Cell(NamedTuple):
-    text: str
-    wrong: bool = False
-
-
-def _rows(true: Mapping[str, float], reports: Sequence[RankReport]) -> list[list[_Cell]]:
+def _table(true: Mapping[str, float], reports: Sequence[RankReport]) -> str:
     ways = [report.plain_all_reduce for report in reports] + [report.ddpstats for report in reports]
-    values = [
-        [_Cell(name), _Cell(_number(value)), *(_cell(way.get(name), value) for way in ways)]
-        for name, value in true.items()
-    ]
-    return _heads([f" rank {report.rank}" for report in reports]) + values
-
-
-def _heads(ranks: list[str]) -> list[list[_Cell]]:
+    ranks = [f" rank {report.rank}" for report in reports]
     blanks = [""] * (len(ranks) - 1)
-    heads = [["", " true", " plain all_reduce", *blanks, " ddpstats", *blanks], ["", "", *ranks, *ranks]]
-    return [[_Cell(text) for text in head] for head in heads]
+    rows = [["", " true", " plain all_reduce", *blanks, " ddpstats", *blanks], ["", "", *ranks, *ranks]]
+    for name, value in true.items():
+        rows.append([name, f"{value: .4f}", *(_cell(way.get(name), value) for way in ways)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _cell(value: float | None, true: float) -> _Cell:
-    if value is None:
-        return _Cell(" -")
-    wrong = _is_wrong(value, true)
-    return _Cell(_number(value) + " <- wrong" * wrong, wrong)
-
-
-def _number(value: float) -> str:
-    return f"{value: .4f}"
+def _cell(value: float | None, true: float) -> str:
+    return " -" if value is None else f"{value: .4f}" + " <- wrong" * _is_wrong(value, true)
 
 
 def _is_wrong(value: float, true: float) -> bool:
     return not math.isclose(value, true, rel_tol=_FLOAT32_TOLERANCE)
-
-
-def _table(rows: Sequence[Sequence[_Cell]], colour: bool) -> str:
-    widths = [max(len(cell.text) for cell in column) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(_padded, row, widths, [colour] * len(row))).rstrip() for row in rows)
-
-
-def _padded(cell: _Cell, width: int, colour: bool) -> str:
-    padding = " " * (width - len(cell.text))
-    return f"{_RED}{cell.text}{_PLAIN}{padding}" if colour and cell.wrong else cell.text + padding

@@ -79,7 +79,7 @@ def test_pickle_of_plain_values_is_read(protocol: int) -> None:
         b"\x80\x02X\xff\xff\xff\x7fabc.",
         b"\x80\x02(t(u.",
         b"\x80\x02K\x01K\x02a.",
-        b"\x80\x02})" + b"\x85" * (1 << 19) + b"Ns.",
+        b"\x80\x02}N" + b"N\x86" * (1 << 16) + b"Ns.",  # a deep pair as a key
     ],
     ids=range(13),
 )
@@ -203,7 +203,7 @@ def test_file_that_is_no_dump_is_named_with_the_reason(
 
 
 def test_dump_of_full_recorder_is_read(tmp_path: Path) -> None:
-    entries = json.loads(json.dumps([entry(seq) for seq in range(1, 5_000)]))
+    entries = json.loads(json.dumps([entry(seq) for seq in range(1, 2_001)]))
     for rank, content in enumerate((pickle.dumps(dump(*entries), 2), json.dumps(dump(*entries)).encode())):
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(content)
-    assert [len(spans) for spans in read_timeline([tmp_path]).spans.values()] == [4_999, 4_999]
+    assert [len(spans) for spans in read_timeline([tmp_path]).spans.values()] == [2_000, 2_000]

@@ -124,18 +124,18 @@ def test_buttons_zoom_and_group_filter_hides_events(tmp_path: Path, chromium: Br
     assert chromium.run("[...lanes[0].shown].every(event => calls[lanes[0].call[event]].group === 1)") is True
 
 
-def test_page_of_6_million_events_opens(tmp_path: Path, chromium: Browser) -> None:
-    """64 ranks with 100,000 events each, about what their records hold."""
+def test_page_of_2_million_events_opens(tmp_path: Path, chromium: Browser) -> None:
+    """20 ranks with 100,000 events each, about what their records hold."""
     small = read_timeline([records.write(tmp_path, 2, 20, parts=False)])
     events = tuple(
         records.event(seq, ("loss", "acc")[seq % 2], started=small.began + seq * 1e-5) for seq in range(100_000)
     )
-    ranks = [replace(small.records[0], rank=rank, events=events) for rank in range(64)]
+    ranks = [replace(small.records[0], rank=rank, events=events) for rank in range(20)]
     marks = [Mark("sentinel", "a gradient is far from normal", small.began + 0.5, 3, (7,))]
     timeline = replace(small, records=ranks, marks=marks, keys=[], ended=small.began + 1)
     began = time.monotonic()
     chromium.open(page(timeline, tmp_path / "page.html"))
-    assert chromium.run("document.querySelector('#shown').textContent") == "6,400,000 events"
+    assert chromium.run("document.querySelector('#shown').textContent") == "2,000,000 events"
     assert chromium.run("lanes[picked[0]].rank") == 7  # at the mark
     assert abs(chromium.run("lanes[picked[0]].time[picked[1]]") - 0.5) < 1e-4
-    assert time.monotonic() - began < 90
+    assert time.monotonic() - began < 60
