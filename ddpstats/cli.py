@@ -62,7 +62,7 @@ _VERBS = {
     "nan-origin": _Verb("ddpstats.dump.analyze.nan_origin", "the operation of a dump that made the first NaN"),
     "lint": _Verb("ddpstats.lint.lint", "collectives of a program that some ranks may not run, found in its text"),
     "doctor": _Verb(
-        "ddpstats.doctor.doctor", "what differs between the ranks of a job: versions, environment, clocks, directories"
+        "ddpstats.doctor", "what differs between the ranks of a job: versions, environment, clocks, directories"
     ),
     "demo": _Verb("ddpstats.demo.demo", "wrong averages, then right ones, on real ranks of this machine"),
 }

@@ -7,6 +7,7 @@ terminal or a JSON parser is made harmless here.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import io
 import json
@@ -15,7 +16,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -114,6 +115,21 @@ def _strict_json(value: Any) -> Any:
 
 
 # -- reports of verbs --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Keep what is printed meanwhile, in Python, by number or in C, out of the one JSON object of a verb."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import ctypes
 import importlib
 import os
 import sys
@@ -28,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ddpstats._base.text import VerbReport, count_of, first_line, shorten
+from ddpstats._base.text import VerbReport, count_of, first_line, shorten, stdout_to_stderr
 from ddpstats._observe.frames import calls_step
 from ddpstats.errors import BundleError, ConfigError
 
@@ -76,24 +75,9 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.repeat < 1:
         raise ConfigError(f"--repeat {args.repeat}: at least one run is needed")
-    with _stdout_to_stderr() if args.json else contextlib.nullcontext():
+    with stdout_to_stderr() if args.json else contextlib.nullcontext():
         facts = _replay(args)
     return VerbReport(0 if facts["reproduced"] else 1, lambda: _as_text(facts), lambda: facts).show(args.json)
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Keep what the step prints, in Python, by number, or in C, out of the one JSON object."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        ctypes.CDLL(None).fflush(None)
-        os.dup2(saved, 1)
-        os.close(saved)
 
 
 def _replay(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What one rank is: place, versions, libraries, environment, time limits. Local; sections of names and plain texts."""
+"""What one rank is: place, versions, distributions, integrations, environment. Local; sections of names and texts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import socket
+import subprocess
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -13,69 +14,61 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import collect_env
 
-from ddpstats._base import config
+from ddpstats._base.text import first_line
 from ddpstats._base.version import __version__
-from ddpstats.doctor.report import EXISTS, Told
-from ddpstats.errors import ConfigError
-from ddpstats.integrations.patches import PATCHABLE, trial
+from ddpstats.doctor.report import DISTRIBUTIONS, EXISTS, Facts
 
-_NAMES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LD_LIBRARY_PATH", "LD_PRELOAD")
-_PREFIXES = (
-    *("DDPSTATS_", "TORCH", "PYTORCH_", "PYTHON"),
-    *("NCCL_", "RCCL_", "GLOO_", "UCC_", "UCX_", "FI_"),
-    *("CUDA_", "CUBLAS_", "NVIDIA_", "HIP_", "HSA_", "ROCR_"),
-    *("OMP_", "MKL_", "KMP_"),
+_LISTED = re.compile(
+    "(MASTER_(ADDR|PORT)|(LOCAL_)?WORLD_SIZE|LD_(LIBRARY_PATH|PRELOAD))$|DDPSTATS_|TORCH(?!ELASTIC_)|PYTORCH_|PYTHON"
+    "|(NCCL|RCCL|GLOO|UCC|UCX|FI|CUDA|CUBLAS|NVIDIA|HIP|HSA|ROCR|OMP|MKL|KMP)_"
 )
-_OF_THE_LAUNCHER = "TORCHELASTIC_"  # files and counts of its own: some differ by rank
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY")
 
+# Its list of packages takes seconds, and is among the distributions.
+_COLLECTED = {name: getattr(collect_env, f"get_{name}", None) for name in ("os", "gpu_info", "nvidia_driver_version")}
+_COMMAND_SEC = 10.0  # `nvidia-smi` hangs where a driver does
 
-def of_this_rank(directory: Path, try_libraries: bool) -> Told:
-    """``try_libraries``: import each library that an integration patches, and try whether it would."""
-    environment = {name: os.environ[name] for name in sorted(os.environ) if _is_listed(name)}  # libraries add to it
+
+def facts_of_this_rank(directory: Path) -> Facts:
+    """Return what can be found out without other ranks."""
+    by_path = reversed(list(metadata.distributions()))  # so that the first one on the path is kept, which is imported
+    is_there = "yes" if os.path.isdir(directory) else "no"
     return {
-        "place": {"host": socket.gethostname(), "directory": str(directory), EXISTS: _exists(directory)},
+        "place": {"host": socket.gethostname(), "directory": str(directory), EXISTS: is_there},
         "versions": dict(_versions()),
-        "integrations": {name: trial(name) for name in PATCHABLE} if try_libraries else {},
-        "environment": environment,
-        "timeouts": _timeouts(),
+        DISTRIBUTIONS: {str(distribution.name): str(distribution.version) for distribution in by_path},
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if is_listed(name)},
     }
 
 
-def _exists(directory: Path) -> str:
-    try:
-        os.stat(os.path.join(directory, ""))  # with a slash at its end, a file is none
-    except OSError as error:
-        return f"no ({error.strerror})"
-    return "yes"
+def is_listed(variable: str) -> bool:
+    """Return whether a variable of the environment is compared and shown."""
+    return bool(_LISTED.match(variable)) and not _SECRET.search(variable)
 
 
 def _versions() -> Iterator[tuple[str, str]]:
+    accelerator = torch.accelerator.current_accelerator()
+    nccl: Any = getattr(torch.get_device_module(accelerator), "nccl", None)
     yield "python", platform.python_version()
     yield "ddpstats", __version__
     yield "torch", str(torch.__version__)
     yield "CUDA", torch.version.cuda or "none"
-    nccl: Any = torch.cuda.nccl
-    yield "NCCL", ".".join(map(str, nccl.version())) if dist.is_nccl_available() else "none"
-    for name in ("numpy", *PATCHABLE, "pytorch_lightning", "transformers"):
+    yield "NCCL", ".".join(map(str, nccl.version())) if nccl and dist.is_nccl_available() else "none"
+    yield "accelerators", f"{torch.accelerator.device_count()} {accelerator}" if accelerator else "none"
+    for name, function in _COLLECTED.items():
         try:
-            yield name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            yield name, "not installed"
+            value = function(_run) if function else "not known to this torch"
+        except Exception as error:
+            value = f"{type(error).__name__}: {first_line(error)}"
+        yield name, "; ".join(str(value).splitlines())
 
 
-def _is_listed(name: str) -> bool:
-    is_chosen = name in _NAMES or (name.startswith(_PREFIXES) and not name.startswith(_OF_THE_LAUNCHER))
-    return is_chosen and not _SECRET.search(name)
-
-
-def _timeouts() -> dict[str, str]:
-    """What a call has that names none."""
-    try:
-        ours = f"{config.timeout_sec(None):g} s"
-    except ConfigError as error:
-        ours = str(error)
-    defaults = {"gloo": dist.constants.default_pg_timeout, "NCCL": dist.constants.default_pg_nccl_timeout}
-    theirs = {name: f"{limit.total_seconds():g} s" for name, limit in defaults.items() if limit is not None}
-    return {"ddpstats": ours, **theirs}
+def _run(command: str | list[str]) -> tuple[int, str, str]:
+    """Run a command of `collect_env`; its own function for that waits for ever."""
+    is_text = isinstance(command, str)
+    ended = subprocess.run(
+        command, shell=is_text, capture_output=True, text=True, errors="replace", timeout=_COMMAND_SEC
+    )
+    return ended.returncode, ended.stdout.strip(), ended.stderr.strip()

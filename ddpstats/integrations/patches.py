@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 from ddpstats._base import config
-from ddpstats._base.text import first_line
 from ddpstats.errors import ConfigError
 
 _PACKAGES = {
@@ -30,8 +29,6 @@ _PACKAGES = {
 """What can be patched: name of the distribution and of the extra -> packages to import, of which one is enough."""
 
 _ALIASES = {"pytorch_lightning": "lightning"}
-
-PATCHABLE = tuple(_PACKAGES)
 
 
 # -- one library ------------------------------------------------------------------------------------------------------
@@ -272,21 +269,6 @@ def uninstall(*names: str) -> Uninstalled:
         else:
             restored.append(name)
     return Uninstalled(tuple(restored), left)
-
-
-def trial(name: str) -> str:
-    """Return whether `install` would patch that library here, or why not. Imports it, and puts everything back."""
-    if _is_patched(name):
-        return "patched"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            left = install(name).left
-    except Exception as error:
-        return f"would be left ({type(error).__name__}: {first_line(error)})"
-    finally:
-        uninstall(name)
-    return f"would be left ({left[name]})" if name in left else "would be patched"
 
 
 def _known(function: str, names: tuple[str, ...]) -> list[str]:

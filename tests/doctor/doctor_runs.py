@@ -31,7 +31,7 @@ def doctor(*arguments: str, environ: Mapping[str, str] | None = None, cwd: str =
         sys.path.insert(0, path)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = cli.main(["doctor", "--no-libraries", *arguments])
+        status = cli.main(["doctor", *arguments])
     return Ended(status, out.getvalue(), err.getvalue())
 
 
@@ -40,10 +40,5 @@ def doctor_without_rank_1(when: str, *arguments: str) -> Ended:
     if dist.get_rank() == 1:
         if when == "at first":
             die()
-        vars(ranks)["_seen"] = lambda path: die()
+        vars(ranks)["_is_seen"] = lambda path: die()
     return doctor(*arguments)
-
-
-if __name__ == "__main__":  # arguments: DIR, and where each rank runs
-    os.chdir(sys.argv[2 + int(os.environ["RANK"])])
-    sys.exit(cli.main(["doctor", "--no-libraries", "--json", "--dir", sys.argv[1]]))
