@@ -169,7 +169,7 @@ def _trace_events(timeline: Timeline) -> Iterator[tuple[int, float, dict[str, An
         yield record.rank, began, {"ph": "M", "name": "thread_name", "args": {"name": f"rank {record.rank}"}}
         spans = timeline.spans.get(record.rank, {})
         ends = [*(event.started for event in record.events[1:]), math.inf]
-        for index, (event, end) in enumerate(zip(record.events, ends, strict=True)):
+        for index, (event, end) in enumerate(zip(record.events, ends, strict=False)):
             yield record.rank, event.started, _slice(event, end, spans.get(index))
     for number, members in enumerate(_together(timeline), 1):
         for index, (time, rank, name) in enumerate(members):

@@ -100,6 +100,14 @@ def test_trace_has_arrows_between_matched_collectives(parted: Path, tmp_path: Pa
     assert sorted((event["cat"], event["tid"]) for event in of["i"]) == [("finding", 0), ("finding", 1), ("mark", 1)]
 
 
+def test_rank_without_a_collective_is_in_page_and_trace(tmp_path: Path, report: Report) -> None:
+    records.write_rank(tmp_path / "records", 0, 1, [])
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    assert "No record of collectives." in report(tmp_path / "records", "--html", page, "--perfetto", trace, status=0)
+    names = [event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names == ["ddpstats report", "rank 0"]
+
+
 def test_file_named_like_a_dump_is_left_out_with_a_note(tmp_path: Path, report: Report) -> None:
     records.write(tmp_path, 2, 1, parts=False)
     (tmp_path / "metrics_rank_0.json").write_text("{}")
