@@ -3,6 +3,10 @@
 The tables have the functions of torch.distributed and of libraries that are built on it, methods of objects that the
 file makes, and a few methods by name. A function of the same file that always runs a collective counts as a collective.
 A collective of a process group other than all ranks is left out: its members cannot be read from the text.
+
+``backward()`` is one on a loss for which the text shows, on each way to the call, that a model in a
+DistributedDataParallel was called: what went through ``detach()`` or ``no_grad()``, is a number or a shape, or was made
+by ``model.module``, by a copy or by a model that is frozen, needs no other rank.
 """
 
 from __future__ import annotations
@@ -15,8 +19,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from ddpstats.lint.backwards import backwards_of
-from ddpstats.lint.program import Function, Program, blocks_of, dotted, exits, last_name, parts_of
+from ddpstats.lint.program import (
+    Definition,
+    Function,
+    Position,
+    Program,
+    Table,
+    blocks_of,
+    calls_in,
+    dotted,
+    exits,
+    heads_of,
+    last_name,
+    parts_of,
+    sides_of,
+    stored_in,
+)
 
 # by operation: at which position the process group is passed
 _TORCH = {
@@ -75,13 +93,28 @@ _ASKS_FOR_WORLD = re.compile(
     r"(?i)is_(available|initialized|dist|distributed|parallel|multi)|world_?size|distributed|num_processes|n_?gpu|ddp"
 )
 _ASKS_FOR_RANK = re.compile(r"rank|main_process|master|zero")
-_ON_ONE_RANK = frozenset({"gather", "gather_object", "reduce", "scatter", "scatter_object_list"})  # of torch
-_OTHER_RESULTS = frozenset({"reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier"})
+_OWN_RESULTS = frozenset(  # of torch's, whose results are not the same on all ranks
+    {"gather", "gather_object", "reduce", "scatter", "scatter_object_list", "barrier"}
+    | {"reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"}
+)
 _ONLY_ONE_RANK = re.compile(r"(rank_?(zero|0)|main_process|master|on_main)(_only|_process)?(_fn)?|main_only")
+
+SYNCED = re.compile(r"(?i)all_?reduce|broadcast|bcast|_reduce$|reduce_|sync|agree|gather|across")
+"""What a function is called that makes its arguments equal on all ranks, or returns what is."""
+
+_WRAPS_MODEL = frozenset({"DistributedDataParallel", "DDP"})
+_LEAVES_UNSYNCED = re.compile(r"no_(backward_)?sync|require_backward_grad_sync|accumulate")
+_CUTS = re.compile(  # what a tensor says of itself, and what has no gradient or is not of the wrapped model
+    r"dtype|device|shape|n?dim|size|numel|nelement|stride|layout|requires_grad|element_size|is_(cuda|floating_point)|"
+    r"detach_?|item|data|grad|module|tolist|numpy|long|int|bool|arg(max|min)"
+)
+_CUTTING = re.compile(r"float|int|bool|len|(torch|np|numpy)\.(\w+_like|arg\w+|tensor|from_numpy)")
+_NO_GRADIENT = re.compile(r"no_grad|inference_mode|set_grad_enabled\((?!True)")
+_UNWRAPS = re.compile(r"\.module\b|unwrap|copy")
+_FREEZES = re.compile(r"(.+)\.requires_grad_\(False\)")
 
 _MOST_OPS = 100  # of one function, which others call in turn
 MOST_SEC = 30.0  # of this process, for one file
-_EACH = 1000  # questions between two looks at the clock, which is slow in places
 
 _LIBRARIES = {home.partition(".")[0] for home in (*_FUNCTIONS, *_METHODS_OF_MADE)} - {"torch"} | _LIGHTNING
 _WORDS = _LIBRARIES.union(
@@ -118,7 +151,7 @@ class Collectives:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._end, self._asked = time.process_time() + MOST_SEC, 0
+        self._end = time.process_time() + MOST_SEC
         self._calls: dict[ast.AST, list[ast.Call]] = {}
         self._certain_of: dict[Function, tuple[str, ...]] = {}
         self._possible_of: dict[Function, str] = {}
@@ -126,10 +159,9 @@ class Collectives:
 
     def of(self, call: ast.Call, owner: ast.ClassDef | None) -> tuple[Collective, ...]:
         """Return the collectives that a call runs, in order. Raises `TooLongError`."""
-        self._asked += 1
-        if self._asked % _EACH == 0 and time.process_time() > self._end:
-            raise TooLongError
         if call not in self._known:
+            if time.process_time() > self._end:
+                raise TooLongError
             self._known[call] = self._through(call, owner) or self._direct(call)
         return self._known[call]
 
@@ -138,9 +170,14 @@ class Collectives:
         calls = (call for node in nodes for call in self._calls_in(node))
         return [collective for call in calls for collective in self.of(call, owner) if not collective.is_grouped]
 
+    def syncs(self, call: ast.Call, owner: ast.ClassDef | None) -> bool:
+        """Return whether a call makes its arguments equal on all ranks: a collective, or one named like it."""
+        run = self.of(call, owner)
+        return any(collective.agrees for collective in run) if run else bool(SYNCED.search(last_name(call.func)))
+
     def _calls_in(self, node: ast.AST) -> list[ast.Call]:
         if node not in self._calls:
-            self._calls[node] = [part for part in parts_of(node) if isinstance(part, ast.Call)]
+            self._calls[node] = list(calls_in(node))
         return self._calls[node]
 
     def possible(self, call: ast.Call, owner: ast.ClassDef | None) -> str:
@@ -150,8 +187,7 @@ class Collectives:
         function = self.program.function_called(call, owner)
         if function is not None and function not in self._possible_of:
             self._possible_of[function] = ""  # of one that calls itself
-            calls = (part for part in parts_of(*function.body) if isinstance(part, ast.Call))
-            inside = (self.possible(inner, self.program.owner[function]) for inner in calls)
+            inside = (self.possible(inner, self.program.owner[function]) for inner in calls_in(*function.body))
             self._possible_of[function] = next((op for op in inside if op), "")
         return self._possible_of[function] if function is not None else ""
 
@@ -186,8 +222,7 @@ class Collectives:
                 if any(exits([statement])):
                     return
             elif blocks := list(blocks_of(statement)):
-                heads = [part for part in ast.iter_child_nodes(statement) if isinstance(part, (ast.expr, ast.withitem))]
-                yield from (collective.op for collective in self.among(heads, owner))
+                yield from (collective.op for collective in self.among(heads_of(statement), owner))
                 for block in blocks[:1] if isinstance(statement, ast.Try) else blocks:
                     yield from self._of_block(block, owner)
             else:
@@ -214,29 +249,21 @@ class Collectives:
     def _of_torch(self, call: ast.Call, op: str, returns_result: bool = False) -> tuple[Collective, ...]:
         if op == "new_group" and any(keyword.arg == "use_local_synchronization" for keyword in call.keywords):
             return ()
+        at = _TORCH[op]  # those that return the result have it elsewhere, behind numbers and operations
+        others = [argument for argument in call.args[1:] if not isinstance(argument, ast.Constant)]
+        given = [argument for argument in others if "ReduceOp" not in dotted(argument)]
+        given = given if returns_result else call.args[at : at + 1]
         groups = [keyword.value for keyword in call.keywords if keyword.arg is None or _names_group(keyword.arg)]
-        last = _TORCH[op] + 1  # those that return the result have it elsewhere, behind numbers and operations
-        groups += (
-            []
-            if op.startswith("new_")
-            else _no_numbers(call.args[1:])
-            if returns_result
-            else call.args[last - 1 : last]
-        )
-        groups += [
-            argument
-            for argument in call.args
-            if _names_group(last_name(argument.func if isinstance(argument, ast.Call) else argument))
-        ]
+        groups += [] if op.startswith("new_") else given
+        groups += [argument for argument in call.args if _names_group(last_name(getattr(argument, "func", argument)))]
         grouped = not all(ast.unparse(group) == "None" or dotted(group).endswith(".WORLD") for group in groups)
-        agrees = op not in _ON_ONE_RANK and op not in _OTHER_RESULTS
-        return (Collective(op, call, "", grouped, agrees),)
+        return (Collective(op, call, "", grouped, op not in _OWN_RESULTS),)
 
     def _method(self, call: ast.Call) -> tuple[Collective, ...]:
         op, on = "__call__", call.func  # of an object that the file has made, or a method
-        if isinstance(on, ast.Attribute) and dotted(on) not in self.program.made:
+        if isinstance(on, ast.Attribute) and not self.program.maker(dotted(on)):
             op, on = on.attr, on.value
-        maker = self.program.made.get(dotted(on)) or (on if isinstance(on, ast.Call) else None)
+        maker = self.program.maker(dotted(on)) or (on if isinstance(on, ast.Call) else None)
         made_by = self.program.resolve(maker.func) if maker else ""
         keywords = [node.arg for node in ast.walk(maker) if isinstance(node, ast.keyword)] if maker else []
         alone = not _SYNCS_OTHERWISE.isdisjoint(keywords)
@@ -273,10 +300,8 @@ class Collectives:
 
 def is_for_one_rank(function: Function) -> bool:
     """Return whether a decorator lets only one rank run the function."""
-    functions = (
-        decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in function.decorator_list
-    )
-    return any(_ONLY_ONE_RANK.fullmatch(last_name(called)) for called in functions)
+    called = (getattr(decorator, "func", decorator) for decorator in function.decorator_list)
+    return any(_ONLY_ONE_RANK.fullmatch(last_name(name)) for name in called)
 
 
 def is_about_world(test: ast.expr) -> bool:
@@ -294,9 +319,72 @@ def _names_group(name: str) -> bool:
     return name in ("pg", "comm") or name.endswith(("group", "mesh", "process_set"))
 
 
-def _no_numbers(arguments: Sequence[ast.expr]) -> list[ast.expr]:
-    return [
-        argument
-        for argument in arguments
-        if not isinstance(argument, ast.Constant) and "ReduceOp" not in dotted(argument)
-    ]
+def backwards_of(program: Program) -> dict[ast.Call, bool]:
+    """Return the calls outside of no_sync(), with whether the text shows that a wrapped model computed the loss."""
+    assigned = [node for node in program.nodes if isinstance(node, ast.Assign) and _wraps(node.value)]
+    wrapped = {dotted(part) for node in assigned for target in node.targets for part in ast.walk(target)} - {""}
+    calls: dict[ast.Call, bool] = {}
+    for body, function, _ in program.scopes():
+        names = {last_name(part) for part in parts_of(*body)}
+        if "backward" in names and not any(map(_LEAVES_UNSYNCED.fullmatch, names)):
+            losses = _Losses(body, program.table(function), wrapped)
+            for node, position in losses.table.at.items():
+                for call in calls_in(node) if isinstance(node, ast.stmt) and not sides_of(node) else ():
+                    if last_name(call.func) == "backward":
+                        calls[call] = any(losses.is_made(part, position) for part in ast.iter_child_nodes(call))
+    return calls
+
+
+class _Losses:
+    """The losses of one function. ``wrapped``: the models that the file wraps anywhere."""
+
+    def __init__(self, body: Sequence[ast.stmt], table: Table, wrapped: set[str]) -> None:
+        self.table = table
+        self._wrapped = wrapped - {definition.name for definition in self.table.definitions}
+        self._frozen = {match[1] for call in calls_in(*body) if (match := _FREEZES.fullmatch(ast.unparse(call)))}
+        blocks = (node for node in self.table.at if isinstance(node, ast.With))
+        free = (block for block in blocks if any(_NO_GRADIENT.search(ast.unparse(item)) for item in block.items))
+        self._without_gradient = {part for block in free for part in parts_of(*block.body)}
+        self._known: dict[Definition, tuple[bool, bool]] = {}
+        for definition in self.table.definitions:  # in order, so that none waits for a long chain of others
+            self._of_definition(definition)
+
+    def _of_definition(self, definition: Definition) -> tuple[bool, bool]:
+        """Return whether a definition gives a wrapped model, and whether it gives what one has computed."""
+        if definition not in self._known:
+            name, value, before = definition.name, definition.value, definition.before
+            keeps = not _UNWRAPS.search(ast.unparse(value)) and name in map(dotted, ast.walk(value))
+            is_model = self._is_model(dotted(value), before) or (keeps and self._is_model(name, before))
+            sources = [value, definition.target] if definition.kind == "added" else [value]
+            made = any(self.is_made(source, before) for source in sources)
+            made &= definition.kind != "turn" and definition.target not in self._without_gradient
+            self._known[definition] = is_model or _wraps(value), made
+        return self._known[definition]
+
+    def _is_model(self, name: str, position: Position) -> bool:
+        """Return whether a name is a wrapped model, and on no way another value that has replaced one."""
+        reaching = [definition for definition in self.table.reaching(name, position) if definition]
+        others = [definition for definition in reaching if not self._of_definition(definition)[0]]
+        is_wrapped = len(others) < len(reaching) or (not reaching and name in self._wrapped)
+        is_replaced = any(self._is_model(name, other.before) for other in others)
+        return is_wrapped and not is_replaced and name not in self._frozen
+
+    def is_made(self, node: ast.AST, position: Position) -> bool:
+        if isinstance(node, ast.Call):
+            if self._is_model(dotted(node.func), position):
+                return True
+            if _CUTTING.fullmatch(dotted(node.func)):
+                return False
+        hides = hasattr(node, "generators") and any(self._is_model(name, position) for name in stored_in(node))
+        if hides or isinstance(node, (ast.Lambda, ast.Compare)) or _CUTS.fullmatch(getattr(node, "attr", "")):
+            return False
+        if isinstance(node, ast.IfExp):
+            return self.is_made(node.body, position) and self.is_made(node.orelse, position)
+        reaching = [definition for definition in self.table.reaching(f"{dotted(node)}[]", position) if definition]
+        if reaching and all(self._of_definition(definition)[1] for definition in reaching):
+            return True
+        return any(self.is_made(part, position) for part in ast.iter_child_nodes(node))
+
+
+def _wraps(value: ast.AST) -> bool:
+    return any(isinstance(node, ast.Call) and last_name(node.func) in _WRAPS_MODEL for node in ast.walk(value))

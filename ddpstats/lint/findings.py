@@ -125,42 +125,32 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 def as_sarif(findings: Iterable[Finding], unread: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Return one SARIF run. A file that could not be read is a notification, and the run is not complete then."""
-    notes = [
-        {
-            "level": "error",
-            "message": {"text": why},
-            "locations": [{"physicalLocation": {"artifactLocation": _uri(path)}}],
-        }
-        for path, why in unread
-    ]
+    notes = [{"level": "error", "message": {"text": why}, "locations": _locations(path)} for path, why in unread]
     rules = [
         {"id": name, "shortDescription": {"text": rule.meaning}, "help": {"text": rule.fix}}
         for name, rule in RULES.items()
+    ]
+    results = [
+        {
+            "ruleId": finding.rule,
+            "ruleIndex": list(RULES).index(finding.rule),
+            "level": "warning",
+            "message": {"text": f"{finding.reason} {finding.fix}"},
+            "locations": _locations(finding.path, region={"startLine": finding.line, "startColumn": finding.column}),
+        }
+        for finding in findings
     ]
     run = {
         "tool": {"driver": {"name": "ddpstats", "version": __version__, "rules": rules}},
         "columnKind": "unicodeCodePoints",
         "invocations": [{"executionSuccessful": not notes, "toolExecutionNotifications": notes}],
-        "results": [_result(finding) for finding in findings],
+        "results": results,
     }
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
 
 
-def _result(finding: Finding) -> dict[str, Any]:
-    location = {
-        "artifactLocation": _uri(finding.path),
-        "region": {"startLine": finding.line, "startColumn": finding.column},
-    }
-    return {
-        "ruleId": finding.rule,
-        "ruleIndex": list(RULES).index(finding.rule),
-        "level": "warning",
-        "message": {"text": f"{finding.reason} {finding.fix}"},
-        "locations": [{"physicalLocation": location}],
-    }
-
-
-def _uri(path: str) -> dict[str, str]:
-    """Relative where the path is: code hosts want it relative to the repository."""
+def _locations(path: str, **where: Any) -> list[dict[str, Any]]:
+    """Return SARIF's list of one location. The path stays relative: code hosts want it so."""
     shown = Path(path)
-    return {"uri": shown.as_uri() if shown.is_absolute() else quote(os.fsencode(shown))}
+    uri = shown.as_uri() if shown.is_absolute() else quote(os.fsencode(shown))
+    return [{"physicalLocation": {"artifactLocation": {"uri": uri}, **where}}]

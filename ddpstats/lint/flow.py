@@ -13,20 +13,22 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ddpstats.lint.collectives import Collective, Collectives, is_about_world, is_for_one_rank
 from ddpstats.lint.findings import DICT_ORDER, EARLY_EXIT, RANK_BRANCH, SWALLOWED_ERROR
-from ddpstats.lint.order import Order
 from ddpstats.lint.origins import SAME, Differs, Origin, Origins, is_of_rank
 from ddpstats.lint.program import (
     COMPREHENSIONS,
+    EXITS,
     RANGES,
     Exit,
     Function,
     Program,
+    calls_in,
     changed_by,
     exits,
+    heads_of,
     key_of,
     last_name,
     parts_of,
@@ -44,30 +46,27 @@ _HARMLESS = re.compile(
     r"(?i)print|log\w*|info|warning|debug|is\w+|get\w*|len|wait|str|list|range|int|float|tensor|zeros|ones"
 )
 _LEADS = re.compile(r"broadcast|scatter")  # which the others may await elsewhere, of a leader that may fail before
+_IN_ANY_ORDER = frozenset({"", "backward", "log", "log_dict", "pad_across_processes"})
 _MAKES_EVEN = re.compile(r"(?i)pad|drop|trunc|even|divisible|multiple|ceil")
 
 
 @dataclass(frozen=True)
 class _Later:
-    """The collectives that a rank misses which leaves a block: by return, by break, by continue."""
+    """The collectives that a rank misses which leaves a block, by what it leaves with."""
 
-    after_return: tuple[Collective, ...] = ()
-    after_break: tuple[Collective, ...] = ()
-    after_continue: tuple[Collective, ...] = ()
+    after: dict[type[ast.stmt], tuple[Collective, ...]] = field(default_factory=dict)
     endless: tuple[Collective, ...] = ()  # a turn's, in a loop that only an exit ends
 
     def behind(self, rest: Sequence[Collective]) -> _Later:
-        ops = tuple(rest)
-        return _Later(ops + self.after_return, ops + self.after_break, ops + self.after_continue, self.endless)
+        return _Later({kind: (*rest, *self.after.get(kind, ())) for kind in EXITS}, self.endless)
 
     def in_loop(self, body: Sequence[Collective], *, endless: bool = False) -> _Later:
         ops = tuple(body)  # the others make more turns
-        return _Later(ops + self.after_return, ops, (), ops if endless else ())
+        after = {ast.Return: (*ops, *self.after.get(ast.Return, ())), ast.Break: ops}
+        return _Later(after, ops if endless else ())
 
     def missed_by(self, exit_: ast.stmt) -> tuple[Collective, ...]:
-        if isinstance(exit_, ast.Return):
-            return self.after_return
-        return self.after_break if isinstance(exit_, ast.Break) else self.after_continue
+        return self.after.get(type(exit_), ())
 
     def missed_sometimes(self, exit_: ast.stmt) -> tuple[Collective, ...]:
         """As above; a rank that begins an endless loop's turn again, and not each time, only comes later."""
@@ -92,10 +91,9 @@ class FlowWalk:
     def __init__(self, collectives: Collectives, owner: ast.ClassDef | None) -> None:
         self._collectives = collectives
         self._owner = owner
-        self._origins = Origins(collectives, owner)
         self._accusations: list[Accusation] = []
         self._body: Sequence[ast.stmt] = ()
-        self._order: Order
+        self._origins: Origins
         self._errors: Errors
 
     def walk(self, body: Sequence[ast.stmt], function: Function | None) -> list[Accusation]:
@@ -104,22 +102,11 @@ class FlowWalk:
             if ops:
                 self._accuse(RANK_BRANCH, ops[0], f"a decorator lets only one rank run {function.name}()")
         elif ops or any(isinstance(node, COMPREHENSIONS) for part in body for node in ast.walk(part)):
-            program = self._collectives.program
-            self._body, self._order = body, Order(program, body, function)
-            self._errors = Errors(program, self._owner, function)
-            self._origins.enter(body, function)
+            self._body = body
+            self._errors = Errors(self._collectives.program, self._owner, function)
+            self._origins = Origins(self._collectives, self._owner, body, function)
             self._block(body, _Later())
-        tests = {
-            (accusation.ops, accusation.test)
-            for accusation in self._accusations
-            if accusation.rule == RANK_BRANCH and accusation.ops
-        }
-        completed = [ops for ops, _ in tests]
-        return [
-            accusation
-            for accusation in self._accusations
-            if accusation.rule != RANK_BRANCH or completed.count(accusation.ops) < 2
-        ]
+        return self._accusations
 
     def _among(self, nodes: Sequence[ast.AST]) -> list[Collective]:
         return self._collectives.among(nodes, self._owner)
@@ -147,8 +134,14 @@ class FlowWalk:
             del self._accusations[before:]
 
     def _statement(self, node: ast.stmt, later: _Later) -> None:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            return
+        self._origins.at(node)
+        self._expressions(*heads_of(node))
         if isinstance(node, ast.If):
-            self._if(node, later)
+            is_reported = self._report_branches(node, later)
+            for side in (node.body, node.orelse):
+                self._block(side, later, is_reported=is_reported)
         elif isinstance(node, (ast.For, ast.AsyncFor)):
             self._for(node, later)
         elif isinstance(node, ast.While):
@@ -157,12 +150,9 @@ class FlowWalk:
             self._try(node, later)
         elif isinstance(node, (ast.With, ast.AsyncWith)):
             self._with(node, later)
-        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            self._expressions(node)
-            self._origins.assigned_by(node)
 
     def _expressions(self, *nodes: ast.AST) -> None:
-        """Walk conditions and iterations inside of expressions; then note what calls have made equal on all ranks."""
+        """Walk conditions and iterations inside of expressions."""
         for part in parts_of(*nodes):
             if isinstance(part, ast.IfExp):
                 self._compare(part.test, [part.body], [part.orelse])
@@ -173,37 +163,20 @@ class FlowWalk:
                 element = [part.key, part.value] if isinstance(part, ast.DictComp) else [part.elt]
                 for generator in part.generators:
                     self._iteration(generator, element)
-            elif isinstance(part, ast.Call):
-                self._origins.after(part)
 
     # -- branches -----------------------------------------------------------------------------------------------------
 
-    def _if(self, node: ast.If, later: _Later) -> None:
-        self._expressions(node.test)
+    def _report_branches(self, node: ast.If, later: _Later) -> bool:
+        """Report a finding if the branches run different collectives on some ranks; return whether they do."""
         origin = self._origins.of_condition(node.test)
-        is_reported = isinstance(origin, Differs) and self._report_branches(node, origin, later)
-        before = dict(self._origins.known)
-        after: list[tuple[dict[str, Origin], bool]] = []  # with whether a collective has run
-        for side in (node.body, node.orelse):
-            self._origins.known = dict(before)
-            self._block(side, later, is_reported=is_reported)
-            if not (side and isinstance(side[-1], Exit | ast.Raise)):
-                after.append((self._origins.known, bool(self._among(side))))
-        # a condition that does not differ, with a collective on one side: with several ranks, it is that side
-        ran = [known for known, ran in after if ran and not isinstance(origin, Differs)]
-        self._origins.merge(ran or [known for known, _ in after] or [before])
-        self._origins.assign_under(origin, node.body + node.orelse)
-
-    def _report_branches(self, node: ast.If, origin: Differs, later: _Later) -> bool:
-        """Report a finding if the branches run different collectives; return whether they do."""
+        if not isinstance(origin, Differs) or (origin.file and not self._is_made_behind(node, origin.file)):
+            return False
         sides = [node.body, node.orelse]
         for side in sides:
             if self._is_answered_elsewhere(side) and is_of_rank(origin):
                 return False
             if (side and isinstance(side[-1], ast.Raise)) or self._errors.end_the_run(side) or self._hands_over(side):
                 return False
-        if origin.file and not self._is_made_behind(node, origin.file):
-            return False
         runs = [self._among(side) for side in sides]
         leaving = [side[-1] if side and isinstance(side[-1], Exit) else None for side in sides]
         exit_ = leaving[0] or leaving[1]
@@ -223,18 +196,14 @@ class FlowWalk:
     def _is_made_behind(self, node: ast.If, file: str) -> bool:
         """Return whether one rank makes the file before the next collective: a rank that looks later sees it."""
         named = re.compile(rf"(?<![\w.])(?<!dirname\(){re.escape(file)}(?!\w|\.(parent|name|stem)\b)")  # not its folder
-        for part in parts_of(*self._body):
-            if isinstance(part, ast.Call) and part.lineno > node.lineno and self._collectives.of(part, self._owner):
+        behind = [part for part in parts_of(*self._body) if getattr(part, "lineno", 0) > node.lineno]
+        for part in behind:
+            if isinstance(part, ast.Call) and self._collectives.of(part, self._owner):
                 return False
-            if (
-                not isinstance(part, ast.If)
-                or part.lineno <= node.lineno
-                or not is_of_rank(self._origins.of(part.test))
-            ):
-                continue
-            calls = [part for part in parts_of(*part.body) if isinstance(part, ast.Call)]
-            if any(not _HARMLESS.fullmatch(last_name(call.func)) and named.search(ast.unparse(call)) for call in calls):
-                return True
+            if isinstance(part, ast.If) and is_of_rank(self._origins.of(part.test)):
+                calls = [call for call in calls_in(*part.body) if not _HARMLESS.fullmatch(last_name(call.func))]
+                if any(named.search(ast.unparse(call)) for call in calls):
+                    return True
         return False
 
     def _hands_over(self, side: Sequence[ast.stmt]) -> bool:
@@ -243,20 +212,14 @@ class FlowWalk:
         Which ranks run that, and how often, cannot be read from the text.
         """
         inner = [node for part in side for node in ast.walk(part) if isinstance(node, ast.FunctionDef)]
-        calls = [part for part in parts_of(*side) if isinstance(part, ast.Call)]
-        called = (self._collectives.program.function_called(call, self._owner) for call in calls)
-        serves = any(
-            isinstance(statement, ast.While) and _is_endless(statement)
-            for each in called
-            if each
-            for statement in each.body
-        )
+        called = [self._collectives.program.function_called(call, self._owner) for call in calls_in(*side)]
+        statements = (statement for function in called if function for statement in function.body)
+        serves = any(isinstance(statement, ast.While) and _is_true(statement.test) for statement in statements)
         return serves or any(self._among(function.body) for function in inner)
 
     def _is_answered_elsewhere(self, side: Sequence[ast.stmt]) -> bool:
         """Return whether a function of another file may run the collective of the other side."""
-        calls = (part for part in parts_of(*side) if isinstance(part, ast.Call))
-        elsewhere = (call for call in calls if self._collectives.program.is_elsewhere(call))
+        elsewhere = (call for call in calls_in(*side) if self._collectives.program.is_elsewhere(call))
         return not self._among(side) and any(not _HARMLESS.fullmatch(last_name(call.func)) for call in elsewhere)
 
     def _differ(
@@ -291,14 +254,10 @@ class FlowWalk:
     # -- loops --------------------------------------------------------------------------------------------------------
 
     def _for(self, node: ast.For | ast.AsyncFor, later: _Later) -> None:
-        self._expressions(node.iter)
         self._iteration(node, node.body)
         ops = self._among(node.body)
         is_reported = self._report_turns(self._turns(node.iter), ops)
-        self._origins.assign_turn(node.target, node.iter)
-        before = dict(self._origins.known)
         self._block(node.body, later.in_loop(ops), is_reported=is_reported)
-        self._origins.merge([before, self._origins.known])
         self._block(node.orelse, later)
 
     def _report_turns(self, origin: Origin, ops: Sequence[Collective]) -> bool:
@@ -322,28 +281,24 @@ class FlowWalk:
         return differing[0] if len(differing) == 1 and not any(even) else None  # padded, or known to be divisible
 
     def _while(self, node: ast.While, later: _Later) -> None:
-        self._expressions(node.test)
         ops = self._among(node.body)
-        known, before = dict(self._origins.known), len(self._accusations)
+        before = len(self._accusations)
         self._block(node.body, later.in_loop(ops, endless=_is_true(node.test)))
+        self._origins.at(node.test)
         origin = self._origins.of(node.test)  # of what a turn has left
         if isinstance(origin, Differs):
             del self._accusations[before:]
             self._report_turns(origin, ops)
-        self._origins.merge([known, self._origins.known])
         self._block(node.orelse, later)
 
     def _iteration(self, loop: ast.For | ast.AsyncFor | ast.comprehension, body: Sequence[ast.AST]) -> None:
         """Report a loop whose turns run a collective in an order that ranks do not share."""
-        calls = (part for part in parts_of(*body) if isinstance(part, ast.Call))
-        ops = ((call, self._collectives.possible(call, self._owner)) for call in calls)
-        call, op = next(((call, op) for call, op in ops if op not in ("", "backward", "log", "log_dict")), (None, ""))
+        ops = ((call, self._collectives.possible(call, self._owner)) for call in calls_in(*body))
+        call, op = next(((call, op) for call, op in ops if op not in _IN_ANY_ORDER), (None, ""))
         is_same = self._origins.of(loop.iter) == SAME and not isinstance(loop.iter, ast.Set)
-        if (
-            call
-            and not (is_same or self._is_agreed(loop.iter))
-            and (why := self._order.differing_order(loop, body, call))
-        ):
+        if not call or is_same or self._is_agreed(loop.iter):
+            return
+        if why := self._origins.differing_order(loop, body, call):
             reason = f"{op} for each entry in the order of {why}."
             self._accusations.append(Accusation(DICT_ORDER, call, reason))
 
@@ -364,15 +319,10 @@ class FlowWalk:
         behind = later.behind(self._among(node.orelse))  # an exit runs what is in finally
         for handler in node.handlers:
             self._handler(node, handler, ops, behind)
-        before = dict(self._origins.known)
         self._block(node.body, behind)
         self._block(node.orelse, later)
-        known = [self._origins.known]
         for handler in node.handlers:
-            self._origins.known = dict(before)
             self._block(handler.body, behind)
-            known.append(self._origins.known)
-        self._origins.merge(known)
         self._block(node.finalbody, later)
 
     def _handler(self, node: ast.Try, handler: ast.ExceptHandler, ops: list[Collective], later: _Later) -> None:
@@ -381,7 +331,7 @@ class FlowWalk:
         if not broad or self._errors.is_raised(node, handler) or self._among(handler.body):
             return
         collectives = {id(collective.call) for collective in ops}
-        calls = [part for part in parts_of(*node.body) if isinstance(part, ast.Call) and id(part) not in collectives]
+        calls = [call for call in calls_in(*node.body) if id(call) not in collectives]
         risky = [call for call in calls if not _HARMLESS.fullmatch(last_name(call.func))]
         if not risky or any(last_name(call.func) == _TRIES_TO_START for call in risky):
             return
@@ -396,7 +346,6 @@ class FlowWalk:
 
     def _with(self, node: ast.With | ast.AsyncWith, later: _Later) -> None:
         items = [item.context_expr for item in node.items]
-        self._expressions(*items)
         called = [last_name(item.func) for item in items if isinstance(item, ast.Call)]
         first = next((name for name in called if _ONE_AFTER_ANOTHER.fullmatch(name)), None)
         if first and (ops := self._among(node.body)):
@@ -407,10 +356,6 @@ class FlowWalk:
 
 def _is_true(test: ast.expr) -> bool:
     return isinstance(test, ast.Constant) and bool(test.value)
-
-
-def _is_endless(loop: ast.While) -> bool:
-    return _is_true(loop.test) and all(isinstance(exit_, ast.Continue) for exit_ in exits(loop.body))
 
 
 def without_completed(accused: Sequence[Accusation]) -> list[Accusation]:
@@ -449,7 +394,7 @@ class Errors:
 
     def end_the_run(self, statements: Sequence[ast.stmt], depth: int = 1) -> bool:
         """Return whether statements end the run, by a call or by a function of this file."""
-        calls = [part for part in parts_of(*statements) if isinstance(part, ast.Call)]
+        calls = list(calls_in(*statements))
         if any(last_name(call.func) in _ENDS_THE_RUN for call in calls):
             return True
         called = (self._program.function_called(call, self._owner) for call in calls if depth)
@@ -467,9 +412,7 @@ class Errors:
     def _tells_status(self, node: ast.Try, handler: ast.ExceptHandler) -> bool:
         """Return whether a handler sets the exit status, as main() of ``sys.exit(main())`` does, or keeps the error."""
         scope = self._function or self._program.tree
-        calm = {
-            part for statement in [*node.body, *node.orelse] for part in ast.walk(statement)
-        }  # which runs without an error
+        calm = {part for statement in (*node.body, *node.orelse) for part in ast.walk(statement)}
         around = [part for part in ast.walk(scope) if part not in calm]
         ends = self._program.ends_of(around)
         values = [part.value for part in around if isinstance(part, (ast.Return, ast.Assign))]
@@ -499,15 +442,11 @@ def _each(value: ast.AST | None) -> Iterable[ast.AST]:
 
 def _raises(handler: ast.ExceptHandler) -> bool:
     """Return whether a handler raises, whatever the error's text is."""
-    asks = [
-        statement
-        for statement in handler.body
-        if isinstance(statement, ast.If) and f"str({handler.name})" in ast.unparse(statement.test)
-    ]
     skips = [
         statement.body
-        for statement in asks
+        for statement in handler.body
+        if isinstance(statement, ast.If) and f"str({handler.name})" in ast.unparse(statement.test)
         if isinstance(statement.body[-1], Exit) and not is_about_world(statement.test)
     ]
-    raises = any(isinstance(part, ast.Raise) for part in parts_of(*handler.body))
-    return raises and all(any(isinstance(part, ast.Raise) for part in parts_of(*body)) for body in skips)
+    blocks = [handler.body, *skips]
+    return all(any(isinstance(part, ast.Raise) for part in parts_of(*block)) for block in blocks)

@@ -5,6 +5,10 @@ Judged by names that the field uses and by calls, and carried through the variab
 - `Differs`: ranks may have different values, and why;
 - ``SAME``: a constant, or what a collective made equal on all ranks;
 - None: not known, which is no finding. Configuration, sizes of the world and parameters are here.
+
+And the order of an iteration: whether ranks may not share it. A set of strings has another order in each process, and a
+dict has that of its insertions. A dict is a finding where it is a function's argument, unless the calls in the same
+file pass one that ranks fill equally, and where its keys are read from the data. Other dicts are not judged.
 """
 
 from __future__ import annotations
@@ -16,9 +20,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ddpstats.lint.collectives import Collectives, is_about_world
+from ddpstats.lint.collectives import SYNCED, Collectives, is_about_world
 from ddpstats.lint.findings import DATA_BRANCH, RANK_BRANCH
-from ddpstats.lint.program import COMPREHENSIONS, Function, dotted, last_name, parts_of, text_of
+from ddpstats.lint.program import (
+    COMPREHENSIONS,
+    Definition,
+    Function,
+    Position,
+    Table,
+    dotted,
+    last_name,
+    parameters_of,
+    parts_of,
+    text_of,
+)
 
 
 @dataclass(frozen=True)
@@ -57,9 +72,7 @@ _COMPUTES = re.compile(r"\w*$|(self|torch|F)\.|.*(model|net|module|criterion)\."
 _EQUAL_NAMES = re.compile(
     r"(?i).*(grad|param|weight|norm|step|epoch|buffer|version|config|args|group|world|count|scale|lr)"
 )
-_SYNCED = re.compile(r"(?i)all_?reduce|broadcast|bcast|_reduce$|reduce_|sync|agree|gather|across")
 _EQUAL_RESULT = re.compile(r"(?i)eval|valid|average|avg|train_batch")  # of a function of another file
-_GIVEN = frozenset({"tensor", "object_list", "tensor_list", "output_tensor"})  # keywords of torch's collectives
 _NAN_CHECKS = frozenset({"isnan", "isinf", "isfinite"})
 _CLOCKS = frozenset({"time.time", "time.monotonic", "time.perf_counter", "time.process_time"})
 _FILE_CHECKS = frozenset({"exists", "isfile", "isdir", "is_file", "is_dir"})
@@ -70,101 +83,78 @@ _THROUGH = frozenset(
     | {"mean", "cpu", "detach", "long", "numpy", "clone", "to", "logical_not", "squeeze", "tolist", "view", "get"}
 )
 _COUNTED = frozenset({"range", "trange", "enumerate"})
+# for the order of an iteration
+_SHARED = re.compile(
+    r"(?i).*(param|state(_dict)?|buffers|modules|config|weights|groups|children|dataset|loader|model|optim|args|hyper)"
+)
+_STRINGS = re.compile(r"(?i)name|keys?\b|lang|word|tags?\b|\.split\(|\bstr\(")
+_PASSES_ON = frozenset({"enumerate", "list", "tuple", "tqdm"})
+_DIRECT = frozenset({"all_reduce", "all_gather", "reduce", "broadcast"})
 
 
 class Origins:
-    """The variables of one function, as far as it was walked."""
+    """The variables of one function, at the statement that `at` was last called for."""
 
-    def __init__(self, collectives: Collectives, owner: ast.ClassDef | None) -> None:
+    def __init__(
+        self, collectives: Collectives, owner: ast.ClassDef | None, body: Sequence[ast.stmt], function: Function | None
+    ) -> None:
         self._collectives = collectives
         self._owner = owner
-        self._owned_by = owner.name if owner else ""
-        self._assigned: dict[str, list[ast.expr]] = {}  # what a variable was assigned
+        self._function = function
+        self._owned_by = (owner.name if owner else "") + (function.name if function else "")
+        self.table = Table(body, function, lambda call: collectives.syncs(call, owner))
+        self._position = Position(0, {})
+        self._origins: dict[Definition, Origin] = {}
+        self._asked = set[str]()  # flags that may be of themselves
         self._read_by_key = set[str]()
-        self.known: dict[str, Origin] = {}  # by the text of a variable: "flag", "self.flag", "stats['loss']"
-
-    def enter(self, body: Sequence[ast.stmt], function: Function | None) -> None:
-        """Note which variables are read by key, and which parameters have a constant for their default."""
         for part in parts_of(*body):
             is_dicts = isinstance(part, ast.Attribute) and part.attr in ("items", "keys", "values", "get")
-            if isinstance(part, (ast.Attribute, ast.Subscript)) and (is_dicts or isinstance(part, ast.Subscript)):
+            if isinstance(part, ast.Subscript) or (is_dicts and isinstance(part, ast.Attribute)):
                 self._read_by_key.add(dotted(part.value))
-        if function is not None:
-            self._owned_by += function.name
-            signature = function.args
-            named = [*signature.posonlyargs, *signature.args]
-            named = named[-len(signature.defaults) :] if signature.defaults else []
-            for argument, default in zip(named, signature.defaults, strict=False):
-                if isinstance(default, (ast.Tuple, ast.List)) and self.of(default) == SAME:
-                    self.known[argument.arg] = SAME
+        for definition in self.table.definitions:  # in order, so that none waits for a long chain of others
+            self._of_definition(definition)
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
-    def assign(self, target: ast.expr, origin: Origin) -> None:
-        for element in target.elts if isinstance(target, (ast.Tuple, ast.List)) else (target,):
-            element = element.value if isinstance(element, ast.Starred) else element
-            if origin is None:
-                self.known.pop(ast.unparse(element), None)
-            else:
-                self.known[ast.unparse(element)] = origin
+    def at(self, node: ast.AST) -> None:
+        self._position = self.table.at[node]
 
-    def assigned_by(self, node: ast.stmt) -> None:
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                self._assign_value(target, node.value)
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            self._assign_value(node.target, node.value)
-        elif isinstance(node, ast.AugAssign):
-            self.assign(node.target, _combined([self.of(node.target), self.of(node.value)]))
+    def _known(self, name: str) -> list[Origin]:
+        """Return the origins of the definitions that reach this statement."""
+        reaching = self.table.reaching(name, self._position)
+        return [self._of_definition(definition) if definition else None for definition in reaching]
 
-    def _assign_value(self, target: ast.expr, value: ast.expr) -> None:
-        """Assign ``a, b = x, y`` in pairs; another unpacked value is known only where it is equal on all ranks."""
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-            for element, its in zip(target.elts, value.elts, strict=True):
-                self._assign_value(element, its)
-            return
+    def _of_definition(self, definition: Definition) -> Origin:
+        """Return what a definition gives; a constant that was set under a condition depends on what that does."""
+        now, self._position = self._position, definition.before
+        if definition not in self._origins:
+            self._origins[definition] = self._defined(definition.kind, definition.target, definition.value)
+        origin = self._origins[definition]
+        innermost = list(definition.before.sides)[-1:] if isinstance(definition.value, ast.Constant) else []
+        for node in innermost:
+            if isinstance(node, ast.If) and node not in now.sides:
+                self.at(node)
+                condition = self.of_condition(node.test)
+                origin = condition if isinstance(condition, Differs) else origin
+        self._position = now
+        return origin
+
+    def _defined(self, kind: str, target: ast.expr, value: ast.expr) -> Origin:
+        """Return the origin of a definition; ``rank`` of ``for rank in ranks`` is not this process' rank."""
+        is_rank = bool(_RANK.fullmatch(last_name(target)))
+        if kind == "turn":
+            counted = isinstance(value, ast.Call) and last_name(value.func) in _COUNTED
+            return SAME if counted or is_rank else None
+        if kind == "synced":
+            return self.of(target) if is_rank else SAME  # a number that is passed on stays as it is
+        if kind == "assigned" and is_rank and _OTHER_RANK.search(ast.unparse(value)):
+            return SAME
         origin = self.of(value)
-        self._assigned.setdefault(ast.unparse(target), []).append(value)
-        if _RANK.fullmatch(last_name(target)) and _OTHER_RANK.search(ast.unparse(value)):
-            origin = SAME
-        self.assign(target, origin if origin == SAME or not isinstance(target, ast.Tuple) else None)
-
-    def assign_turn(self, target: ast.expr, iterated: ast.expr) -> None:
-        """Assign the target of a loop; ``rank`` of ``for rank in ranks`` is not this process' rank."""
-        counted = isinstance(iterated, ast.Call) and last_name(iterated.func) in _COUNTED
-        self.assign(target, SAME if counted else None)
-        for node in ast.walk(target):
-            if isinstance(node, ast.Name) and _RANK.fullmatch(node.id):
-                self.assign(node, SAME)
-
-    def after(self, call: ast.Call) -> None:
-        """Note that a collective, or a call named like a collective, has made its arguments equal on all ranks."""
-        run = self._collectives.of(call, self._owner)
-        synced = any(collective.agrees for collective in run) or (not run and _SYNCED.search(last_name(call.func)))
-        arguments = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg in _GIVEN)]
-        for argument in arguments if synced else ():
-            for part in argument.elts if isinstance(argument, (ast.List, ast.Tuple)) else (argument,):
-                part = part.value if isinstance(part, ast.Attribute) and part.attr == "data" else part
-                if isinstance(part, (ast.Name, ast.Attribute, ast.Subscript)):
-                    self.assign(part, SAME)
-        grows = isinstance(call.func, ast.Attribute) and call.func.attr in ("extend", "append") and bool(call.args)
-        if grows and isinstance(call.func, ast.Attribute) and self.of(call.args[0]) == SAME:
-            self.assign(call.func.value, SAME)
-
-    def merge(self, branches: Iterable[dict[str, Origin]]) -> None:
-        """Merge what the branches know."""
-        met = list(branches)
-        self.known = {
-            name: _combined([branch.get(name) for branch in met])
-            for name in {name for branch in met for name in branch}
-        }
-
-    def assign_under(self, condition: Origin, statements: Iterable[ast.stmt]) -> None:
-        """A constant that was set under a condition depends on what the condition does."""
-        if isinstance(condition, Differs):
-            for node in (statement for statement in statements if isinstance(statement, ast.Assign)):
-                for target in node.targets if isinstance(node.value, ast.Constant) else ():
-                    self.assign(target, condition)
+        if kind == "added":
+            return _combined([self.of(target), origin])
+        if kind == "grown":
+            return SAME if origin == SAME else _combined(self._known(ast.unparse(target)))
+        return origin if origin == SAME or kind != "unpacked" else None
 
     # -- expressions --------------------------------------------------------------------------------------------------
 
@@ -186,15 +176,14 @@ class Origins:
             return SAME
         if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
             text = ast.unparse(node)
-            if text in self.known:
-                return self.known[text]
+            if any(known := self._known(text)):
+                return _combined(known)
             return self._of_subscript(node) if isinstance(node, ast.Subscript) else self._of_name(node, text)
         if isinstance(node, ast.Call):
             return self._of_call(node)
         if isinstance(node, ast.Compare):
             return self._of_comparison(node)
         if isinstance(node, ast.NamedExpr):
-            self._assign_value(node.target, node.value)
             return self.of(node.value)
         if isinstance(node, COMPREHENSIONS):
             return self._of_comprehension(node)
@@ -209,12 +198,12 @@ class Origins:
         if _RANK.fullmatch(last_name(node)) and not is_other:
             return Differs(RANK_BRANCH, f"`{text_of(node)}` is this rank's own")
         values = self._collectives.program.flags.get(text, [])
-        if (text.startswith("self.") or text.isupper()) and len(values) == 1:
-            self.known[text] = None  # it may be of itself
+        if (text.startswith("self.") or text.isupper()) and len(values) == 1 and text not in self._asked:
+            self._asked.add(text)
             origin = self.of(values[0])  # a flag of the class or the module
-            del self.known[text]
+            self._asked.remove(text)
             return origin if is_of_rank(origin) else None
-        is_part = isinstance(node, ast.Attribute) and self.known.get(dotted(node).rpartition(".")[0]) == SAME
+        is_part = isinstance(node, ast.Attribute) and _combined(self._known(dotted(node.value))) == SAME
         return SAME if is_part else None
 
     def _of_subscript(self, node: ast.Subscript) -> Origin:
@@ -238,8 +227,8 @@ class Origins:
         operator, other = node.ops[0], sides[1]
         is_order = isinstance(operator, (ast.Lt, ast.Gt, ast.LtE, ast.GtE))
         if any(isinstance(side, ast.Constant) and side.value is None for side in sides):
-            names = {last_name(side) for side in sides} - {*self._assigned}  # what next() returned ends with the loader
-            return Differs(DATA_BRANCH, f"`{text_of(node)}` is about this rank's batch") if names & _BATCHES else None
+            given = {name for name in map(last_name, sides) if not self.table.values(name)}  # and not by next()
+            return Differs(DATA_BRANCH, f"`{text_of(node)}` is about this rank's batch") if given & _BATCHES else None
         others = (side for side, origin in zip(sides, origins, strict=True) if not is_of_rank(origin))
         constants = self._collectives.program.constants
         no_rank = any(constants.get(last_name(other), _IS_OF_A_CLASS.fullmatch(ast.unparse(other))) for other in others)
@@ -252,24 +241,22 @@ class Origins:
         ):
             return None  # how many parts there are, or whether a batch is a full one
         if isinstance(operator, (ast.In, ast.NotIn)):
-            return self._of_membership(other, origins)
+            if isinstance(origins[1], Differs):
+                return origins[1]
+            if origins[1] is None and isinstance(other, ast.Name) and self._has_own_keys(other):
+                return Differs(DATA_BRANCH, f"`{text_of(other)}` has the keys that this rank has met")
+            return origins[0] if origins[1] == SAME else None  # the ranks of a group
         for side, origin in zip(sides, origins, strict=True):
             if is_order and origin is None and _LOSS.fullmatch(last_name(side)) and self._is_seen_made(side):
                 return Differs(DATA_BRANCH, f"`{text_of(side)}` is this rank's own loss")
         return _combined(origins)
 
-    def _of_membership(self, held: ast.expr, origins: list[Origin]) -> Origin:
-        if isinstance(origins[1], Differs) or (origins[1] == SAME and origins[0] == SAME):
-            return origins[1]
-        if origins[1] is None and isinstance(held, ast.Name) and names_entries(held) and self._has_own_keys(held):
-            return Differs(DATA_BRANCH, f"`{text_of(held)}` has the keys that this rank has met")
-        return origins[0] if origins[1] == SAME else None  # the ranks of a group
-
     def _has_own_keys(self, held: ast.Name) -> bool:
         """Return whether it is a dict, and neither configuration nor written down in the text."""
-        values = self._assigned.get(held.id, [])
+        values = self.table.values(held.id)
         is_configured = any(isinstance(value, ast.Dict) or _CONFIGURED.search(ast.unparse(value)) for value in values)
-        return held.id in self._read_by_key and not is_configured and not self._may_be_equal(held)
+        is_own = held.id in self._read_by_key and not is_configured and not self._may_be_equal(held)
+        return names_entries(held) and is_own
 
     # -- where a value came from --------------------------------------------------------------------------------------
 
@@ -284,7 +271,7 @@ class Origins:
             elif text not in seen:
                 seen.add(text)
                 inside = [child for child in ast.iter_child_nodes(part) if isinstance(child, ast.expr)]
-                parts += self._assigned.get(text) or inside
+                parts += self.table.values(text) or inside
 
     def _may_be_equal(self, node: ast.expr) -> bool:
         """Return whether it came from a function of another file, or from one that may run a collective."""
@@ -318,7 +305,7 @@ class Origins:
             file = ast.unparse(key or on)
             return Differs(DATA_BRANCH, f"`{text}` changes when the first rank makes the file", file)
         elsewhere = self._collectives.program.function_called(call, self._owner) is None
-        if _SYNCED.search(name) or (elsewhere and _EQUAL_RESULT.search(name)):
+        if SYNCED.search(name) or (elsewhere and _EQUAL_RESULT.search(name)):
             return SAME
         if name in _NAN_CHECKS:
             return self._of_own_value(call.args[0] if call.args else call.func, text, anything=True)
@@ -342,18 +329,66 @@ class Origins:
         origin = self.of(node)
         if origin is not None:
             return origin
-        name = last_name(node.value if isinstance(node, ast.Subscript) else node)
+        name, whole = last_name(node.value if isinstance(node, ast.Subscript) else node), ast.unparse(node)
         if isinstance(node, ast.Subscript) and name not in _BATCHES:
             return None
-        if (
-            _EQUAL_NAMES.search(ast.unparse(node))
-            or not (anything or _DATA.fullmatch(name))
-            or self._may_be_equal(node)
-        ):
-            return None
-        if ast.unparse(node) in self._collectives.program.configured:
+        is_data = (anything or _DATA.fullmatch(name)) and not _EQUAL_NAMES.search(whole)
+        if not is_data or self._may_be_equal(node) or self._collectives.program.is_configured(whole):
             return None
         return Differs(DATA_BRANCH, f"`{text}` is of this rank's own data")
+
+    # -- the order of an iteration ------------------------------------------------------------------------------------
+
+    def differing_order(
+        self, loop: ast.For | ast.AsyncFor | ast.comprehension, turn: Sequence[ast.AST], call: ast.Call
+    ) -> str:
+        """Return what gives this rank an order that others may not have; empty where that is not known.
+
+        ``turn`` is the loop's body, ``call`` the one in it that runs a collective.
+        """
+        iterated = _passed_on(loop.iter)
+        values = self.table.values(dotted(iterated))
+        source = values[0] if len(values) == 1 else iterated
+        args = source.args if isinstance(source, ast.Call) else []
+        has_keys = any(names_entries(argument) and _is_indexed(argument, turn) for argument in args)
+        if _is_set_of_strings(source, "keys" if has_keys else dotted(iterated)):
+            return f"the set `{text_of(iterated)}`, whose strings each process hashes otherwise"
+        held = _dict_of(iterated)
+        if held is iterated and not (names_entries(held) and _is_indexed(held, turn)):
+            return ""
+        name = dotted(held)
+        known = names_entries(held) or (self._function is not None and self._is_for_any(self._function, loop, call))
+        if not known or not name or _SHARED.fullmatch(name) or not self._is_own(name, self._function):
+            return ""
+        return f"the dict `{name}`, which is that of its insertions on this rank"
+
+    def _is_for_any(self, function: Function, loop: ast.For | ast.AsyncFor | ast.comprehension, call: ast.Call) -> bool:
+        """Return whether the function takes any dict: it reduces the entries themselves, or calls itself for each."""
+        entries = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+        passed = {node.id for part in call.args for node in ast.walk(part) if isinstance(node, ast.Name)}
+        name = last_name(call.func)
+        is_direct = name in _DIRECT and not entries.isdisjoint(passed)
+        return not _SHARED.fullmatch(function.name) and (is_direct or name == function.name)
+
+    def _is_own(self, name: str, function: Function | None, depth: int = 2) -> bool:
+        """Return whether the text shows that ranks may insert other keys, or in another order."""
+        program = self._collectives.program
+        is_reset = False
+        for definition in program.table(function).definitions:
+            target, value = definition.target, definition.value
+            held, key = (target.value, target.slice) if isinstance(target, ast.Subscript) else (target, None)
+            if dotted(held) == name and isinstance(key, (ast.Subscript, ast.Call)):
+                return True  # a key of the data
+            if definition.name == name and definition.kind == "assigned":
+                if "sorted(" in ast.unparse(value):
+                    return False
+                is_reset |= not definition.before.sides and name not in map(dotted, ast.walk(value))
+        if function is None or is_reset or name not in parameters_of(function):
+            return False
+        passed = list(program.passed_to(function, name))
+        return not passed or any(
+            depth and dotted(value) and self._is_own(dotted(value), caller, depth - 1) for value, caller in passed
+        )
 
 
 def _is_length(node: ast.expr) -> bool:
@@ -373,3 +408,39 @@ def _combined(origins: Iterable[Origin]) -> Origin:
 def names_entries(node: ast.expr) -> bool:
     """Return whether a dict is likely to hold this rank's statistics, and not its configuration or model."""
     return bool(_ENTRIES.fullmatch(last_name(node)))
+
+
+def _is_set_of_strings(iterated: ast.expr, name: str) -> bool:
+    """As far as it and the name of its variable show: a set of numbers has the same order in each process."""
+    if isinstance(iterated, ast.BinOp):
+        return _is_set_of_strings(iterated.left, name)
+    held = iterated.args[0] if isinstance(iterated, ast.Call) and iterated.args else iterated
+    if isinstance(iterated, ast.Call) and dotted(iterated.func) != "set":
+        return False
+    if isinstance(held, (ast.Set, ast.List, ast.Tuple)) and (held is not iterated or isinstance(held, ast.Set)):
+        strings = (
+            element for element in held.elts if isinstance(element, ast.Constant) and isinstance(element.value, str)
+        )
+        return len(held.elts) > 1 and any(strings)
+    is_set = held is not iterated or isinstance(held, ast.SetComp)
+    return is_set and bool(_STRINGS.search(f"{name} {ast.unparse(held)}"))
+
+
+def _passed_on(iterated: ast.expr) -> ast.expr:
+    """``stats`` of ``list(stats)``."""
+    while isinstance(iterated, ast.Call) and last_name(iterated.func) in _PASSES_ON and iterated.args:
+        iterated = iterated.args[0]
+    return iterated
+
+
+def _dict_of(iterated: ast.expr) -> ast.expr:
+    """``stats`` of ``stats.items()``."""
+    if isinstance(iterated, ast.Call) and isinstance(iterated.func, ast.Attribute) and not iterated.args:
+        return iterated.func.value if iterated.func.attr in ("items", "keys", "values") else iterated
+    return iterated
+
+
+def _is_indexed(held: ast.expr, turn: Sequence[ast.AST]) -> bool:
+    """A loop over ``stats`` itself, in which ``stats[key]`` is read: it is a dict."""
+    text = ast.unparse(held)
+    return any(isinstance(part, ast.Subscript) and ast.unparse(part.value) == text for part in parts_of(*turn))
