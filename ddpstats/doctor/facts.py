@@ -1,4 +1,4 @@
-"""What one rank is: place, versions, distributions, integrations, environment. Local; sections of names and texts."""
+"""Each rank finds out what it is: place, versions, distributions, environment. Local; sections of names and texts."""
 
 from __future__ import annotations
 
