@@ -1,11 +1,11 @@
-"""`NaNCapture` for trainers that call hooks, where no ``with`` statement can stand around a micro-batch.
+"""`NaNCapture` for trainers that call hooks, where no ``with`` statement can enclose a micro-batch.
 
 `CaptureSteps` is a `NaNCapture` with its running micro-batch; `TrainerCapture` is what our callbacks have in common.
 
 Trainers weight the model's loss, divide it by the number of micro-batches, or by tokens that they counted on all ranks,
 before ``backward()``; a replay has the model and its batch alone. So `note_loss` puts a hook on the loss that the model
 returned. In the backward pass it gets the derivative of what the trainer made of it: the factor, bit for bit, however
-it came about, and nobody waits for it. The bundle has it, and replay applies it.
+it came about, and without a wait. The bundle has it, and replay applies it.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class CaptureSteps:
         self._was_ok = True
 
     def start(self, model: torch.nn.Module, scaler: Any, **states: Any) -> None:
-        """Training begins, with these optimizers and schedulers; what was before is over."""
+        """Begin a training with these optimizers and schedulers, and end what was before."""
         self.close()
         self._capture = NaNCapture(self._dirpath, model=model, scaler=scaler, **{**states, **self._settings})
         self._model, self._scaler = unwrapped(model), scaler
         self.verdict, self._was_ok = None, True
 
     def begin(self, batch: Any) -> MicroBatch | None:
-        """A micro-batch begins; the one before it is over."""
+        """Begin a micro-batch, and end the one before it."""
         self.end()
         if self._capture is not None:
             running = self._capture.micro_batch(batch)
@@ -64,9 +64,9 @@ class CaptureSteps:
         return self.micro
 
     def end(self, error: BaseException | None = None) -> RankMissing | None:
-        """The running micro-batch, if there is one, is over: with ``error``, of which the other ranks are told.
+        """End the running micro-batch, if there is one; ``error`` is reported to the other ranks.
 
-        Returns what another rank gave as the reason for it.
+        Returns what another rank reported as the reason for it.
         """
         running, self._running, self.micro = self._running, None, None
         if running is None:
@@ -78,13 +78,13 @@ class CaptureSteps:
         return None
 
     def discard(self) -> None:
-        """The batch of the running micro-batch, if there is one, was not run after all."""
+        """Forget the running micro-batch, if there is one: its batch was not run after all."""
         running, self._running, self.micro = self._running, None, None
         if running is not None:
             running.discard()
 
     def check(self) -> CaptureVerdict | None:
-        """End the micro-batch and judge the step; one that is to be left out has no gradients any more. Collective."""
+        """End the micro-batch and judge the step; a step to be left out loses its gradients. Collective."""
         self.end()
         if self._capture is None:
             return None
@@ -98,19 +98,19 @@ class CaptureSteps:
         return verdict
 
     def note_loss(self, loss: Any) -> None:
-        """``loss``: what the model returned for this micro-batch; see the head of this file. Local."""
+        """Watch ``loss``, which the model returned for this micro-batch; see the head of this file. Local."""
         micro = self.micro
         if micro is None or not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             return
         value = loss.detach().clone()  # trainers scale it in place
         scaled = self._scaler is not None and self._scaler.is_enabled()
 
-        def arrived(gradient: torch.Tensor) -> None:
+        def keep_factor(gradient: torch.Tensor) -> None:
             micro.factor = gradient.detach()
             if not scaled:
                 micro.loss = (value * gradient).sum()
 
-        loss.register_hook(arrived)  # type: ignore[no-untyped-call]
+        loss.register_hook(keep_factor)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """End the micro-batch, take all hooks away. Idempotent."""

@@ -25,9 +25,9 @@ A rank without a batch to validate, or to test, passes all hooks of that loop wh
 Lightning's own stay: trainers of one device, ``rank_zero_only=True``, ``sync_dist=False``, ``sync_dist_group``, and
 torchmetrics' metrics.
 
-``ddp_spawn`` starts processes in which nobody called `install`: use `DdpstatsCallback` there.
+``ddp_spawn`` starts processes without `install`: use `DdpstatsCallback` there.
 
-`DdpstatsNaNCapture`, for non-finite gradients, is a callback of its own and needs none of this.
+`DdpstatsNaNCapture`, for non-finite gradients, is a separate callback and needs none of this.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ Callback: Any = type("Callback", tuple(copy.Callback for copy in _COPIES.values(
 """A callback to the trainers of every copy."""
 _patches = {library: Patches(library) for library in _COPIES}
 _users: set[int] = set()
-"""Who needs the patches: 0 for `install`, a callback's id for its trainer."""
+"""The users of the patches: 0 for `install`, a callback's id for its trainer."""
 
 _RESULT = "trainer.connectors.logger_connector.result"
 _RELIED_ON = (
@@ -102,8 +102,8 @@ _RELIED_ON = (
 def install() -> None:
     """Patch the installed Lightning, for every trainer of this process. Local and idempotent; every rank, or none.
 
-    Patches ``lightning.pytorch`` and ``pytorch_lightning``, whichever are installed. One that lacks what this relies
-    on, whatever its version, is left unpatched, with a warning that names the difference. Does nothing under
+    Patches ``lightning.pytorch`` and ``pytorch_lightning``, whichever are installed. A package that lacks what this
+    relies on, whatever its version, is left unpatched, with a warning that names the difference. Does nothing under
     ``DDPSTATS_DISABLE=1``. With Trainer(callbacks=[DdpstatsCallback()]) instead, only that trainer changes.
 
     The errors of `ddpstats.StatsReducer` come from the hook at which the values are combined, the same on every rank:
@@ -187,7 +187,7 @@ _FX = "ddpstats"
 
 
 class _Logged:
-    """What this rank has logged in one loop (training, validation, test) since all ranks last combined it.
+    """The keys that this rank has logged in one loop (training, validation, test) since all ranks combined them.
 
     Attributes:
         any_has_late_hook: whether on some rank keys may be logged after those of a batch were combined. Agreed.
@@ -216,7 +216,7 @@ class _Logged:
         self._batch = {}
 
     def combine_step(self) -> Any:
-        """Collective."""
+        """Return the step's keys of all ranks. Collective."""
         stats = {"values": self._step, **self._flags_of(self._step), "late": markers.Any(self._has_late_hook)}
         self._step = {}
         combined = reduce_stats(stats, name="lightning/step").values
@@ -224,7 +224,7 @@ class _Logged:
         return combined
 
     def combine_epoch(self) -> Any:
-        """Collective."""
+        """Return the epoch's keys of all ranks since the last time. Collective."""
         self._add_batch()
         self._epoch.add(self._flags_of(self._flags))
         self._step = {}
@@ -238,7 +238,7 @@ class _Logged:
 
 
 def _logged_of(results: Any) -> _Logged | None:
-    """Return what belongs to a result collection of Lightning; None where Lightning is to do as it does."""
+    """Return what belongs to a result collection of Lightning; None where Lightning reduces by itself."""
     return None if results is None else results.__dict__.get("_ddpstats")
 
 
@@ -260,12 +260,12 @@ def _log(original: Callable[..., Any], self: Any, fx: str, name: str, value: Any
         logged.add_epoch(name, marker(value.detach()), _batch_size(self, settings.get("batch_size")), flags)
 
 
-def _batch_size(results: Any, given: int | None) -> int:
-    """As Lightning finds it, which also keeps it for the other keys of this batch."""
-    if given is None and results.batch_size is None and results.batch is not None:
+def _batch_size(results: Any, batch_size: int | None) -> int:
+    """Return the batch size as Lightning finds it, which also keeps it for the other keys of this batch."""
+    if batch_size is None and results.batch_size is None and results.batch is not None:
         root = type(results).__module__.partition(".trainer.")[0]
         results.batch_size = importlib.import_module(f"{root}.utilities.data").extract_batch_size(results.batch)
-    size = results.batch_size if given is None else given
+    size = results.batch_size if batch_size is None else batch_size
     return 1 if size is None else size
 
 
@@ -290,7 +290,7 @@ def _call_module_hook(original: Callable[..., Any], trainer: Any, hook_name: str
 
 
 def _skip(original: Callable[[Any], bool], loop: Any) -> bool:
-    """Whether no rank has a batch for an evaluation loop; one that has none passes the hooks of the others."""
+    """Return whether no rank has a batch for an evaluation loop; a rank without one passes the hooks of the others."""
     skips = original(loop)
     return not any_rank(not skips) if _is_ours(loop.trainer) else skips
 
@@ -301,7 +301,7 @@ def _is_ours(trainer: Any) -> bool:
 
 
 def _has_late_hook(trainer: Any) -> bool:
-    """Whether the module, or a callback that is neither Lightning's nor of ddpstats, may log at the end of a batch."""
+    """Return whether the module, or a callback not from Lightning or ddpstats, has a hook at the end of a batch."""
     hooks = [owner.on_train_batch_end for owner in (trainer.lightning_module, *trainer.callbacks)]
     packages = {str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks}
     return not packages <= {*ROOTS, "ddpstats"}
@@ -340,7 +340,7 @@ def _show(results: Any, name: str, value: float, on_step: bool, **shown: bool) -
         results.update_metrics(key, exact, 1)  # without the checks of ``log``
         return
     results.pop(key, None)
-    results.log(_FX, name, exact, **level, **shown, sync_dist=True, batch_size=1)  # True: else Lightning warns
+    results.log(_FX, name, exact, **level, **shown, sync_dist=True, batch_size=1)  # False is warned of
 
 
 def _update_outputs(trainer: Any, loop: Any) -> None:
@@ -387,12 +387,12 @@ class _WindowCallback(Callback):  # type: ignore[misc]  # a class found at run t
 
 
 def _step(trainer: Any) -> int:
-    """As Lightning gives it to loggers."""
+    """Return the step as Lightning gives it to loggers."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def _is_logged(trainer: Any, module: Any) -> bool:
-    """As Lightning decides of a batch; but for ``trainer.should_stop``, which one rank may have set alone."""
+    """Return what Lightning decides of a batch, but for ``trainer.should_stop``, which a rank may have set alone."""
     if module.automatic_optimization and trainer.fit_loop._should_accumulate():
         return False
     every = trainer.log_every_n_steps
@@ -400,7 +400,7 @@ def _is_logged(trainer: Any, module: Any) -> bool:
 
 
 def _tensors(scalars: dict[str, float]) -> dict[str, torch.Tensor]:
-    """In host memory, where loggers read them, and exact."""
+    """Return exact tensors in host memory, where loggers read them."""
     return {name: torch.tensor(value, dtype=torch.float64, device="cpu") for name, value in scalars.items()}
 
 
@@ -428,7 +428,7 @@ class DdpstatsNaNCapture(TrainerCapture, Callback):  # type: ignore[misc]  # a c
 
     Covered: automatic optimization with ``accumulate_grad_batches``, clipping, mixed precision, any strategy that
     leaves the module's own parameters in place; also optimizers that call the closure repeatedly. Manual optimization
-    with one or more optimizers: each ``optimizer.step()`` of a LightningOptimizer is judged as a step of its own. The
+    with one or more optimizers: each ``optimizer.step()`` of a LightningOptimizer is judged as a separate step. The
     first one of a batch can be replayed; for those after it the bundle holds the batch, but the random state of the
     moment of their backward pass. Manual ``loss.backward()`` without ``self.manual_backward`` is seen too, but not
     after the first step of a batch. Not covered: strategies whose engine steps by itself (DeepSpeed).
@@ -509,7 +509,7 @@ def step(module: Any, batch: Any) -> Any:
 
     Bit for bit what Lightning differentiates, unless ``training_step`` looks at ``batch_idx`` (0 here) or the trainer
     (there is none, and ``self.log`` only warns), the loss was divided by ``accumulate_grad_batches``, or the precision
-    plugin had autocast on: then write the like of this function, with that division or under ``torch.autocast``.
+    plugin had autocast on: then write a function like this, with that division or under ``torch.autocast``.
     """
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
     output = module.training_step(batch, 0) if takes_index else module.training_step(batch)

@@ -3,7 +3,7 @@
 A TrainerCallback is not shown the batch, nor what the Trainer makes of the loss. So:
 
 1. A micro-batch begins where the model is called, in training: its batch is the forward pass's keyword arguments. A
-   forward pass that raises ends it, and the other ranks are told.
+   forward pass that raises ends it, which is reported to the other ranks.
 2. It ends at ``on_substep_end`` (gradients accumulate) or ``on_pre_optimizer_step``, where all ranks judge the step.
 3. The Trainer divides the loss by the number of micro-batches, or by a count of tokens over all ranks, and multiplies
    it by the number of ranks: the factor is read off the backward pass, and kept with the batch.
@@ -47,9 +47,9 @@ class NaNCaptureCallback(TrainerCapture, TrainerCallback):
     applied as it is. A step that is left out has no gradients (None), so the optimizer does nothing; the scheduler and
     ``global_step`` go on.
 
-    Used as a context manager around ``train()``, the callback also closes the capture where ``train()`` raises, tells
-    the other ranks of errors outside of the forward pass, and explains a connection that broke because another rank
-    raised. Without, a rank that raises in its forward pass is told of too; but its peers end with the connection's own
+    Used as a context manager around ``train()``, the callback also closes the capture where ``train()`` raises, reports
+    errors outside of the forward pass to the other ranks, and explains a connection that broke because another rank
+    raised. Without, an error in the forward pass is reported too; but its peers end with the connection's own
     error, or, where that rank's process lives on, after some seconds with its name on stderr.
 
     Covered: DistributedDataParallel and a single process, gradient accumulation, mixed precision through accelerate.
@@ -144,7 +144,7 @@ def step(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
     What the Trainer multiplied it by is in the bundle and applied by replay, so gradients come out bit for bit. With a
     ``compute_loss`` or ``compute_loss_func`` of your own, or label smoothing, the model's own loss is not what was
-    differentiated: write the like of this function. ``batch`` has what the model was called with.
+    differentiated: write a function like this. ``batch`` has what the model was called with.
     """
     loss = _loss_in(model(**batch))
     if not isinstance(loss, torch.Tensor):
@@ -153,7 +153,7 @@ def step(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _loss_in(output: Any) -> Any:
-    """As `Trainer.compute_loss` finds it; None where there is none."""
+    """Return the loss as `Trainer.compute_loss` finds it, or None."""
     if isinstance(output, Mapping):
         return output.get("loss")
     return output[0] if isinstance(output, (tuple, list)) and output else None
