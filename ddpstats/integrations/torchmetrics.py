@@ -21,7 +21,7 @@ rank, then the second of each.
 
 ``compute`` of a collection is collective whenever some member is to sync, also where its result is cached: the ranks
 cannot know each other's caches. So a second ``compute`` on rank 0 alone, which stock answers from the cache, must read
-the first result instead. What was gathered is computed again.
+the first result instead. If one rank has a member's result cached and another has not, both compute it again.
 
 Whether a member syncs at all (``sync_on_compute``, ``dist_sync_on_step``, ``process_group``) must be the same on all
 ranks that have it, and every rank's collection needs one that does.
@@ -137,14 +137,14 @@ def _compute(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, An
     own = dict(self.items(keep_base=True, copy_state=False))
     matched: list[tuple[Matching, Members]] = []
     gathered: dict[tuple[int, Any], dict[int, Entry]] = {}
-    for group, metrics in _by_group(self, "_to_sync", _metrics_of).items():
-        matching = _matching(_collection_name(self), group)
+    for group, matching, metrics in _by_group(self, "_to_sync", _metrics_of):
         trees = matching.gather(functools.partial(_entries, metrics, own))
         members: Members = unite({rank: _with_states(tree) for rank, tree in trees.items()})
         for (name, path), entries in _fitting(matching, members).items():
             metric = metrics.get(name, {}).get(path)
             if metric is not None:
-                metric._computed = None  # no rank may keep an older result than the others
+                if not all(entry["cached"] for entry in entries.values()):  # no rank may keep an older result
+                    metric._computed = None
                 if not any(entry["by_itself"] for entry in entries.values()):
                     gathered[id(metric), group] = entries
         matched.append((matching, members))
@@ -163,8 +163,7 @@ def _forward(original: Callable[..., dict[str, Any]], self: Any, *args: Any, **k
     own = dict(self.items(keep_base=True, copy_state=False))
     everyones: dict[str, Any] = {}
     stepped: dict[str, _Answer] = {}
-    for group, metrics in _by_group(self, "dist_sync_on_step", lambda member: {"": member}).items():
-        matching = _matching(_collection_name(self), group)
+    for group, matching, metrics in _by_group(self, "dist_sync_on_step", lambda member: {"": member}):
         headings = {name: {"": _heading(own[name], own[name])} for name in metrics}
         members: Members = unite(matching.gather(headings))
         _fitting(matching, members)
@@ -176,11 +175,6 @@ def _forward(original: Callable[..., dict[str, Any]], self: Any, *args: Any, **k
                 _exchange(_first(held)["class"], None, group)
         everyones |= _everyones(own, matching, members, lambda name: stepped[name].compute())
     return original(_with_members(self, {**everyones, **own, **stepped}), *args, **kwargs)
-
-
-def _collection_name(collection: Any) -> str:
-    """Return a name with prefix and postfix, so that "train/" is never paired with "val/" unnoticed."""
-    return f"torchmetrics/MetricCollection {collection.prefix or ''}...{collection.postfix or ''}"
 
 
 def _matching(call: str, group: Any) -> Matching:
@@ -244,8 +238,10 @@ def _first(held: Mapping[int, Mapping[str, Entry]]) -> Entry:
 
 def _by_group(
     collection: Any, flag: str, metrics_of: Callable[[Any], dict[str, Any]]
-) -> dict[Any, dict[str, dict[str, Any]]]:
+) -> list[tuple[Any, Matching, dict[str, dict[str, Any]]]]:
     """Return what has ``flag`` of the metrics that each member gives, by group (in one order on all ranks) and name."""
+    # with prefix and postfix, so that "train/" is never paired with "val/" unnoticed
+    call = f"torchmetrics/MetricCollection {collection.prefix or ''}...{collection.postfix or ''}"
     groups: dict[Any, dict[str, dict[str, Any]]] = {}
     if flag == "_to_sync" and not len(collection) and _is_shared(_group_of(collection)):
         groups[dist.group.WORLD] = {}  # a collection without members: the other ranks' may have some
@@ -256,7 +252,8 @@ def _by_group(
                 if getattr(leaf, flag) and callable(is_available) and is_available() and _is_shared(group):
                     groups.setdefault(group, {}).setdefault(name, {})[path] = metric
                     break
-    return {group: groups[group] for group in sorted(groups, key=lambda group: (group_ranks(group), group.group_name))}
+    in_order = sorted(groups, key=lambda group: (group_ranks(group), group.group_name))
+    return [(group, _matching(call, group), groups[group]) for group in in_order]
 
 
 def _metrics_of(member: Any) -> dict[str, Any]:
@@ -306,6 +303,7 @@ def _heading(metric: Any, member: Any) -> Entry:
     return {
         "class": type(metric).__qualname__,
         "by_itself": _is_by_itself(metric),
+        "cached": metric._computed is not None,
         "naming": {name: getattr(member, name) for name in _NAMING if hasattr(member, name)},
         "states": {},
     }
