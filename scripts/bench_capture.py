@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from _rates_runs import Transformer, logging_off, step_fn
 from bench_rows import Row, Variant, burst, ratios, size_for, take_turns, timed
+from sentinel_rates import Transformer, logging_off, step_fn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

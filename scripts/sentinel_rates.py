@@ -1,6 +1,6 @@
-"""What the sentinel finds: bits that flip in a small transformer, and steps in which none does.
+"""Measure what the sentinel finds: bits that flip in a small transformer, and steps in which none does.
 
-    scripts/launch.sh dev python scripts/sentinel_rates.py [--flips N] [--clean N] [--json PATH] [--png PATH]
+    scripts/launch.sh dev python scripts/sentinel_rates.py [--flips N] [--clean N] [--json PATH]
 
 1. Three gloo ranks train a transformer with every layer looking at every step. In every other step one bit flips, of
    one element, on one rank, in turn in a weight, an activation, its gradient, a parameter's gradient before and after
@@ -17,139 +17,294 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
+import random
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from _rates_runs import KINDS, Flipped, Trial, delays, flip_bits, train_cleanly
+import torch.distributed as dist
 from bench_rows import aligned
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ddpstats.testing import run_ranks
+from ddpstats import Sentinel, SentinelAlarm
+from ddpstats.testing import BitFlip, inject_bit_flips, run_ranks
+from ddpstats.testing.flips import Where
 
-LAYERS = ("thresholds v2", "thresholds v3", "replica digests", "peer replay", "matmul checksum")
-EVERY = 20
-_GROUPS = {
-    "0-7": range(8),
-    "8-15": range(8, 16),
-    "16-22": range(16, 23),
-    "exponent 23-30": range(23, 31),
-    "sign": (31,),
+KINDS: tuple[Where, ...] = get_args(Where)
+REACH: dict[str, Sequence[str]] = {
+    "thresholds v2": KINDS,
+    "thresholds v3": KINDS,
+    "replica digests": ("weight", "reduced_gradient"),
+    "peer replay": ("activation", "activation_gradient", "gradient", "matmul"),
+    "matmul checksum": ("matmul",),
 }
-_HALF_GROUPS = {"bits 0-6": range(7), "exponent, 7-13": range(7, 14), "exponent, 14": (14,), "sign, 15": (15,)}
-_HALF_SHARE = 5  # of the flips, one in so many once more in bfloat16
+"""Layer -> the kinds of flips that it is there for."""
+_BITS = {"0-7": range(8), "8-15": range(8, 16), "16-22": range(16, 23), "23-29": range(23, 30), "30": [30], "31": [31]}
+_BITS_OF_BFLOAT16 = {"0-6": range(7), "7-13": range(7, 14), "14": [14], "15": [15]}
+"""The last one is the sign, those from 23 or 7 on the exponent."""
+_BFLOAT16_SHARE = 5  # of the flips, one in so many once more in bfloat16
+_EVERY = 20  # steps between the exams of layers 2 and 3, where they look now and then
+_WARM_UP_STEPS = 130  # the jump test of "v2" begins after 100
 _LIMIT_SEC = 7200.0
 
 
-def rates(trials: Sequence[Trial], by: Mapping[str, Any], key: Any) -> list[tuple[str, ...]]:
-    """A line per entry of ``by``: how many flips, and which share of them each layer found."""
-    lines: list[tuple[str, ...]] = []
-    for name, wanted in by.items():
-        these = [trial for trial in trials if key(trial) in wanted]
-        lines.append((name, str(len(these)), *(_percent(these, layer) for layer in LAYERS), _any_percent(these)))
-    return lines
+# -- the model --------------------------------------------------------------------------------------------------------
 
 
-def _percent(trials: Sequence[Trial], layer: str) -> str:
-    return _share(sum(trial.found.get(layer, False) for trial in trials), len(trials))
+class Block(nn.Module):
+    """Attention and a feed-forward part, each after a norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).reshape(size, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        weights = self.dropout(torch.softmax(q @ k.transpose(-1, -2) * (width // self.heads) ** -0.5, -1))
+        x = x + self.dropout(self.out((weights @ v).transpose(1, 2).reshape(size, length, width)))
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm2(x)))))
 
 
-def _any_percent(trials: Sequence[Trial]) -> str:
-    return _share(sum(any(trial.found.values()) for trial in trials), len(trials))
+class Transformer(nn.Module):
+    """A transformer that predicts the next token."""
+
+    def __init__(self, width: int, blocks: int, heads: int = 2, words: int = 29, length: int = 64) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(words, width), nn.Parameter(0.02 * torch.randn(length, width))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
 
 
-def _share(count: int, total: int) -> str:
-    return f"{100 * count / total:.1f} %" if total else "-"
+def step_fn(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the loss; tokens of shape (sequences, length)."""
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def report(trials: Sequence[Trial], groups: Mapping[str, Any]) -> str:
-    """Tables by place and by bit; and how often an alarm named a wrong rank."""
-    head = ("", "flips", *LAYERS, "any")
-    places = rates(trials, {kind: (kind,) for kind in KINDS} | {"all": KINDS}, lambda trial: trial.flip.where)
-    bits = rates(trials, groups, lambda trial: trial.flip.bit)
-    alarms = [right for trial in trials for right in trial.found.values()]
-    named = f"alarms: {len(alarms)}; that named the right rank alone: {_share(sum(alarms), len(alarms))}"
-    unseen = sum(trial.before == trial.after for trial in trials)
-    return "\n\n".join(
-        [aligned([head, *places]), aligned([head, *bits]), f"{named}; flips that changed no value: {unseen}"]
+def tokens_of(step: int, sequences: int = 4, length: int = 16) -> Tensor:
+    """Return a step's tokens on this rank: they count upwards from random starts, with random strides."""
+    generator = torch.Generator().manual_seed(1_000_003 * step + dist.get_rank())
+    start, stride = torch.randint(29, (2, sequences, 1), generator=generator)
+    return (start + (stride % 3 + 1) * torch.arange(length + 1)) % 29
+
+
+def logging_off() -> None:
+    """Thousands of alarms are expected."""
+    logging.getLogger("ddpstats").setLevel(logging.CRITICAL + 1)
+
+
+class Trainer:
+    """A model in training, watched by every layer in every step, and by both detectors."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        logging_off()
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(Transformer(32, 2).to(dtype))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        replays = {"digest_every_steps": 1, "replay_every_steps": 1, "replay_fn": step_fn}
+        self.all_layers = Sentinel(self.model, mode=2, matmul_checksum=True, checksum_steps=10**9, **replays)
+        self.all_layers.check_matmuls(10**9)
+        self.sentinels = {"v2": self.all_layers, "v3": Sentinel(self.model, mode=2, detector="v3")}
+        self.number = 0
+        torch.manual_seed(1 + dist.get_rank())
+
+    def step(self) -> dict[str, tuple[int, ...]]:
+        """Run forward, backward and verdict, and return layer -> culprit ranks."""
+        batch = tokens_of(self.number)
+        self.number += 1
+        with self.all_layers.micro_batch(batch):
+            step_fn(self.model, batch).backward()  # type: ignore[no-untyped-call]
+        culprits: dict[str, tuple[int, ...]] = {}
+        for detector, sentinel in self.sentinels.items():
+            try:
+                sentinel.step()
+            except SentinelAlarm:
+                for finding in sentinel.verdict.findings:
+                    layer = f"thresholds {detector}" if finding.layer == "thresholds" else finding.layer
+                    culprits[layer] = finding.culprit_ranks
+        return culprits
+
+    def apply(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+# -- on the ranks -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One flip, and the layers that raised an alarm: layer -> whether it named that rank alone."""
+
+    flip: BitFlip
+    found: dict[str, bool]
+
+
+def _flips(seed: int, count: int, model: nn.Module, bits: int) -> list[BitFlip]:
+    """Return flips of each kind in turn; the rest is random, and the same on every rank."""
+    drawn = random.Random(seed)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.LayerNorm))}
+    parameters = [name for name, _ in model.named_parameters()]
+    products = [name for name in layers if isinstance(layers[name], nn.Linear)]
+    names = {"activation": list(layers), "activation_gradient": list(layers), "matmul": products}
+    flips = []
+    for number in range(count):
+        kind = KINDS[number % len(KINDS)]
+        name, element, bit = drawn.choice(names.get(kind, parameters)), drawn.randrange(1 << 30), drawn.randrange(bits)
+        flips.append(BitFlip(name, kind, element, bit, step=0, rank=drawn.randrange(dist.get_world_size())))
+    return flips
+
+
+def flip_bits(seed: int, count: int, dtype: torch.dtype = torch.float32) -> tuple[list[Trial], Counter[str]]:
+    """Return trials, and false alarms by layer in the clean steps between them.
+
+    A step with a flip is not applied; each is followed by a clean step, which is.
+    """
+    trainer, trials, false_alarms = Trainer(dtype), list[Trial](), Counter[str]()
+    for _ in range(_WARM_UP_STEPS):
+        trainer.step()
+        trainer.apply()
+    inner = trainer.model.module
+    for flip in _flips(seed, count, inner, 8 * dtype.itemsize):
+        kept = [parameter.detach().clone() for parameter in inner.parameters()]
+        with inject_bit_flips(trainer.model, [flip]) as faults:
+            culprits = trainer.step()
+        trainer.optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(list(inner.parameters()), kept)
+        is_applied = torch.tensor(len(faults.applied))
+        dist.all_reduce(is_applied)
+        if is_applied:
+            trials.append(Trial(flip, {layer: ranks == (flip.rank,) for layer, ranks in culprits.items()}))
+        else:
+            false_alarms.update(culprits.keys())
+        false_alarms.update(trainer.step().keys())
+        trainer.apply()
+    return trials, false_alarms
+
+
+def train_cleanly(steps: int) -> Counter[str]:
+    """Train without a fault, and return alarms by layer."""
+    trainer, alarms = Trainer(), Counter[str]()
+    for _ in range(steps):
+        alarms.update(trainer.step().keys())
+        trainer.apply()
+    window = trainer.all_layers._setup.matmul.window
+    assert (window.checked > 0, window.problem) == (True, None)
+    return alarms
+
+
+def delays_to_alarm(seed: int, trials: int, kind: Where, layer: str, sticky: bool) -> list[int | None]:
+    """Return the steps from a fault on rank 1 to ``layer``'s alarm that names it; None without one in three periods.
+
+    Element and bit are random. Any other alarm is an error.
+    """
+    logging_off()
+    drawn, delays = random.Random(seed), list[int | None]()
+    for _ in range(trials):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Transformer(32, 1))
+        at = drawn.randrange(_EVERY, 3 * _EVERY)
+        element, bit = drawn.randrange(4096), drawn.randrange(8, 24)
+        flip = BitFlip("blocks.0.up.weight", kind, element, bit, at, rank=1, sticky=sticky)
+        options: dict[str, Any] = {"digest_every_steps": _EVERY, "replay_every_steps": _EVERY, "replay_fn": step_fn}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Sentinel(model, mode=2, **options) as sentinel, inject_bit_flips(model, [flip]) as faults:
+            for step in range(at + 3 * _EVERY):
+                with sentinel.micro_batch(tokens_of(step)):
+                    step_fn(model, tokens_of(step)).backward()  # type: ignore[no-untyped-call]
+                try:
+                    sentinel.step()
+                except SentinelAlarm as alarm:
+                    if layer not in alarm.layers or alarm.culprit_ranks != (1,) or alarm.step < at:
+                        raise RuntimeError("this alarm does not belong to the fault") from alarm
+                    delays.append(alarm.step - at)
+                    break
+                optimizer.step()
+                optimizer.zero_grad()
+                faults.step()
+            else:
+                delays.append(None)
+    return delays
+
+
+# -- what is printed --------------------------------------------------------------------------------------------------
+
+
+def _share(hits: Sequence[bool]) -> str:
+    return f"{100 * sum(hits) / len(hits):.1f} %" if hits else "-"
+
+
+def report(trials: Sequence[Trial], bits: Mapping[str, Sequence[int]]) -> str:
+    """Return the shares of flips found, by kind, and by bit of the flips in a layer's reach."""
+    kinds = {kind: [trial for trial in trials if trial.flip.where == kind] for kind in KINDS} | {"all": trials}
+    by_bit = {name: [trial for trial in trials if trial.flip.bit in bits[name]] for name in bits}
+    tables = []
+    for head, groups, is_reached in (("", kinds, False), ("in its reach", by_bit, True)):
+        lines = [(head, "flips", *REACH, "any")]
+        for name, group in groups.items():
+            shares = []
+            for layer, reach in REACH.items():
+                reached = [trial.found for trial in group if not is_reached or trial.flip.where in reach]
+                shares.append(_share([found.get(layer, False) for found in reached]))
+            lines.append((name, str(len(group)), *shares, _share([any(trial.found.values()) for trial in group])))
+        tables.append(aligned(lines))
+    alarms = [is_right for trial in trials for is_right in trial.found.values()]
+    return "\n\n".join([*tables, f"alarms: {len(alarms)}; that named the right rank alone: {_share(alarms)}"])
+
+
+def on_ranks(function: Any, world_size: int, *args: Any) -> Any:
+    return run_ranks(function, world_size, *args, timeout_sec=_LIMIT_SEC).values()[0]
+
+
+def show_delays(what: str, kind: Where, layer: str, sticky: bool) -> None:
+    steps = on_ranks(delays_to_alarm, 3, 0, 20, kind, layer, sticky)
+    seen = [step for step in steps if step is not None]
+    print(
+        f"steps to the alarm, layers 2 and 3 every {_EVERY} steps, {what}: median {statistics.median(seen):g}, "
+        f"{min(seen)} to {max(seen)}; {len(steps) - len(seen)} of {len(steps)} not found in {3 * _EVERY} steps"
     )
-
-
-def draw(path: str, trials: Sequence[Trial]) -> None:
-    """Share of flips found over the position of the bit, a line per layer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
-    for layer, style in zip(LAYERS, ("-", "--", "-", "-", "-"), strict=True):
-        reach = _reach(layer)
-        shares = []
-        for bit in range(32):
-            these = [trial for trial in trials if trial.flip.bit == bit and trial.flip.where in reach]
-            shares.append(100 * statistics.fmean(trial.found.get(layer, False) for trial in these) if these else 0.0)
-        where = "all" if reach == KINDS else ", ".join(reach)
-        axes.plot(range(32), shares, style, marker=".", label=f"{layer} (flips in: {where})")
-    axes.set(xlabel="bit of a float32 (31: sign, 30-23: exponent)", ylabel="flips found and named, %", ylim=(-2, 102))
-    axes.grid(alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
-def _reach(layer: str) -> tuple[str, ...]:
-    """The places that a layer is there for."""
-    if layer == "replica digests":
-        return ("weight", "reduced_gradient")
-    if layer == "matmul checksum":
-        return ("matmul",)
-    before = ("activation", "activation_gradient", "gradient", "matmul")
-    return before if layer == "peer replay" else KINDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="sentinel_rates", description="What the sentinel finds, and what it does not."
-    )
+    parser = argparse.ArgumentParser(prog="sentinel_rates", description="What the sentinel finds.")
     parser.add_argument("--flips", type=int, default=5400, metavar="N", help="bits to flip (default 5,400)")
     parser.add_argument("--clean", type=int, default=20_000, metavar="N", help="steps without a fault (default 20,000)")
     parser.add_argument("--json", metavar="PATH", help="write every flip and what found it")
-    parser.add_argument("--png", metavar="PATH", help="draw the shares over the position of the bit (needs matplotlib)")
     args = parser.parse_args(argv)
-    flipped: Flipped = run_ranks(flip_bits, 3, 0, args.flips, timeout_sec=_LIMIT_SEC).values()[0]
-    print(report(flipped.trials, _GROUPS), flush=True)
-    print(f"false alarms in the {args.flips:,} clean steps between: {flipped.false_alarms or 0}\n", flush=True)
+    sys.stdout.reconfigure(line_buffering=True)  # each part takes minutes
+    trials, false_alarms = on_ranks(flip_bits, 3, 0, args.flips)
+    print(report(trials, _BITS))
+    print(f"false alarms in the {args.flips:,} clean steps between: {dict(false_alarms) or 0}\n")
     if args.json:
-        text = json.dumps([dataclasses.asdict(trial) for trial in flipped.trials], indent=1)
-        Path(args.json).write_text(text + "\n")
-    if args.png:
-        draw(args.png, flipped.trials)
-    _show_delays()
+        Path(args.json).write_text(json.dumps([dataclasses.asdict(trial) for trial in trials], indent=1) + "\n")
+    show_delays("a weight, layer 2", "weight", "replica digests", False)
+    show_delays("a gradient before the reduce, a stuck bit, layer 3", "gradient", "peer replay", True)
     if args.clean:
-        found = run_ranks(train_cleanly, 2, args.clean, timeout_sec=_LIMIT_SEC).values()[0]
-        print(f"alarms in {args.clean:,} steps without a fault: { ({name: found.get(name, 0) for name in LAYERS}) };")
-        print(f"{found['products']:,} products checked, {found['warnings']} warnings\n", flush=True)
-    if args.flips >= _HALF_SHARE:
-        half = run_ranks(flip_bits, 3, 1, args.flips // _HALF_SHARE, torch.bfloat16, timeout_sec=_LIMIT_SEC).values()[0]
-        print(f"bfloat16\n\n{report(half.trials, _HALF_GROUPS)}")
+        alarms = on_ranks(train_cleanly, 2, args.clean)
+        print(f"alarms in {args.clean:,} steps without a fault: { ({layer: alarms[layer] for layer in REACH}) }\n")
+    if args.flips >= _BFLOAT16_SHARE:
+        trials, _ = on_ranks(flip_bits, 3, 1, args.flips // _BFLOAT16_SHARE, torch.bfloat16)
+        print(f"bfloat16\n\n{report(trials, _BITS_OF_BFLOAT16)}")
     return 0
 
 
-def _show_delays() -> None:
-    for what, kind, layer, sticky in (
-        ("a weight, layer 2", "weight", "replica digests", False),
-        ("a gradient before the reduce, a stuck bit, layer 3", "gradient", "peer replay", True),
-    ):
-        steps = run_ranks(delays, 3, 0, 20, EVERY, kind, layer, sticky=sticky, timeout_sec=_LIMIT_SEC).values()[0]
-        seen = [one for one in steps if one is not None]
-        print(
-            f"steps to the alarm, layers 2 and 3 every {EVERY} steps, {what}: median {statistics.median(seen):g}, "
-            f"{min(seen)} to {max(seen)}; {len(steps) - len(seen)} of {len(steps)} not found in {3 * EVERY} steps",
-            flush=True,
-        )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    import sentinel_rates
+
+    sys.exit(sentinel_rates.main())  # ranks import functions by the name of their module
