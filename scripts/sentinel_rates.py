@@ -220,8 +220,7 @@ def delays_to_alarm(seed: int, trials: int, kind: Where, layer: str, sticky: boo
         torch.manual_seed(0)
         model = DistributedDataParallel(Transformer(32, 1))
         at = drawn.randrange(_EVERY, 3 * _EVERY)
-        element, bit = drawn.randrange(4096), drawn.randrange(8, 24)
-        flip = BitFlip("blocks.0.up.weight", kind, element, bit, at, rank=1, sticky=sticky)
+        flip = BitFlip("blocks.0.up.weight", kind, drawn.randrange(4096), drawn.randrange(8, 24), at, 1, sticky)
         options: dict[str, Any] = {"digest_every_steps": _EVERY, "replay_every_steps": _EVERY, "replay_fn": step_fn}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with Sentinel(model, mode=2, **options) as sentinel, inject_bit_flips(model, [flip]) as faults:
@@ -260,8 +259,8 @@ def report(trials: Sequence[Trial], bits: Mapping[str, Sequence[int]]) -> str:
         for name, group in groups.items():
             shares = []
             for layer, reach in REACH.items():
-                reached = [trial.found for trial in group if not is_reached or trial.flip.where in reach]
-                shares.append(_share([found.get(layer, False) for found in reached]))
+                reached = [trial for trial in group if not is_reached or trial.flip.where in reach]
+                shares.append(_share([trial.found.get(layer, False) for trial in reached]))
             lines.append((name, str(len(group)), *shares, _share([any(trial.found.values()) for trial in group])))
         tables.append(aligned(lines))
     alarms = [is_right for trial in trials for is_right in trial.found.values()]
