@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import dataclasses
 import json
+import multiprocessing.process
 import os
 import re
 import runpy
@@ -57,7 +58,7 @@ class Program:
         paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         paths += map(os.path.abspath, sys.path)
         own = {"OMP_NUM_THREADS": "1", **environ, "PYTHONPATH": os.pathsep.join(paths)}
-        self._process: forkserver.Forked | subprocess.Popen[bytes]
+        self._process: forkserver.Fork | subprocess.Popen[bytes]
         if fresh or prefix:
             command = [*prefix, sys.executable, *arguments]
             self._process = subprocess.Popen(command, env=own, stdout=out, stderr=err, cwd=cwd, start_new_session=True)
@@ -65,6 +66,7 @@ class Program:
             self._process = forkserver.fork(
                 _become, self.arguments, paths, environ=own, stdout=out, stderr=err, cwd=cwd
             )
+        assert self._process.pid is not None
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
@@ -93,7 +95,7 @@ class Program:
 
     def kill(self) -> None:
         """Kill it with its session, and close its files. May be called twice."""
-        if isinstance(self._process, forkserver.Forked):
+        if isinstance(self._process, forkserver.Fork):
             self._process.kill()
         else:
             with contextlib.suppress(ProcessLookupError):
@@ -242,6 +244,7 @@ def _become(arguments: Sequence[str], paths: Sequence[str]) -> None:
     """Run what ``python ARGUMENTS`` runs, and end as it ends."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("ddpstats", "tests")]:
         del sys.modules[name]  # the program imports what it uses
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # a program is no worker of another
     if os.environ.get("PYTHONUNBUFFERED") or arguments[0] == "-u":
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]

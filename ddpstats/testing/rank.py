@@ -159,7 +159,6 @@ def main(rank: int, world_size: int, store_port: int, *, control_fd: int, stack_
     """Serve the parent until it says "end" or is gone."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
-    torch.set_num_threads(1)
     if os.environ.get(config.GUARD):  # the server has imported ddpstats without it, so this process begins the guard
         from ddpstats.guard import ending
 

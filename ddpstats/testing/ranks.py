@@ -25,15 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import IO, Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats.testing import rank as rank_main
-from ddpstats.testing.forkserver import START_TIMEOUT_SEC, fork
+from ddpstats.testing.forkserver import fork
 from ddpstats.testing.outcomes import RankDied, RankNotRun, RankOutcome, RankOutcomes, RankTimedOut
 from ddpstats.testing.rank import END, FrameReader, GroupState, Reply, outcome_of, send_frame
 
@@ -68,6 +68,8 @@ class RankProcess:
                 )
             finally:
                 theirs.close()
+            assert self._process.pid is not None
+            self.pid = self._process.pid
             self._resources = resources.pop_all()
 
     def fileno(self) -> int:
@@ -77,7 +79,7 @@ class RankProcess:
     @property
     def exit_code(self) -> int | None:
         """The exit code once the process was seen to end; negative for a signal."""
-        return self._process.returncode
+        return self._process.exitcode
 
     @property
     def frame(self) -> bytes | None:
@@ -122,7 +124,7 @@ class RankProcess:
     def ask_for_stack(self) -> None:
         """Have faulthandler write every thread's stack. Only for a rank that has said "ready"."""
         if not self._has_exited():
-            os.kill(self._process.pid, signal.SIGUSR1)
+            os.kill(self.pid, signal.SIGUSR1)
 
     def stack_bytes(self) -> int:
         """Return how many bytes of the stack are written by now."""
@@ -167,7 +169,7 @@ class RankProcess:
 
     def _has_exited(self) -> bool:
         """Return whether the process has ended; its own children are killed the moment that is first seen."""
-        if self._process.returncode is not None:
+        if self._process.exitcode is not None:
             return True
         if self._process.poll() is None:
             return False
@@ -178,7 +180,7 @@ class RankProcess:
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def rank_environ(rank: int, world_size: int, store_port: int, env: Mapping[str, str]) -> dict[str, str]:
@@ -204,6 +206,7 @@ def _size_bytes(file: IO[bytes]) -> int:
     return os.fstat(file.fileno()).st_size
 
 
+_START_TIMEOUT_SEC = 120.0  # a loaded machine takes long
 _STOP_GRACE_SEC = 5.0
 _STACK_WAIT_SEC = 2.0
 _TICK_SEC = 0.05  # a rank's death is seen at once by its socket, or after this long if a child of it holds the socket
@@ -216,12 +219,12 @@ class RankTeam:
         self._store: TCPStore | None = serve_store()
         self._processes: list[RankProcess] = []
         # For a team that is dropped without `stop` or `kill`, and for the interpreter's end.
-        self._finalizer = weakref.finalize(self, _kill_all, self._processes, os.getpid())
+        self._finalizer = Finalize(self, _kill_all, (self._processes,), exitpriority=0)
         self.alive = self.in_step = True
         try:
             for rank in range(world_size):
                 self._processes.append(RankProcess(rank, world_size, self._store.port, env))
-            self._collect(time.monotonic() + START_TIMEOUT_SEC)
+            self._collect(time.monotonic() + _START_TIMEOUT_SEC)
         except BaseException:
             self.kill()
             raise
@@ -324,7 +327,7 @@ class RankTeam:
         if process.ended:
             return self._death(process)
         if process.rank in blamed:
-            error: Exception = RankTimedOut(process.rank, START_TIMEOUT_SEC, "(it was still starting)")
+            error: Exception = RankTimedOut(process.rank, _START_TIMEOUT_SEC, "(it was still starting)")
         else:
             error = RankNotRun(process.rank, blamed)
         return RankOutcome(process.rank, None, error, "", process.exit_code)
@@ -389,9 +392,7 @@ def _fetch_stacks(processes: Sequence[RankProcess]) -> None:
         time.sleep(_TICK_SEC)
 
 
-def _kill_all(processes: Sequence[RankProcess], owner_pid: int) -> None:
-    if os.getpid() != owner_pid:  # a forked copy of the parent runs this at its exit; the ranks are not its own
-        return
+def _kill_all(processes: Sequence[RankProcess]) -> None:
     for process in processes:
         process.kill()
     for process in processes:
