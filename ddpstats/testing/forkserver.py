@@ -155,6 +155,8 @@ class Fork(ForkServerProcess):
             fd = fds.pop(name)
             os.dup2(fd, standard_fd)
             os.close(fd)
+        for fd in fds.values():
+            os.set_inheritable(fd, False)
         os.chdir(self._cwd)
         os.environ.clear()
         os.environ.update(self._environ)

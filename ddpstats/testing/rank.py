@@ -7,16 +7,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import functools
 import os
 import pickle
 import signal
-import socket
-import struct
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +30,6 @@ from ddpstats.testing.outcomes import RankOutcome, RankUnpicklable
 READY = b"ready"
 END = b""
 
-_LENGTH = struct.Struct("!Q")
-_CHUNK_BYTES = 1 << 20
 _REPR_CHARS = 2000
 
 
@@ -51,49 +49,6 @@ class Reply(NamedTuple):
     summary: str
     traceback: str
     group_state: GroupState | None
-
-
-def send_frame(sock: socket.socket, payload: bytes) -> None:
-    """Send one frame; blocks as long as the socket's own timeout allows."""
-    sock.sendall(_LENGTH.pack(len(payload)))
-    sock.sendall(payload)
-
-
-def recv_frame(sock: socket.socket) -> bytes | None:
-    """The next frame of a blocking socket; None when the other end is gone."""
-    reader = FrameReader()
-    while reader.frame is None:
-        # Never more than this frame: the next one stays in the socket.
-        chunk = sock.recv(min(reader.missing_bytes, _CHUNK_BYTES))
-        if not chunk:
-            return None
-        reader.feed(chunk)
-    return reader.frame
-
-
-class FrameReader:
-    """Puts one frame together from pieces of any size. `frame` is None until it is whole."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self.frame: bytes | None = None
-
-    @property
-    def missing_bytes(self) -> int:
-        """How many bytes to read next: the rest of the length, then the rest of the body."""
-        if len(self._buffer) < _LENGTH.size:
-            return _LENGTH.size - len(self._buffer)
-        return _LENGTH.size + self._body_bytes() - len(self._buffer)
-
-    def feed(self, chunk: bytes) -> None:
-        """Add what was read: at most `missing_bytes`."""
-        self._buffer += chunk
-        if len(self._buffer) >= _LENGTH.size and self.missing_bytes == 0:
-            self.frame = bytes(self._buffer[_LENGTH.size :])
-
-    def _body_bytes(self) -> int:
-        length: int = _LENGTH.unpack_from(self._buffer)[0]
-        return length
 
 
 def value_reply(value: Any, state: GroupState | None) -> Reply:
@@ -163,19 +118,19 @@ def main(rank: int, world_size: int, store_port: int, *, control_fd: int, stack_
         from ddpstats.guard import ending
 
         ending.start()
-    with socket.socket(fileno=control_fd) as control:
+    with Connection(control_fd) as control, contextlib.suppress(EOFError):
         _serve(control, functools.partial(_join_group, rank, world_size, store_port))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _serve(control: socket.socket, join_group: Callable[[], None]) -> None:
-    send_frame(control, READY)
+def _serve(control: Connection, join_group: Callable[[], None]) -> None:
+    control.send_bytes(READY)
     joined = False
-    while request := recv_frame(control):
+    while request := control.recv_bytes():
         reply = _perform(request, None if joined else join_group)
         joined = True
-        send_frame(control, pickle.dumps(reply))
+        control.send_bytes(pickle.dumps(reply))
 
 
 def _perform(request: bytes, join_group: Callable[[], None] | None) -> Reply:

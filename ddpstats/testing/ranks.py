@@ -16,16 +16,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import multiprocessing
 import os
 import pickle
-import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import IO, Any
@@ -35,28 +38,33 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in _
 from ddpstats.testing import rank as rank_main
 from ddpstats.testing.forkserver import fork
 from ddpstats.testing.outcomes import RankDied, RankNotRun, RankOutcome, RankOutcomes, RankTimedOut
-from ddpstats.testing.rank import END, FrameReader, GroupState, Reply, outcome_of, send_frame
+from ddpstats.testing.rank import END, GroupState, Reply, outcome_of
 
 _TAIL_BYTES = 8000
 _STACK_BYTES = 50_000
 _EXIT_GRACE_SEC = 5.0
+_STALL_SEC = 10
 _REAP_SEC = 30.0  # a process that the kernel holds, in a driver for example, dies later or never
 
 
 class RankProcess:
-    """A running rank. Not thread-safe. Every way out goes through `kill` (or `stop`) and then `release`."""
+    """A running rank. Not thread-safe. Every way out goes through `kill` (or `stop`) and then `release`.
+
+    ``frame`` is its answer to the last `send`; ``ended`` says that it is gone without one.
+    """
 
     def __init__(self, rank: int, world_size: int, store_port: int, env: Mapping[str, str]) -> None:
         self.rank = rank
-        self._reader = FrameReader()
-        self._stderr_start = 0
+        self.frame: bytes | None = None
         self.ended = False
+        self._stderr_start = 0
         with contextlib.ExitStack() as resources:
-            self._control, theirs = socket.socketpair()
+            self._control, theirs = multiprocessing.Pipe()
             resources.enter_context(self._control)
+            _limit_stalls(self._control)
             self._stderr = resources.enter_context(tempfile.TemporaryFile())
             self._stack = resources.enter_context(tempfile.TemporaryFile())
-            try:
+            with theirs:
                 self._process = fork(
                     rank_main.main,
                     *(rank, world_size, store_port),
@@ -66,60 +74,37 @@ class RankProcess:
                     control_fd=theirs.fileno(),
                     stack_fd=self._stack.fileno(),
                 )
-            finally:
-                theirs.close()
             assert self._process.pid is not None
             self.pid = self._process.pid
             self._resources = resources.pop_all()
 
-    def fileno(self) -> int:
-        """For `select`: readable when something came or the rank is gone."""
-        return self._control.fileno()
-
     @property
     def exit_code(self) -> int | None:
-        """The exit code once the process was seen to end; negative for a signal."""
+        """The exit code once the process has ended; negative for a signal."""
         return self._process.exitcode
 
     @property
-    def frame(self) -> bytes | None:
-        """The rank's answer to the last `send`; None until it is whole."""
-        return self._reader.frame
+    def signs(self) -> list[Any]:
+        """What `multiprocessing.connection.wait` sees ready when an answer came or the process ended."""
+        return [self._control, self._process.sentinel]
 
-    def expect(self) -> None:
-        """Forget the last answer: what comes next is a new one."""
-        self._reader = FrameReader()
-
-    def send(self, payload: bytes, deadline: float) -> None:
-        """Send one frame, blocking until `deadline` (monotonic seconds) at most.
-
-        A rank that is gone or does not read is not an error here: whoever waits for the answer will find out.
-        """
-        self.expect()
-        self._control.settimeout(max(deadline - time.monotonic(), 0.001))
+    def send(self, payload: bytes) -> None:
+        """Send one frame. A rank that is gone or does not read is no error here: its answer does not come."""
+        self.frame = None
         with contextlib.suppress(OSError):
-            send_frame(self._control, payload)
-        self._control.setblocking(False)
+            self._control.send_bytes(payload)
 
-    def pump(self) -> None:
-        """Take what has come, without blocking. Sets `frame`, or `ended` if the rank is gone without one."""
+    def read(self) -> None:
+        """Take the answer if there is one. Sets `frame`, or `ended` if the rank is gone without one."""
         gone = self._has_exited()  # asked first, so that what it sent before it went is still read below
-        with contextlib.suppress(BlockingIOError):
-            while self.frame is None:
-                chunk = self._read_chunk()
-                if not chunk:
-                    gone = True
-                    break
-                self._reader.feed(chunk)
-                self._stderr_start = _size_bytes(self._stderr)
-        self.ended = gone and self.frame is None
-
-    def _read_chunk(self) -> bytes:
-        self._control.setblocking(False)
         try:
-            return self._control.recv(min(self._reader.missing_bytes, 1 << 20))
-        except ConnectionError:
-            return b""
+            if self._control.poll():
+                self.frame = self._control.recv_bytes()
+                self._stderr_start = _size_bytes(self._stderr)
+            else:
+                self.ended = gone
+        except (EOFError, OSError):
+            self.ended = True
 
     def ask_for_stack(self) -> None:
         """Have faulthandler write every thread's stack. Only for a rank that has said "ready"."""
@@ -141,7 +126,7 @@ class RankProcess:
 
     def ask_to_end(self) -> None:
         """Ask the rank to leave by itself; does not wait."""
-        self.send(END, time.monotonic() + 1.0)
+        self.send(END)
 
     def wait(self, deadline: float) -> None:
         """Give the rank until `deadline` (monotonic seconds) to end by itself."""
@@ -168,13 +153,9 @@ class RankProcess:
         self._resources.close()
 
     def _has_exited(self) -> bool:
-        """Return whether the process has ended; its own children are killed the moment that is first seen."""
-        if self._process.exitcode is not None:
-            return True
-        if self._process.poll() is None:
+        """Return whether the process has ended; its own children, which may hold its socket, are then killed."""
+        if self._process.exitcode is None:
             return False
-        # The number is ours no longer, but process ids are handed out in turn: it is not reused this instant, and
-        # as long as a child of the rank is left the kernel does not reuse it at all.
         self._kill_group()
         return True
 
@@ -202,6 +183,13 @@ def rank_environ(rank: int, world_size: int, store_port: int, env: Mapping[str, 
     }
 
 
+def _limit_stalls(control: Connection) -> None:
+    """Have a message that stops in its middle be an error: the rank hangs, and its time limit is to hold."""
+    with socket.socket(fileno=os.dup(control.fileno())) as same:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            same.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STALL_SEC, 0))
+
+
 def _size_bytes(file: IO[bytes]) -> int:
     return os.fstat(file.fileno()).st_size
 
@@ -209,7 +197,7 @@ def _size_bytes(file: IO[bytes]) -> int:
 _START_TIMEOUT_SEC = 120.0  # a loaded machine takes long
 _STOP_GRACE_SEC = 5.0
 _STACK_WAIT_SEC = 2.0
-_TICK_SEC = 0.05  # a rank's death is seen at once by its socket, or after this long if a child of it holds the socket
+_TICK_SEC = 0.05
 
 
 class RankTeam:
@@ -275,7 +263,7 @@ class RankTeam:
     def _run(self, payloads: Sequence[bytes], timeout_sec: float) -> RankOutcomes:
         deadline = time.monotonic() + timeout_sec
         for process, payload in zip(self._processes, payloads, strict=True):
-            process.send(payload, deadline)
+            process.send(payload)
         self._collect(deadline)
         if all(process.frame is not None for process in self._processes):
             return self._answers()
@@ -292,19 +280,14 @@ class RankTeam:
         return RankOutcomes(outcome_of(rank, reply) for rank, reply in enumerate(replies))
 
     def _collect(self, deadline: float) -> None:
-        """Read until every rank has answered or ended, or until `deadline`.
-
-        All sockets are read in turn: a rank with a large answer must not wait for another's to be read.
-        """
-        pending = self._processes
-        while pending:
+        """Read until every rank has answered or ended, or until `deadline`."""
+        while pending := [process for process in self._processes if process.frame is None and not process.ended]:
             left = deadline - time.monotonic()
-            _wait_for_any(pending, min(max(left, 0), _TICK_SEC))
+            connection.wait([sign for process in pending for sign in process.signs], max(left, 0))
             for process in pending:
-                process.pump()
+                process.read()
             if left <= 0:
                 return
-            pending = [process for process in pending if process.frame is None and not process.ended]
 
     def _end_processes(self) -> None:
         for process in self._processes:
@@ -366,13 +349,6 @@ def _open(process: RankProcess) -> Reply:
     assert process.frame is not None
     reply: Reply = pickle.loads(process.frame)
     return reply
-
-
-def _wait_for_any(processes: Sequence[RankProcess], timeout_sec: float) -> None:
-    poll = select.poll()
-    for process in processes:
-        poll.register(process, select.POLLIN)
-    poll.poll(timeout_sec * 1000)
 
 
 def _with_exit(outcome: RankOutcome, exit_code: int | None) -> RankOutcome:
