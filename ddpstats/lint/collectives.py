@@ -251,10 +251,10 @@ class Collectives:
             return ()
         at = _TORCH[op]  # those that return the result have it elsewhere, behind numbers and operations
         others = [argument for argument in call.args[1:] if not isinstance(argument, ast.Constant)]
-        given = [argument for argument in others if "ReduceOp" not in dotted(argument)]
-        given = given if returns_result else call.args[at : at + 1]
+        others = [argument for argument in others if "ReduceOp" not in dotted(argument)]
+        positional = others if returns_result else call.args[at : at + 1]
         groups = [keyword.value for keyword in call.keywords if keyword.arg is None or _names_group(keyword.arg)]
-        groups += [] if op.startswith("new_") else given
+        groups += [] if op.startswith("new_") else positional
         groups += [argument for argument in call.args if _names_group(last_name(getattr(argument, "func", argument)))]
         grouped = not all(ast.unparse(group) == "None" or dotted(group).endswith(".WORLD") for group in groups)
         return (Collective(op, call, "", grouped, op not in _OWN_RESULTS),)

@@ -227,8 +227,8 @@ class Origins:
         operator, other = node.ops[0], sides[1]
         is_order = isinstance(operator, (ast.Lt, ast.Gt, ast.LtE, ast.GtE))
         if any(isinstance(side, ast.Constant) and side.value is None for side in sides):
-            given = {name for name in map(last_name, sides) if not self.table.values(name)}  # and not by next()
-            return Differs(DATA_BRANCH, f"`{text_of(node)}` is about this rank's batch") if given & _BATCHES else None
+            names = {name for name in map(last_name, sides) if not self.table.values(name)}  # and not by next()
+            return Differs(DATA_BRANCH, f"`{text_of(node)}` is about this rank's batch") if names & _BATCHES else None
         others = (side for side, origin in zip(sides, origins, strict=True) if not is_of_rank(origin))
         constants = self._collectives.program.constants
         no_rank = any(constants.get(last_name(other), _IS_OF_A_CLASS.fullmatch(ast.unparse(other))) for other in others)

@@ -200,7 +200,7 @@ class Program:
 
 
 class Position(NamedTuple):
-    """How many definitions come before it in the text, and the sides of ``if`` and ``try`` that it is in."""
+    """A position in a function: how many definitions come before it, and the sides of ``if`` and ``try`` around it."""
 
     order: int
     sides: dict[ast.stmt, int]
@@ -246,20 +246,20 @@ class Table:
 
     def reaching(self, name: str, position: Position) -> list[Definition | None]:
         """Return the definitions that reach a position, the last one first; None for a way that may have none."""
-        found: list[Definition | None] = []
+        definitions: list[Definition | None] = []
         replacing: dict[ast.stmt, set[int]] = {}
         for definition in reversed(self._of_name.get(name, ())):
             order, sides = definition.before
             left = {node: side for node, side in sides.items() if node not in position.sides}
             is_other = any(position.sides.get(node, side) != side for node, side in sides.items())
             if order < position.order and not is_other and all(left[node] in self._kept[node] for node in left):
-                found.append(definition)
+                definitions.append(definition)
                 unsure = [node for node in left if self._kept[node] != [left[node]]]
                 for node in unsure if len(unsure) == 1 else ():
                     replacing.setdefault(node, set()).add(left[node])
                 if not unsure or len(replacing.get(unsure[0], ())) == len(self._kept[unsure[0]]):
-                    return found
-        return [*found, None] if found else []
+                    return definitions
+        return [*definitions, None] if definitions else []
 
     def _walk(self, statements: Sequence[ast.stmt], inside: dict[ast.stmt, int]) -> None:
         for node in statements:
@@ -281,11 +281,11 @@ class Table:
         if isinstance(part, ast.NamedExpr):
             yield "assigned", part.target, part.value
         elif isinstance(part, ast.Call):
-            given = [*part.args, *(keyword.value for keyword in part.keywords if keyword.arg in _GIVEN)]
-            for element in chain.from_iterable(map(elements_of, given)) if self._syncs(part) else ():
-                held = element.value if isinstance(element, ast.Attribute) and element.attr == "data" else element
-                if isinstance(held, (ast.Name, ast.Attribute, ast.Subscript)):
-                    yield "synced", held, part
+            arguments = [*part.args, *(keyword.value for keyword in part.keywords if keyword.arg in _GIVEN)]
+            for element in chain.from_iterable(map(elements_of, arguments)) if self._syncs(part) else ():
+                target = element.value if isinstance(element, ast.Attribute) and element.attr == "data" else element
+                if isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)):
+                    yield "synced", target, part
             if isinstance(part.func, ast.Attribute) and part.func.attr in ("extend", "append") and part.args:
                 yield "grown", part.func.value, part.args[0]
 
