@@ -257,7 +257,8 @@ def _log(original: Callable[..., Any], self: Any, fx: str, name: str, value: Any
     if on_step and self.training:
         logged.add_step(name, marker(value.detach()), flags)
     if on_epoch or not self.training:
-        logged.add_epoch(name, marker(value.detach()), _batch_size(self, settings.get("batch_size")), flags)
+        batch_size = _batch_size(self, settings.get("batch_size")) if marker is markers.Mean else 1
+        logged.add_epoch(name, marker(value.detach()), batch_size, flags)
 
 
 def _batch_size(results: Any, batch_size: int | None) -> int:

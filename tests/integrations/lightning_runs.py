@@ -111,8 +111,8 @@ class Kept(pl.loggers.Logger):  # type: ignore[misc]  # a class found at run tim
         """None here."""
 
 
-def loader(batches: int) -> DataLoader[Any]:
-    return DataLoader([torch.ones(1) for _ in range(batches)])  # type: ignore[arg-type]
+def loader(batches: int, size: int = 1) -> DataLoader[Any]:
+    return DataLoader([torch.ones(1) for _ in range(batches * size)], batch_size=size)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -168,6 +168,7 @@ def fit(
     callbacks: list[Any] | None = None,
     plateau: str | None = None,
     kind: type[Logging] = Scripted,
+    size: int = 1,
     **settings: Any,
 ) -> Found:
     """``Trainer.fit`` on this rank; ``val`` batches on this rank, per dataloader where it is a list."""
@@ -176,7 +177,7 @@ def fit(
         model = kind(script)
         model.plateau = plateau
         trainer = trainer_of(root, [*extra, *(callbacks or [])], **settings)
-        loaders = None if val == 0 else loader(val) if isinstance(val, int) else [loader(n) for n in val]
+        loaders = None if val == 0 else loader(val, size) if isinstance(val, int) else [loader(n) for n in val]
         trainer.fit(model, loader(train), loaders)
         return {
             "seen": model.seen,
@@ -275,6 +276,12 @@ SCRIPTS: dict[str, dict[str, Logs]] = {
 def play(name: str, how: str, **settings: Any) -> Found:
     """One of the `SCRIPTS` by ``Trainer.fit``."""
     return fit(SCRIPTS[name], how, **settings)
+
+
+def play_sizes(how: str) -> Found:
+    """Lightning finds the batch sizes itself: 1 on rank 0 and 3 on rank 1."""
+    script: dict[str, Logs] = {"validation_step": lambda rank, i: [("mean", 2.0 * rank + i, {"batch_size": None})]}
+    return fit(script, how, val=3, size=1 + 2 * dist.get_rank())
 
 
 def play_watched(how: str, kind: str) -> tuple[Found, Any]:

@@ -62,6 +62,8 @@ def test_epoch_means_are_weighted_by_batch_size(two_ranks: RankPool, how: str) -
             assert metrics["one_epoch"] == metrics["one"] == pytest.approx(4.5 / 4)
         else:
             assert metrics["mean"] == pytest.approx((0 + 1 + 2 + 3 * (2 + 3 + 4)) / 12)
+    for found in two_ranks.run(runs.play_sizes, "install").values():
+        assert found["callback"]["mean"] == pytest.approx((0 + 1 + 2 + 3 * (2 + 3 + 4)) / 12)
 
 
 def test_reductions_are_those_of_all_ranks(two_ranks: RankPool) -> None:
