@@ -4,7 +4,7 @@
     scripts/launch.sh dev python scripts/guard_corpus.py --check
     scripts/launch.sh dev python scripts/guard_corpus.py --only faulty/espnet_nested_speakers
 
-The first replaces what stands between the two markers in the file. ``--check`` runs every program without a guard, and
+The first replaces the text between the two markers in the file. ``--check`` runs every program without a guard, and
 exits with 1 where one fails, or is not faulty or legal as its folder says. ``--only`` prints what the guard says.
 """
 

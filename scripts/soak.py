@@ -40,7 +40,7 @@ _LEAST = 20
 
 @dataclass
 class Soaked:
-    """What a soak has seen. ``samples``: (seconds since the start, rounds until then, what each rank holds)."""
+    """The outcome of a soak. ``samples``: (seconds since the start, rounds until then, what each rank holds)."""
 
     samples: list[tuple[float, int, list[dict[str, float]]]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
