@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -89,7 +88,7 @@ class AppliedFlip:
 
 
 class FlipInjector:
-    """What `inject_bit_flips` yields. Local.
+    """The handle that `inject_bit_flips` yields. Local.
 
     Attributes:
         applied: what was flipped, in order. A flip that found no occasion in its step is not here, nor one of a module
@@ -126,7 +125,7 @@ class Fault:
         self.keep(module.register_forward_pre_hook(_FlipHook(module, act), prepend=prepend))
 
     def after_forward(self, module: nn.Module, act: Callable[..., Any], *, always: bool = False) -> None:
-        """After each; what it returns takes the place of the output. ``always``: also after one that has raised."""
+        """Call ``act`` after each; its result replaces the output. ``always``: also after one that has raised."""
         self.keep(module.register_forward_hook(_FlipHook(module, act), always_call=always))
 
     def is_due(self) -> bool:
@@ -354,34 +353,21 @@ _OPS = ("mm", "addmm", "bmm", "baddbmm")
 _targets: list[_Target] = []  # of modules that run
 _users = 0
 _kernels: Kernels | None = None
-_lock = threading.Lock()
 
 
 def _begin() -> None:
     global _users, _kernels
-    with _lock:
-        if _kernels is None:
-            _kernels = Kernels("aten", "CPU", {op: _kernel(op) for op in _OPS}, replaces=True)
-        _users += 1
+    if _kernels is None:
+        _kernels = Kernels("aten", "CPU", {op: _kernel(op) for op in _OPS}, replaces=True)
+    _users += 1
 
 
 def _end() -> None:
     global _users, _kernels
-    with _lock:
-        _users -= 1
-        if not _users and _kernels is not None:
-            _kernels.remove()
-            _kernels = None
-
-
-def _after_fork() -> None:
-    """Another thread of the parent may have held the lock; and its modules do not run here."""
-    global _lock
-    _lock = threading.Lock()
-    _targets.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    _users -= 1
+    if not _users and _kernels is not None:
+        _kernels.remove()
+        _kernels = None
 
 
 def _kernel(op: str) -> Callable[..., Tensor]:
@@ -466,7 +452,6 @@ def _validate(flip: BitFlip, module: nn.Module, world_size: int | None) -> None:
         return
     parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensor = _named(flip, "parameter", named_tensors(module) if flip.where == "weight" else parameters)
-    _check_kind(flip, tensor)
     check_bit(flip, tensor.dtype)
     if flip.where != "weight" and not tensor.requires_grad:
         raise ConfigError(f"{flip}: this parameter is frozen and gets no gradient")
@@ -477,12 +462,3 @@ def _named(flip: BitFlip, kind: str, found: dict[str, Any]) -> Any:
         names = shorten(map(repr, found), _SHOWN_NAMES)
         raise ConfigError(f"{flip}: there is no such {kind}; there are {names}")
     return found[flip.name]
-
-
-def _check_kind(flip: BitFlip, tensor: Tensor) -> None:
-    if nn.parameter.is_lazy(tensor):
-        raise ConfigError(f"{flip}: this parameter is not initialized yet: run one forward pass before the block")
-    if tensor.is_quantized or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
-        kinds = {"quantized": tensor.is_quantized, "on meta": tensor.is_meta, "nested": tensor.is_nested}
-        what = next((kind for kind, holds in kinds.items() if holds), str(tensor.layout))
-        raise ConfigError(f"{flip}: this tensor is {what} and has no bits to flip")

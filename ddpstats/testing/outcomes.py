@@ -1,4 +1,4 @@
-"""What came back from each rank: a value, its exception, or how its process ended.
+"""The answer of each rank: a value, its exception, or how its process ended.
 
 RankError
 +-- RankTimedOut      still running at the time limit; carries its Python stack
@@ -96,7 +96,7 @@ class RankOutcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the function returned and its value arrived."""
+        """Return whether the function returned and its value arrived."""
         return self.error is None
 
 
@@ -118,7 +118,7 @@ class RankOutcomes(tuple[RankOutcome, ...]):
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """An exit code in words: `killed by SIGKILL (exit code -9)`."""
+    """Return an exit code in words: `killed by SIGKILL (exit code -9)`."""
     if exit_code is None:
         return "still running"
     if exit_code >= 0:

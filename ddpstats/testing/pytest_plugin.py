@@ -126,7 +126,7 @@ def _run(item: pytest.Function, world_size: int, timeout_sec: float) -> _MergedR
 
 
 class _RankEnd:
-    """How the test ended on one rank. ``report``: the first that did not pass, or the last one; None without any."""
+    """The end of the test on one rank. ``report``: the first that did not pass, or the last one; None without any."""
 
     def __init__(self, outcome: RankOutcome, scratch: Path, config: pytest.Config) -> None:
         self.rank, self.error = outcome.rank, outcome.error
@@ -144,7 +144,7 @@ class _RankEnd:
 
     @property
     def kind(self) -> str:
-        """What to say of this rank: "passed", "failed", "skipped", "xfailed", "xpassed", "died" or "late"."""
+        """Return one word for this rank: "passed", "failed", "skipped", "xfailed", "xpassed", "died" or "late"."""
         from ddpstats.testing.outcomes import RankDied
 
         if self.error is not None and (self.report is None or _has_passed(self.report)):
@@ -220,7 +220,7 @@ def _lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def _end_of(path: Path) -> str:
-    """What a rank printed: of very much, which a rank that hangs in a loop may print, the end."""
+    """Return what a rank printed: the end of very much, which a rank that hangs in a loop may print."""
     if not path.exists():
         return ""
     with path.open("rb") as file:

@@ -34,7 +34,7 @@ _REPR_CHARS = 2000
 
 
 class GroupState(NamedTuple):
-    """What all ranks of a healthy default process group agree on after a run."""
+    """The facts on which all ranks of a healthy default process group agree after a run."""
 
     world_size: int
     collectives: int
@@ -42,7 +42,7 @@ class GroupState(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a rank sends back: the pickled value or exception, or (`payload` None) why that could not be pickled."""
+    """The answer of a rank: the pickled value or exception, or (`payload` None) why that could not be pickled."""
 
     ok: bool
     payload: bytes | None
@@ -52,7 +52,7 @@ class Reply(NamedTuple):
 
 
 def value_reply(value: Any, state: GroupState | None) -> Reply:
-    """The rank's side: wrap what the function returned."""
+    """Wrap what the function returned, on the rank."""
     try:
         return Reply(True, pickle.dumps(value), type(value).__qualname__, "", state)
     except Exception:
@@ -60,13 +60,13 @@ def value_reply(value: Any, state: GroupState | None) -> Reply:
 
 
 def error_reply(error: BaseException, state: GroupState | None) -> Reply:
-    """The rank's side: wrap what the function raised."""
+    """Wrap what the function raised, on the rank."""
     text = "".join(traceback.format_exception(error))
     return Reply(False, _faithful_pickle(error), _safe_repr(error), text, state)
 
 
 def outcome_of(rank: int, reply: Reply) -> RankOutcome:
-    """The parent's side: open a reply. What cannot be opened becomes a `RankUnpicklable`."""
+    """Open a reply, in the parent. What cannot be opened becomes a `RankUnpicklable`."""
     what = "return value" if reply.ok else "exception"
     if reply.payload is None:
         return _unpicklable(rank, what, reply.summary, reply.traceback)

@@ -85,7 +85,7 @@ class RankProcess:
 
     @property
     def signs(self) -> list[Any]:
-        """What `multiprocessing.connection.wait` sees ready when an answer came or the process ended."""
+        """Return what `multiprocessing.connection.wait` sees ready when an answer came or the process ended."""
         return [self._control, self._process.sentinel]
 
     def send(self, payload: bytes) -> None:
@@ -352,7 +352,7 @@ def _open(process: RankProcess) -> Reply:
 
 
 def _with_exit(outcome: RankOutcome, exit_code: int | None) -> RankOutcome:
-    return RankOutcome(outcome.rank, outcome.value, outcome.error, outcome.traceback, exit_code)
+    return dataclasses.replace(outcome, exit_code=exit_code)
 
 
 def _fetch_stacks(processes: Sequence[RankProcess]) -> None:
@@ -429,7 +429,7 @@ def run_ranks(
     except BaseException:
         pool._kill()
         raise
-    return RankOutcomes(map(_with_final_exit, outcomes, exit_codes or [one.exit_code for one in outcomes]))
+    return RankOutcomes(map(_with_exit, outcomes, exit_codes or [outcome.exit_code for outcome in outcomes]))
 
 
 class RankPool:
@@ -575,7 +575,3 @@ def _works(team: RankTeam, world_size: int) -> bool:
     payload = pickle.dumps((rank_main.probe_group, (_PROBE_TIMEOUT_SEC,), {}))
     answers = team.run([payload] * world_size, _PROBE_TIMEOUT_SEC + 1.0)
     return [one.value for one in answers] == [float(world_size)] * world_size
-
-
-def _with_final_exit(outcome: RankOutcome, exit_code: int | None) -> RankOutcome:
-    return dataclasses.replace(outcome, exit_code=exit_code)

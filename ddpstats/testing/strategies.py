@@ -24,7 +24,7 @@ _MARKERS = {"sum": Sum, "min": Min, "max": Max, "any": AnyFlag, "all": All, "own
 
 @dataclass(frozen=True)
 class RankStats:
-    """What one rank passes to a reduction."""
+    """The arguments that one rank passes to a reduction."""
 
     stats: Any
     weight: float

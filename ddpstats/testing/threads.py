@@ -144,7 +144,7 @@ def _same_length(parts: list[bytes]) -> list[bytes]:
 
 
 class ThreadGroup:
-    """What a function run by `run_threads` is given in place of a process group: pass it as ``group=``."""
+    """The stand-in for a process group that `run_threads` hands to its function: pass it as ``group=``."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.rank, self.world_size = rank, world.world_size

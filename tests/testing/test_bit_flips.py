@@ -7,7 +7,6 @@ import io
 import random
 import struct
 import textwrap
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -416,24 +415,6 @@ def test_a_weight_under_ddp_is_flipped_on_one_rank(two_ranks: RankPool) -> None:
 def test_flip_that_cannot_happen_is_refused_at_once(flip: BitFlip, words: str) -> None:
     with pytest.raises(ConfigError, match=words), inject_bit_flips(runs.make_model(), [flip]):
         raise AssertionError("the block ran")
-
-
-def test_a_tensor_without_bits_of_its_own_is_refused_at_once() -> None:
-    model = nn.Sequential(nn.LazyLinear(3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # quantized tensors are going away
-        model.register_buffer("quantized", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
-    model.register_buffer("meta", torch.ones(3, device="meta"))
-    model.register_buffer("sparse", torch.eye(3).to_sparse())
-    for name, words in (
-        ("0.weight", "not initialized yet: run one forward pass"),
-        ("quantized", "this tensor is quantized"),
-        ("meta", "this tensor is on meta"),
-        ("sparse", r"this tensor is torch\.sparse_coo"),
-    ):
-        flips = [BitFlip(name, "weight", 0, 0, 0)]
-        with pytest.raises(ConfigError, match=words), inject_bit_flips(model, flips):
-            raise AssertionError("the block ran")
 
 
 def test_a_rank_outside_of_the_world_is_refused(two_ranks: RankPool) -> None:
