@@ -154,9 +154,9 @@ class Fault:
 
     def struck(self, tensor: Tensor) -> Tensor:
         """A copy with the bit flipped."""
-        found = tensor.detach().clone()
-        self.strike(found)
-        return found
+        copied = tensor.detach().clone()
+        self.strike(copied)
+        return copied
 
 
 def _index(element: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -271,7 +271,7 @@ def _hook_parameter(fault: Fault, module: nn.Module, hook: Callable[[Any], Any])
 
     def before_forward(*_: Any) -> None:
         parameter = dict(module.named_parameters(remove_duplicate=False)).get(fault.flip.name)
-        if parameter is not None and parameter.requires_grad and not any(parameter is one for one in hooked):
+        if parameter is not None and parameter.requires_grad and not any(parameter is known for known in hooked):
             hooked.append(parameter)
             fault.keep(hook(parameter))
 
@@ -309,8 +309,8 @@ def _replaced(output: Any, place: Any, value: Tensor) -> Any:
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, under each of their names."""
-    found: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
-    return found | dict(module.named_parameters(remove_duplicate=False))
+    buffers: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
+    return buffers | dict(module.named_parameters(remove_duplicate=False))
 
 
 def in_matmul(fault: Fault, model: nn.Module) -> None:
@@ -379,7 +379,7 @@ def _kernel(op: str) -> Callable[..., Tensor]:
     def kernel(*args: Tensor, **kwargs: Any) -> Tensor:
         result: Tensor = compute(cpu, *args, **kwargs)
         if _targets:
-            operands = (op, *((one.data_ptr(), one.shape, one.stride()) for one in args))
+            operands = (op, *((operand.data_ptr(), operand.shape, operand.stride()) for operand in args))
             for target in list(_targets):
                 if target.is_hit(operands):
                     target.fault.strike(result)

@@ -75,7 +75,7 @@ class RanksFailed(RankError):
 
     def __str__(self) -> str:
         failed = [outcome for outcome in self.outcomes if not outcome.ok]
-        blocks = [f"--- rank {one.rank} ---\n{(one.traceback or _headline(one)).rstrip()}" for one in failed]
+        blocks = [f"--- rank {bad.rank} ---\n{(bad.traceback or _headline(bad)).rstrip()}" for bad in failed]
         return "\n".join([f"{len(failed)} of {len(self.outcomes)} ranks failed", *blocks])
 
 

@@ -320,8 +320,8 @@ class _OnRank:
                 raise
         finally:
             logger.removeHandler(handler)
-        if (found := verdict()) is not None:
-            raise found
+        if (error := verdict()) is not None:
+            raise error
         return result
 
 

@@ -406,8 +406,7 @@ def run_ranks(
         fn: a function at the top level of an importable module, not of `__main__`.
         world_size: number of ranks.
         args, kwargs: anything that pickles; a `PerRank` gives each rank its own value.
-        timeout_sec: seconds from the moment all ranks are ready: starting and importing torch has a limit of its own,
-            120 seconds.
+        timeout_sec: seconds from the moment all ranks are ready: from its fork on a rank has 120 seconds to start.
         env: environment variables for the ranks, on top of the parent's and of torchrun's.
 
     Returns:
@@ -537,17 +536,17 @@ class RankPool:
 def _payloads(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> list[bytes]:
     """Return what each rank is sent; the same bytes for all unless an argument is a `PerRank`."""
     _check_importable(fn)
-    varying = [one for one in (*args, *kwargs.values()) if isinstance(one, PerRank)]
-    for one in varying:
-        if len(one.values) != world_size:
-            raise ValueError(f"PerRank holds {len(one.values)} values, but there are {world_size} ranks")
+    varying = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, PerRank)]
+    for argument in varying:
+        if len(argument.values) != world_size:
+            raise ValueError(f"PerRank holds {len(argument.values)} values, but there are {world_size} ranks")
     if not varying:
         return [pickle.dumps((fn, args, kwargs))] * world_size
     return [pickle.dumps((fn, *_arguments_of(rank, args, kwargs))) for rank in range(world_size)]
 
 
 def _arguments_of(rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(_pick(one, rank) for one in args), {name: _pick(one, rank) for name, one in kwargs.items()}
+    return tuple(_pick(value, rank) for value in args), {name: _pick(value, rank) for name, value in kwargs.items()}
 
 
 def _pick(argument: Any, rank: int) -> Any:
@@ -574,4 +573,4 @@ def _works(team: RankTeam, world_size: int) -> bool:
     """Return whether the team's default process group still adds up."""
     payload = pickle.dumps((rank_main.probe_group, (_PROBE_TIMEOUT_SEC,), {}))
     answers = team.run([payload] * world_size, _PROBE_TIMEOUT_SEC + 1.0)
-    return [one.value for one in answers] == [float(world_size)] * world_size
+    return [answer.value for answer in answers] == [float(world_size)] * world_size
