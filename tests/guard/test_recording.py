@@ -46,7 +46,7 @@ def test_program_that_only_calls_reduce_stats_leaves_a_record(
     assert [record.end for record in records] == ["left", "left"]
     capsys.readouterr()
     assert cli.main(["report", directory]) == 0
-    assert ("'only' (reduction 'train'): rank 1: 3 times" in capsys.readouterr().out) == per_rank
+    assert ("  'only' (reduction 'train'):\n    rank 1: 3 times\n" in capsys.readouterr().out) == per_rank
 
 
 @pytest.mark.parametrize("mode", tiers(["record"], ["strict", "step"]))
