@@ -59,11 +59,6 @@ def is_registered(group: Any) -> bool:
     return group in _world().pg_names
 
 
-def registered_name(group: Any) -> str:
-    """Return the name under which torch has registered a group that is written in Python."""
-    return str(_world().pg_names[group])
-
-
 def groups_made() -> int:
     """Return how many groups without a given name torch has made; 0 where it does not say."""
     return int(_world().group_count)
