@@ -3,7 +3,7 @@
 `install` replaces ``accelerate.utils.gather`` and ``reduce`` wherever accelerate has bound them, which covers
 ``Accelerator.gather`` and ``Accelerator.reduce``, and replaces ``Accelerator.gather_for_metrics``. Stock accelerate
 issues one collective per leaf, in the order of each rank's own dict, and takes a dict of Python numbers for a list of
-its keys. Ours, for what is a dict or a list or tuple with a dict in it:
+its keys. The replacement, where the argument is a dict, or a list or tuple with a dict in it:
 
 1. sends every rank's tree to every rank, in one collective (two above 16 kB) beside accelerate's own group;
 2. combines what ranks hold under one key, or at one index of a sequence, over the ranks that hold it. Every rank gets
@@ -18,7 +18,7 @@ differ; each rank's Python number is one element (float64, int64 or bool). Resul
 
 Raises on every rank, with one text: `SchemaConflict` for a container against a leaf, or shapes that do not fit;
 `InvalidStats` for a leaf that is neither a dense tensor nor a number; `ProtocolMismatch` for a reduce against a gather,
-or two reductions.
+or for two different reductions.
 
 Left to accelerate: tensors, and lists and tuples of them, which have no keys and may be large (so one rank's tensor
 against another's dict ends in `RankMissing`); ``use_gather_object=True``; lists and tuples of objects in

@@ -1,9 +1,9 @@
 """torcheval's metrics merged by name: states, dict keys and members of a collection may differ between ranks.
 
-`install` replaces ``get_synced_metric`` and ``get_synced_metric_collection``, which ``sync_and_compute``,
-``get_synced_state_dict`` and the ``_collection`` form of that call, and ``sync_and_compute_collection``. Stock
-torcheval gathers state after state in the sorted order of each rank's own names, and labels what it receives with
-those. Ours:
+`install` replaces ``get_synced_metric``, ``get_synced_metric_collection`` and ``sync_and_compute_collection``.
+torcheval's ``sync_and_compute``, ``get_synced_state_dict`` and ``get_synced_state_dict_collection`` call the first two.
+Stock torcheval gathers state after state in the sorted order of each rank's own names, and labels what it receives with
+those names. Instead:
 
 1. prepares the metrics as stock does (``_prepare_for_merge_state``) and gathers the states of the whole collection at
    once, each under its name and with the class of its metric;

@@ -40,7 +40,7 @@ __all__ = ["NaNCaptureCallback", "step"]
 
 
 class NaNCaptureCallback(TrainerCapture, TrainerCallback):
-    """`ddpstats.NaNCapture` in Hugging Face's Trainer: every rank's Trainer, or none. Tested with transformers 5.23.
+    """`ddpstats.NaNCapture` in Hugging Face's Trainer: every rank's Trainer, or none.
 
     With ``on_nonfinite="stop"`` no rank applies the step, and every rank's Trainer stops after it, as if training was
     over: it may still evaluate and save. With "skip" the step is left out and the run goes on; with "continue" it is
