@@ -38,7 +38,7 @@ _SLICE = timedelta(seconds=_SLICE_SEC)
 _WAITS_IN = ("ddpstats.", "torch._", "torch.autograd", "torch.distributed", "torch.nn.parallel", "torch.ops")
 _TIMED_OUT = re.compile(r"timed out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
 _BROKEN = re.compile(
-    r"connection (closed|reset)|timed out|broken pipe|monitoredBarrier"
+    r"connection (closed|reset)|timed out|pair closure|broken pipe|monitoredBarrier"
     r"|Watchdog caught collective operation timeout|ncclRemoteError|ncclSystemError|NCCL operations have failed",
     re.IGNORECASE,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpstats._base.config import GuardMode
+from ddpstats.guard.verdicts import is_broken
 from ddpstats.testing import RankPool, run_ranks
 from tests.guard import verdict_runs as runs
 from tests.guard.tiers import tiers
@@ -77,3 +78,21 @@ def test_rank_that_ends_while_another_waits_in_a_later_collective_is_named_in_se
 def test_rank_that_ends_while_another_waits_with_a_timeout_is_not_accused() -> None:
     for (name, _, text), _ in run_ranks(runs.one_step_less, 2, True, 5.0, timeout_sec=60).values():
         assert name == "nothing", text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Connection closed by peer [127.0.0.1]:39487",
+        "Timed out waiting 4000ms for recv operation to complete",
+        "Application timeout caused pair closure",  # gloo, of what is issued after that
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)",
+    ],
+)
+def test_what_a_backend_says_of_a_lost_rank_is_known(text: str) -> None:
+    error = RuntimeError(text)
+    try:
+        exec("raise error", {"__name__": "torch.distributed", "error": error})
+    except RuntimeError:
+        assert is_broken(error)
+    assert not is_broken(RuntimeError(text))  # the program has made it
