@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     text = as_text(reports, colour=_wants_colour())
     VerbReport(0, lambda: text, lambda: as_json(reports), indent=2).show(args.json)
     if not is_right(reports):
-        raise DdpstatsError("ddpstats got a number wrong here, which is a bug of ours: please report it")
+        raise DdpstatsError("ddpstats got a number wrong here, which is a bug in ddpstats: please report it")
     return 0
 
 

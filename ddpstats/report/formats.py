@@ -86,7 +86,7 @@ def _marks(timeline: Timeline) -> Iterator[str]:
 def _keys(timeline: Timeline) -> Iterator[str]:
     differing = [key for key in timeline.keys if key.differs]
     known = [key for key in timeline.keys if any(cell.series for cell in key.cells.values())]
-    heading = f"{count_of(len(timeline.keys), 'keys')}, {len(differing)} not alike on all ranks:"
+    heading = f"{count_of(len(timeline.keys), 'keys')}, {len(differing)} different between ranks:"
     yield from _listed(heading, differing, lambda cell: count_of(cell.count, "times"))
     yield from _listed("Last values by rank:", known, _last)
 

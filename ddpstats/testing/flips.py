@@ -162,8 +162,8 @@ class Fault:
 def _index(element: int, shape: Sequence[int]) -> tuple[int, ...]:
     index: list[int] = []
     for size in reversed(shape):
-        element, place = divmod(element, size)
-        index.insert(0, place)
+        element, at = divmod(element, size)
+        index.insert(0, at)
     return tuple(index)  # what is left of `element` counts whole tensors
 
 
@@ -266,7 +266,7 @@ def in_reduced_gradient(fault: Fault, model: nn.Module) -> None:
 
 
 def _hook_parameter(fault: Fault, module: nn.Module, hook: Callable[[Any], Any]) -> None:
-    """Also the parameter that takes its place under its name, from the next forward pass on."""
+    """Hook the parameter of the flip; one that replaces it under its name is hooked at the next forward pass."""
     hooked: list[Any] = []
 
     def before_forward(*_: Any) -> None:
@@ -285,10 +285,10 @@ def _with_first_tensor(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(output)
     if not isinstance(output, (dict, list, tuple)):
         return output
-    places: Iterable[Any] = output.items() if isinstance(output, dict) else enumerate(output)
-    for place, value in places:
+    items: Iterable[Any] = output.items() if isinstance(output, dict) else enumerate(output)
+    for key, value in items:
         if _can_be_struck(value):
-            return _replaced(output, place, change(value))
+            return _replaced(output, key, change(value))
     return output
 
 
@@ -298,12 +298,12 @@ def _can_be_struck(value: Any) -> bool:
     return value.layout is torch.strided and not value.is_nested and not value.is_meta
 
 
-def _replaced(output: Any, place: Any, value: Tensor) -> Any:
+def _replaced(output: Any, key: Any, value: Tensor) -> Any:
     if isinstance(output, tuple):
-        values = [*output[:place], value, *output[place + 1 :]]
+        values = [*output[:key], value, *output[key + 1 :]]
         return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
     changed = copy.copy(output)
-    changed[place] = value
+    changed[key] = value
     return changed
 
 
@@ -414,14 +414,14 @@ def inject_bit_flips(model: nn.Module, flips: Sequence[BitFlip]) -> Iterator[Fli
 
     Example:
         >>> with inject_bit_flips(model, [BitFlip("head.weight", "gradient", 7, bit=30, step=5, rank=2)]) as faults:
-        ...     for batch in batches:  # rank 0 and rank 1 alike
+        ...     for batch in batches:  # on every rank
         ...         train(batch)
         ...         faults.step()
         >>> faults.applied  # on rank 2
         [AppliedFlip(flip=..., step=5, rank=2, index=(0, 7), before=0.0123, after=4.2e+36)]
     """
     injector = FlipInjector()
-    rank, world_size = _place()
+    rank, world_size = _rank_and_world_size()
     for flip in flips:
         _validate(flip, unwrapped(model), world_size)
     with contextlib.ExitStack() as hooks:
@@ -431,8 +431,8 @@ def inject_bit_flips(model: nn.Module, flips: Sequence[BitFlip]) -> Iterator[Fli
         yield injector
 
 
-def _place() -> tuple[int, int | None]:
-    """This process's rank and the number of ranks; None where it is alone, and may be given the flips of others."""
+def _rank_and_world_size() -> tuple[int, int | None]:
+    """Return this process's rank and the number of ranks; rank 0, and None, without a process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, None

@@ -109,7 +109,7 @@ def test_long_lists_are_cut_and_counted(tmp_path: Path, report: Report) -> None:
     assert text.count("sentinel on rank") == 16
     assert "\nand 4 more, which --json has\n" in text
     more = re.findall(r"and (\d+) more, which --json and --html have", text)
-    assert more == ["4", "2"]  # of 20 keys that are not alike, and of 18 paths
+    assert more == ["4", "2"]  # of 20 keys that differ between ranks, and of 18 paths
 
 
 @pytest.mark.parametrize(
