@@ -62,7 +62,7 @@ def _versions() -> Iterator[tuple[str, str]]:
             value = function(_run) if function else "not known to this torch"
         except Exception as error:
             value = f"{type(error).__name__}: {first_line(error)}"
-        yield name, "; ".join(str(value).splitlines())
+        yield name, "; ".join(str(value or "none").splitlines())
 
 
 def _run(command: str | list[str]) -> tuple[int, str, str]:
