@@ -135,7 +135,8 @@ def reduce_dict(input_dict: Mapping[Any, torch.Tensor], average: bool = True) ->
 
     Returns:
         The union of all ranks' keys, in one order. Tensors as `recursive_sum` returns them: 0-d, without a gradient, on
-        the device of this rank's values (the CPU where it has none), of the dtype that the ranks' promote to.
+        the device of this rank's values (the CPU where it has none), of the dtype that the ranks' promote to; a sum of
+        integers is float64, so that none is rounded.
 
     Raises what `StatsReducer` raises.
 
@@ -145,7 +146,8 @@ def reduce_dict(input_dict: Mapping[Any, torch.Tensor], average: bool = True) ->
         both:   {"loss": tensor(2.), "loss_dn": tensor(4.)}
     """
     reduced = _reduce(input_dict, 1.0, True, None, divide=bool(average))
-    values: dict[Any, torch.Tensor] = _nested(reduced, _tensors(reduced, input_dict, 1.0))
+    of_integers = torch.get_default_dtype() if average else torch.float64
+    values: dict[Any, torch.Tensor] = _nested(reduced, _tensors(reduced, input_dict, 1.0, of_integers))
     return values
 
 
@@ -212,17 +214,22 @@ def _total(reduced: Reduced, weight: Any) -> torch.Tensor:
     return torch.tensor(int(reduced.total_weight), dtype=dtype, device=weight_tensor.device)
 
 
-def _tensors(reduced: Reduced, obj: Any, weight: Any) -> Sequence[torch.Tensor | None]:
-    """Return the values as 0-d tensors: one tensor per dtype, copied to the device once, and cut up there."""
+def _tensors(
+    reduced: Reduced, obj: Any, weight: Any, of_integers: torch.dtype | None = None
+) -> Sequence[torch.Tensor | None]:
+    """Return the values as 0-d tensors: one tensor per dtype, copied to the device once, and cut up there.
+
+    ``of_integers``: the dtype where no rank has floating numbers; None for torch's default.
+    """
     device, selection, values = _device(obj, weight), reduced._selection, reduced._flat
     shared = selection.dtypes.get((), ())  # of a rank whose leaves all have one dtype
     if isinstance(values, array) and len(selection.dtypes) == 1:
-        return _vector(values, _promoted(shared), device).unbind()
+        return _vector(values, _promoted(shared, of_integers), device).unbind()
     indexes: dict[torch.dtype, list[int]] = {}
     for index, (slot, op) in enumerate(zip(selection.slots, selection.ops, strict=True)):
         if op != NONE.name:
             dtypes = selection.dtypes.get(selection.layout.leaves[slot][0], ())
-            indexes.setdefault(_promoted(shared + dtypes), []).append(index)
+            indexes.setdefault(_promoted(shared + dtypes, of_integers), []).append(index)
     tensors: list[torch.Tensor | None] = [None] * len(values)
     for dtype, chosen in indexes.items():
         made = _vector(array("d", [float(values[index] or 0) for index in chosen]), dtype, device)
@@ -255,8 +262,8 @@ def _device(obj: Any, weight: Any) -> torch.device:
     return device
 
 
-def _promoted(names: tuple[str, ...]) -> torch.dtype:
-    return _promoted_floats(names) or torch.get_default_dtype()
+def _promoted(names: tuple[str, ...], of_integers: torch.dtype | None = None) -> torch.dtype:
+    return _promoted_floats(names) or of_integers or torch.get_default_dtype()
 
 
 @lru_cache(maxsize=256)

@@ -455,6 +455,13 @@ def test_reduce_dict_promotes_the_dtypes_of_the_ranks_and_averages_integers(two_
     assert [tensor.dtype for tensor in rank0.values()] == [torch.float16, *[torch.float32] * 3]
 
 
+def test_reduce_dict_rounds_no_sum_of_integers(two_ranks: RankPool) -> None:
+    by_rank = [{"n": torch.tensor(16777217), "x": torch.tensor(1.0)}, {"n": torch.tensor(0), "x": torch.tensor(2.0)}]
+    for result in two_ranks.run(sums, PerRank(by_rank)).values():
+        assert plain(result) == {"n": 16777217.0, "x": 3.0}
+        assert [tensor.dtype for tensor in result.values()] == [torch.float64, torch.float32]
+
+
 def test_reduce_dict_has_no_gradient_and_is_one_collective_on_a_group_of_its_own(two_ranks: RankPool) -> None:
     assert two_ranks.run(means_of_values_with_gradients, {"a": 1.0}).values() == [[False]] * 2
     for first, second in two_ranks.run(collectives_of_two_calls, 40).values():

@@ -91,6 +91,7 @@ _RELIED_ON = (
     "trainer.trainer:Trainer._results",
     "trainer.call:_call_callback_hooks(trainer, hook_name, args, monitoring_callbacks, kwargs)",
     "trainer.call:_call_lightning_module_hook(trainer, hook_name, args, pl_module, kwargs)",
+    "loops.evaluation_loop:_EvaluationLoop.run",
     "loops.evaluation_loop:_EvaluationLoop.skip",
     "loops.evaluation_loop:_EvaluationLoop.num_dataloaders",
     "loops.evaluation_loop:_EvaluationLoop._is_sequential",
@@ -168,6 +169,7 @@ def _patch(patches: Patches, root: str) -> None:
     patches.wrap(call, "_call_callback_hooks", _call_callback_hooks)
     patches.wrap(call, "_call_lightning_module_hook", _call_module_hook)
     loop = importlib.import_module(f"{root}.loops.evaluation_loop")._EvaluationLoop
+    patches.wrap(loop, "run", _run)
     patches.replace(loop, "skip", property(partial(_skip, loop.skip.fget)))
 
 
@@ -184,6 +186,11 @@ _POINTS = ("on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end"
 _STARTS = {"on_train_start": "train", "on_validation_start": "validation", "on_test_start": "test"}
 _FX = "ddpstats"
 """The hook under whose name Lightning keeps the combined values."""
+_LOADER = " of loader "
+"""A key is "NAME in HOOK", in evaluations with several loaders "NAME in HOOK of loader INDEX"."""
+_FLAGS = ("logger", "prog_bar", "forked", "suffixed", "float64")
+"""Settings of a key that hold for all ranks where one has them: shown by loggers, shown in the progress bar, on_step
+and on_epoch in one, the loader's number in its name, a result in float64."""
 
 
 class _Logged:
@@ -212,12 +219,12 @@ class _Logged:
 
     def _add_batch(self) -> None:
         """Add what was logged with one batch size at once: one copy from the device."""
-        self._epoch.add({"values": self._batch}, weight=self._batch_size)
+        self._epoch.add({"self.log": self._batch}, weight=self._batch_size)
         self._batch = {}
 
     def combine_step(self) -> Any:
         """Return the step's keys of all ranks. Collective."""
-        stats = {"values": self._step, **self._flags_of(self._step), "late": markers.Any(self._has_late_hook)}
+        stats = {"self.log": self._step, **self._flags_of(self._step), "late": markers.Any(self._has_late_hook)}
         self._step = {}
         combined = reduce_stats(stats, name="lightning/step").values
         self.any_has_late_hook = combined["late"]
@@ -231,10 +238,7 @@ class _Logged:
         return self._epoch.flush().values
 
     def _flags_of(self, keys: Any) -> dict[str, dict[str, Any]]:
-        return {
-            flag: {key: markers.Any(self._flags[key][flag]) for key in keys}
-            for flag in ("logger", "prog_bar", "forked")
-        }
+        return {flag: {key: markers.Any(self._flags[key][flag]) for key in keys} for flag in _FLAGS}
 
 
 def _logged_of(results: Any) -> _Logged | None:
@@ -247,18 +251,23 @@ def _log(original: Callable[..., Any], self: Any, fx: str, name: str, value: Any
     reduce_fx = settings.get("reduce_fx", "mean")
     marker = _MARKERS.get(str(getattr(reduce_fx, "__name__", reduce_fx)).lower())
     is_ours = settings.get("sync_dist") and settings.get("sync_dist_group") is None and isinstance(value, torch.Tensor)
-    if fx == _FX or logged is None or marker is None or not is_ours or settings.get("rank_zero_only"):
+    if fx.startswith(_FX) or logged is None or marker is None or not is_ours or settings.get("rank_zero_only"):
         original(self, fx, name, value, **settings)
         return
-    if self.dataloader_idx is not None and settings.get("add_dataloader_idx", True):
-        name += self.DATALOADER_SUFFIX.format(self.dataloader_idx)
-    on_step, on_epoch = settings["on_step"], settings["on_epoch"]
-    flags = {**{flag: settings[flag] for flag in ("logger", "prog_bar")}, "forked": on_step and on_epoch}
+    key = f"{name} in {fx}" + ("" if self.dataloader_idx is None else f"{_LOADER}{self.dataloader_idx}")
+    on_step, on_epoch, value = settings["on_step"], settings["on_epoch"], value.detach()
+    flags = {
+        **{flag: settings[flag] for flag in ("logger", "prog_bar")},
+        "forked": on_step and on_epoch,
+        "suffixed": settings.get("add_dataloader_idx", True),
+        "float64": value.dtype == torch.float64,
+    }
     if on_step and self.training:
-        logged.add_step(name, marker(value.detach()), flags)
+        logged.add_step(key, marker(value), flags)
     if on_epoch or not self.training:
-        batch_size = _batch_size(self, settings.get("batch_size")) if marker is markers.Mean else 1
-        logged.add_epoch(name, marker(value.detach()), batch_size, flags)
+        needs_size = on_epoch and marker is markers.Mean
+        batch_size = _batch_size(self, settings.get("batch_size")) if needs_size else 1
+        logged.add_epoch(key, marker(value), batch_size, flags)
 
 
 def _batch_size(results: Any, batch_size: int | None) -> int:
@@ -290,10 +299,27 @@ def _call_module_hook(original: Callable[..., Any], trainer: Any, hook_name: str
     return output
 
 
+def _run(original: Callable[..., Any], self: Any) -> Any:
+    """Run an evaluation loop; whether it is skipped all ranks decide together, once."""
+    if _is_ours(self.trainer):
+        vars(self)["_ddpstats_skips"] = None
+    try:
+        return original(self)
+    finally:
+        vars(self).pop("_ddpstats_skips", None)
+
+
 def _skip(original: Callable[[Any], bool], loop: Any) -> bool:
-    """Return whether no rank has a batch for an evaluation loop; a rank without one passes the hooks of the others."""
-    skips = original(loop)
-    return not any_rank(not skips) if _is_ours(loop.trainer) else skips
+    """Return whether no rank has a batch for the loop that runs: a rank without one passes the hooks of the others.
+
+    Outside of a run, and for trainers that are left alone, what Lightning says of this rank.
+    """
+    own = vars(loop)
+    if "_ddpstats_skips" not in own:
+        return original(loop)
+    if own["_ddpstats_skips"] is None:
+        own["_ddpstats_skips"] = not any_rank(not original(loop))
+    return bool(own["_ddpstats_skips"])
 
 
 def _is_ours(trainer: Any) -> bool:
@@ -318,30 +344,38 @@ def _combine(trainer: Any, hook_name: str) -> None:
     combined = logged.combine_step() if on_step else logged.combine_epoch()
     loop = None if results.training else trainer._evaluation_loop
     has_several_loaders = loop is not None and loop._is_sequential and loop.num_dataloaders > 1
-    for key, value in combined.get("values", {}).items():
-        name, _, index = key.partition(results.DATALOADER_SUFFIX.format("")) if has_several_loaders else (key, "", "")
+    numbers = combined.get("self.log", {})
+    values = torch.tensor([*numbers.values()], dtype=torch.get_default_dtype(), device=trainer.strategy.root_device)
+    for key, value in zip(numbers, values.unbind(), strict=True):
+        name, _, where = key.rpartition(" in ")
+        _, _, index = where.partition(_LOADER)
         results.dataloader_idx = int(index) if index else None
+        if combined["float64"][key]:
+            value = torch.tensor(numbers[key], dtype=torch.float64, device=value.device)
         shown = {flag: combined[flag][key] for flag in ("logger", "prog_bar")}
+        shown["add_dataloader_idx"] = combined["suffixed"][key]
         if combined["forked"][key]:
             _show(results, f"{name}_{'step' if on_step else 'epoch'}", value, on_step, **shown)
-            shown = {"logger": False, "prog_bar": False}
+            shown |= {"logger": False, "prog_bar": False}
         _show(results, name, value, on_step, **shown)
     results.dataloader_idx = None
     if has_several_loaders:
         _update_outputs(trainer, loop)
 
 
-def _show(results: Any, name: str, value: float, on_step: bool, **shown: bool) -> None:
+def _show(results: Any, name: str, value: torch.Tensor, on_step: bool, **shown: bool) -> None:
     """Log a combined value in Lightning, which does not reduce it again."""
-    exact = torch.tensor(value, dtype=torch.float64, device="cpu")
     level = {"on_step": on_step, "on_epoch": not on_step}
-    key = f"{_FX}.{name}" if results.dataloader_idx is None else f"{_FX}.{name}.{results.dataloader_idx}"
+    fx = _FX if results.dataloader_idx is None else f"{_FX}, loader {results.dataloader_idx}"
+    key = f"{fx}.{name}"
+    if results.dataloader_idx is not None and shown["add_dataloader_idx"]:
+        key += f".{results.dataloader_idx}"
     meta = results[key].meta if key in results else None
-    if meta is not None and on_step and (meta.on_step, meta.logger, meta.prog_bar) == (True, *shown.values()):
-        results.update_metrics(key, exact, 1)  # without the checks of ``log``
+    if meta is not None and on_step and (meta.on_step, meta.logger, meta.prog_bar) == (True, *list(shown.values())[:2]):
+        results.update_metrics(key, value, 1)  # without the checks of ``log``
         return
     results.pop(key, None)
-    results.log(_FX, name, exact, **level, **shown, sync_dist=True, batch_size=1)  # False is warned of
+    results.log(fx, name, value, **level, **shown, sync_dist=True, batch_size=1)  # False is warned of
 
 
 def _update_outputs(trainer: Any, loop: Any) -> None:

@@ -89,6 +89,7 @@ class Scripted(Logging):
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, index: int, dataloader_idx: int = 0) -> None:
         self.look("on_validation_batch_end")
+        self.say("on_validation_batch_end", index)
 
     def on_validation_epoch_end(self) -> None:
         self.say("on_validation_epoch_end")
@@ -182,6 +183,7 @@ def fit(
         return {
             "seen": model.seen,
             "callback": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "dtypes": {name: str(value.dtype) for name, value in trainer.callback_metrics.items()},
             "rows": trainer.logger.rows,
             "weight": model.layer.weight.item(),
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
@@ -249,6 +251,10 @@ SCRIPTS: dict[str, dict[str, Logs]] = {
     "loaders": {
         "validation_step": lambda rank, i: [(f"only{rank}", 1.0 + i, {}), ("all", float(rank), {})],
         "validation_step1": lambda rank, i: [(f"only{rank}", 11.0 + i, {}), ("all", float(rank), {})],
+    },
+    "one name in two hooks": {
+        "validation_step": lambda rank, i: [("v", 1.0 + i, EPOCH)],
+        "on_validation_batch_end": lambda rank, i: [("v", 100.0 + i, EPOCH)],
     },
     "two reductions": {"training_step": lambda rank, i: [("loss", 1.0, {**STEP, "reduce_fx": ("sum", "max")[rank]})]},
     "two reductions of an epoch": {
@@ -455,6 +461,43 @@ def one_is_late(how: str) -> tuple[str, str, tuple[int, ...]]:
 def play_uneven(how: str, sanity: int) -> Found:
     """Rank 0 validates five batches and rank 1 two, twice."""
     return play("uneven", how, val=5 - 3 * dist.get_rank(), max_epochs=2, num_sanity_val_steps=sanity)
+
+
+def validate_two_loaders(how: str) -> list[dict[str, float]]:
+    """Return what ``Trainer.validate`` does; each loader's step logs a name of its own."""
+    plain = {"add_dataloader_idx": False}
+    script: dict[str, Logs] = {
+        "validation_step": lambda rank, i: [("first", float(rank), plain), ("both", 1.0, {})],
+        "validation_step1": lambda rank, i: [("second", 2.0 + rank, plain), ("both", 2.0, {})],
+    }
+    with quietly(), installed(how) as extra, tempfile.TemporaryDirectory() as root:
+        found: list[dict[str, float]] = trainer_of(root, extra).validate(Scripted(script), [loader(2), loader(3)])
+    return found
+
+
+def validate_without_sizes(how: str) -> dict[str, float]:
+    """The size of a batch of plain objects is not known, and not needed."""
+    script: dict[str, Logs] = {"validation_step": lambda rank, i: [("v", 1.0 + rank, {**STEP, "batch_size": None})]}
+    batches: Any = DataLoader([object(), object()], collate_fn=list)  # type: ignore[arg-type]
+    with quietly(), installed(how) as extra, tempfile.TemporaryDirectory() as root:
+        trainer = trainer_of(root, extra)
+        trainer.validate(Logging(script), batches)
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def skips_seen_by_one_rank(how: str) -> list[bool]:
+    """Rank 0 alone looks at whether its loops are skipped, in a run and after it."""
+    seen: list[bool] = []
+
+    class Looks(Logging):
+        def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+            if dist.get_rank() == 0:
+                seen.append(self.trainer.validate_loop.skip)
+
+    with quietly(), installed(how) as extra, tempfile.TemporaryDirectory() as root:
+        trainer = trainer_of(root, extra)
+        trainer.validate(Looks({}), loader(2))
+        return seen + [trainer.validate_loop.skip] * (1 - dist.get_rank())
 
 
 def play_agreeing(name: str, how: str) -> Found:

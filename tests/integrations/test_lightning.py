@@ -139,7 +139,7 @@ def test_validate_and_test_return_the_keys_of_all_ranks(two_ranks: RankPool) -> 
     assert two_ranks.run(runs.play_stages, "install").values() == [stages] * 2
 
 
-@pytest.mark.parametrize("script", ["reductions", "late", "loaders", "low precision"])
+@pytest.mark.parametrize("script", ["reductions", "late", "loaders", "low precision", "one name in two hooks"])
 def test_where_ranks_agree_nothing_changes(two_ranks: RankPool, script: str) -> None:
     """Every value that hooks, loggers and callbacks see, and the model's weights.
 
@@ -151,6 +151,23 @@ def test_where_ranks_agree_nothing_changes(two_ranks: RankPool, script: str) -> 
         for key in before.keys() - ({"seen"} if script == "loaders" else set()):
             assert runs.close(before[key], after[key]), key
         assert before["weight"] == after["weight"]
+
+
+def test_one_rank_may_look_whether_a_loop_is_skipped(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.skips_seen_by_one_rank, "install").values() == [[False] * 3, []]
+
+
+def test_each_loader_has_its_own_names(two_ranks: RankPool) -> None:
+    stock, ours = (two_ranks.run(runs.validate_two_loaders, how).values() for how in ("stock", "install"))
+    assert ours == stock
+    assert [sorted(names) for names in ours[0]] == [
+        ["both/dataloader_idx_0", "first"],
+        ["both/dataloader_idx_1", "second"],
+    ]
+
+
+def test_a_batch_without_size_can_be_logged_in_a_step(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.validate_without_sizes, "install").values() == [{"v": 1.5}] * 2
 
 
 @pytest.mark.parametrize("how", WAYS)
