@@ -127,7 +127,7 @@ def _train(report: RankReport, directory: Path, number: int) -> None:
         for step in range(4):
             watch.begin()
             watch.end(step, program.step(watch, step))
-    if watch.did["NaN told"] != 1:
+    if watch.did["bad verdicts"] != 1:
         report.wrong.append(f"training {number}: {watch.did}")
     report.done["watched steps"] += 4
 

@@ -1,4 +1,4 @@
-"""What an operation does to values that are not finite, judged by its name, and which infinities are meant.
+"""Judge by an operation's name what it does to values that are not finite, and which infinities are meant.
 
 One table for whatever follows such values: capture's tracer, which sees ATen's names ("constant_pad_nd"), and dumps,
 which have those of the Python functions ("pad", "__add__", "kaiming_uniform_"). Imports no torch.

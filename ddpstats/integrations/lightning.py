@@ -352,8 +352,7 @@ def _combine(trainer: Any, hook_name: str) -> None:
         results.dataloader_idx = int(index) if index else None
         if combined["float64"][key]:
             value = torch.tensor(numbers[key], dtype=torch.float64, device=value.device)
-        shown = {flag: combined[flag][key] for flag in ("logger", "prog_bar")}
-        shown["add_dataloader_idx"] = combined["suffixed"][key]
+        shown = {flag: combined[flag][key] for flag in ("logger", "prog_bar", "suffixed")}
         if combined["forked"][key]:
             _show(results, f"{name}_{'step' if on_step else 'epoch'}", value, on_step, **shown)
             shown |= {"logger": False, "prog_bar": False}
@@ -363,18 +362,20 @@ def _combine(trainer: Any, hook_name: str) -> None:
         _update_outputs(trainer, loop)
 
 
-def _show(results: Any, name: str, value: torch.Tensor, on_step: bool, **shown: bool) -> None:
+def _show(
+    results: Any, name: str, value: torch.Tensor, on_step: bool, *, logger: bool, prog_bar: bool, suffixed: bool
+) -> None:
     """Log a combined value in Lightning, which does not reduce it again."""
-    level = {"on_step": on_step, "on_epoch": not on_step}
-    fx = _FX if results.dataloader_idx is None else f"{_FX}, loader {results.dataloader_idx}"
-    key = f"{fx}.{name}"
-    if results.dataloader_idx is not None and shown["add_dataloader_idx"]:
-        key += f".{results.dataloader_idx}"
+    index = results.dataloader_idx
+    fx = _FX if index is None else f"{_FX}, loader {index}"
+    key = f"{fx}.{name}.{index}" if suffixed and index is not None else f"{fx}.{name}"
     meta = results[key].meta if key in results else None
-    if meta is not None and on_step and (meta.on_step, meta.logger, meta.prog_bar) == (True, *list(shown.values())[:2]):
+    if meta is not None and on_step and (meta.on_step, meta.logger, meta.prog_bar) == (True, logger, prog_bar):
         results.update_metrics(key, value, 1)  # without the checks of ``log``
         return
     results.pop(key, None)
+    level = {"on_step": on_step, "on_epoch": not on_step}
+    shown = {"logger": logger, "prog_bar": prog_bar, "add_dataloader_idx": suffixed}
     results.log(fx, name, value, **level, **shown, sync_dist=True, batch_size=1)  # False is warned of
 
 

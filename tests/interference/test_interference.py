@@ -40,7 +40,7 @@ def assert_it_did_something(name: str, did: dict[str, int]) -> None:
     assert did["micro-batches"] >= did["judged"]
     assert did["compared"] > STEPS
     assert (did["stats reduced"], did["windows flushed"], did["dumps"]) == (STEPS, 1, len(DUMPED_STEPS))
-    assert (did["NaN told"], did["bundles"]) == (bad, bad)
+    assert (did["bad verdicts"], did["bundles"]) == (bad, bad)
 
 
 @pytest.mark.parametrize(

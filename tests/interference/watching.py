@@ -60,7 +60,7 @@ class Everything(Watch):
         together: bool,
         stack: contextlib.ExitStack,
     ) -> None:
-        self.did = dict.fromkeys(("micro-batches", "judged", "NaN told", "stats reduced", "windows flushed"), 0)
+        self.did = dict.fromkeys(("micro-batches", "judged", "bad verdicts", "stats reduced", "windows flushed"), 0)
         self.guard = stack.enter_context(collective_guard(mode, timeout_sec=60))
         self._checks = [_Checks(part, directory / f"capture{i}", stack) for i, part in enumerate(parts)]
         self._together = (
@@ -96,7 +96,7 @@ class Everything(Watch):
             with contextlib.suppress(*([] if verdict.ok else [SentinelAlarm])):
                 self._checks[part].sentinel.step()
         self.did["judged"] += 1
-        self.did["NaN told"] += not verdict.ok
+        self.did["bad verdicts"] += not verdict.ok
 
     def end(self, number: int, loss: torch.Tensor) -> None:
         self._dump.stop()
