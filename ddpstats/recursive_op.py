@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ddpstats._base.device import accelerator_in_use
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.paths import Path
 from ddpstats._ranks.calls import ALONE
 from ddpstats._reduction.flatten import FLOATS, flatten
 from ddpstats._reduction.ops import NONE, Marker
-from ddpstats._reduction.read import MANY, accelerator_in_use, as_tensor
+from ddpstats._reduction.read import MANY, as_tensor
 from ddpstats._reduction.reducer import NonFinitePolicy, kept_reducer, reduce_stats
 from ddpstats._reduction.result import Reduced
 from ddpstats.errors import InvalidStats

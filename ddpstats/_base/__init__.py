@@ -1,1 +1,1 @@
-"""The ground floor, which uses neither torch nor other ranks: settings, files, text, paths, caches, lazy imports."""
+"""The ground floor, which knows nothing of other ranks: settings, files, text, paths, caches, lazy imports, devices."""

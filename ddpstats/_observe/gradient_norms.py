@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpstats._base.device import widest_float
 from ddpstats._observe.groups import Counts, bucket_count, has_comm_hook, issued_counts, ranks_of, since
 from ddpstats._observe.torch_compat import gradient_hooks, norm_each, stored_values
 
@@ -44,7 +45,8 @@ def any_bad(gradients: Sequence[Tensor | None], norms: Sequence[Tensor] = ()) ->
         if not vectors:
             return False
         device = vectors[0].device
-        if math.isfinite(torch.cat([vector.to(device, torch.float64) for vector in vectors]).sum().item()):
+        wide = widest_float(device)
+        if math.isfinite(torch.cat([vector.to(device, wide) for vector in vectors]).sum().item()):
             return False
         on_host = [measure(values), *(vector.to("cpu", torch.float64) for vector in norms)]
         return not bool(torch.cat(on_host).isfinite().all())

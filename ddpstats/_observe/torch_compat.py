@@ -26,6 +26,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from ddpstats._base.device import device_kinds
 from ddpstats._base.lazy import DYNAMO
 from ddpstats._base.text import first_line
 from ddpstats.errors import ConfigError
@@ -252,13 +253,13 @@ DispatchMode: Any = find("utils._python_dispatch.TorchDispatchMode", object)
 
 
 class no_dispatch_no_grad:
-    """Around what we compute: it makes no graph, autocast (of cpu and cuda) is off, no mode of the program sees it."""
+    """Around what we compute: it makes no graph, autocast is off, no mode of the program sees it."""
 
     __slots__ = ("_contexts",)
 
     def __enter__(self) -> None:
         self._contexts: list[Any] = [_without_torch_function(), torch.no_grad()]
-        for kind in ("cpu", "cuda"):
+        for kind in device_kinds():
             if torch.is_autocast_enabled(kind):
                 self._contexts.append(torch.autocast(kind, enabled=False))
         if dispatch_mode_count():

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ddpstats._base.caches import BoundedCache
+from ddpstats._base.device import HostCopy, accelerator_in_use, is_capturing
 from ddpstats._base.lazy import is_fake
 from ddpstats._ranks.exchange import Failure
 from ddpstats._reduction.flatten import INTERCHANGEABLE, NUMBERS, CannotRead, Flat, Structure, flatten, is_numpy
@@ -405,20 +406,6 @@ def _shorten(value: Any) -> str:
 # -- what lives on an accelerator -------------------------------------------------------------------------------------
 
 
-def accelerator_in_use() -> bool:
-    """Return False only where no tensor can be anywhere but in host memory: then none of them need be asked."""
-    try:
-        accelerator = torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6 without an accelerator
-        return False
-    return accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def is_capturing() -> bool:
-    """Return whether a graph of the accelerator is captured on the current stream: then it may not be read."""
-    return accelerator_in_use() and bool(getattr(torch.get_device_module(), "is_current_stream_capturing", bool)())
-
-
 def snapshot_if_off_host(flat: Flat, weight: Any) -> Snapshot | None:
     """Return a snapshot that copies what is not in host memory; None where everything is."""
     if not accelerator_in_use():
@@ -514,38 +501,30 @@ def _map_values(flat: Flat, weight: Any, change: Callable[[Any], Any]) -> tuple[
 
 
 class _DeviceCopy:
-    """The tensors of one device, as one float64 vector on its way to the host.
+    """The tensors of one device, on their way to the host as one vector of bytes; they are widened there.
 
-    They are concatenated on their device per dtype, widened there, and copied into pinned memory. An event marks the
-    end of the copy. MPS is waited for.
+    They are concatenated on their device, per dtype, largest elements first: so each part begins where its dtype may.
     """
 
     def __init__(self, device: torch.device, tensors: list[torch.Tensor]) -> None:
         if is_capturing():
             raise ConfigError("a CUDA graph is captured: only its replays compute. Add, and reduce, outside of it")
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in tensors:
+        for tensor in sorted(tensors, key=torch.Tensor.element_size, reverse=True):
             if tensor.device == device:
                 by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
-        vector = torch.cat([torch.cat(list(map(_vector, group))).to(wide) for group in by_dtype.values()])
+        vectors = [torch.cat(list(map(_vector, group))) for group in by_dtype.values()]
+        self._vectors = [(vector.dtype, vector.nbytes) for vector in vectors]
         self._parts = [(id(tensor), tensor.shape) for group in by_dtype.values() for tensor in group]
-        self._event: Any = None
-        if device.type in ("cpu", "mps"):
-            self._host = vector.cpu()
-            return
-        self._host = torch.empty(vector.shape, dtype=wide, pin_memory=True, device="cpu")
-        self._host.copy_(vector, non_blocking=True)
-        is_cuda = device.type == "cuda"
-        self._event = torch.cuda.Event() if is_cuda else torch.Event(device)  # type: ignore[no-untyped-call]
-        self._event.record((torch.cuda if is_cuda else torch.accelerator).current_stream(device))
+        self._copy = HostCopy(torch.cat([vector.view(torch.uint8) for vector in vectors]))
 
     def is_ready(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._copy.is_ready()
 
     def wait(self) -> dict[int, torch.Tensor]:
-        """Return id of the tensor -> its copy, in its shape."""
-        if self._event is not None:
-            self._event.synchronize()
-        vectors = torch.split(self._host.to(torch.float64), [shape.numel() for _, shape in self._parts])
+        """Return id of the tensor -> its copy in float64, in its shape."""
+        pieces = torch.split(self._copy.wait(), [size for _, size in self._vectors])
+        numbers = [piece.view(dtype) for piece, (dtype, _) in zip(pieces, self._vectors, strict=True)]
+        wide = torch.cat([vector.to(torch.float64) for vector in numbers])
+        vectors = torch.split(wide, [shape.numel() for _, shape in self._parts])
         return {key: vector.reshape(shape) for (key, shape), vector in zip(self._parts, vectors, strict=True)}

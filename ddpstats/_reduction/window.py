@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats._base.config import check_flag
+from ddpstats._base.device import accelerator_in_use, is_capturing, record_event, seconds_between
 from ddpstats._base.lazy import breaks_graph, compiler_probe, never_traced, refuse_without_values
 from ddpstats._base.paths import Path, format_path
 from ddpstats._ranks.exchange import Failure
@@ -41,9 +42,7 @@ from ddpstats._reduction.read import (
     Part,
     Plan,
     Row,
-    accelerator_in_use,
     as_tensor,
-    is_capturing,
     plan_of,
     read_row,
     snapshot_if_off_host,
@@ -187,9 +186,10 @@ class StatsWindow:
         """Add the seconds spent inside, as a mean over its uses: ``time/NAME``. Local; not counted in `adds`.
 
         ``values["time"][NAME]`` of the next flush is seconds per use, over the uses of all ranks, and
-        ``weights["time"][NAME]`` how often it was used. By the host's clock; where CUDA is in use, by events on the
-        current stream as well, and the longer of the two counts: a step that only launches kernels takes as long as
-        they do, and a wait for data as long as the host waits. Events are read at the flush; CUDA is never initialised.
+        ``weights["time"][NAME]`` how often it was used. By the host's clock; where an accelerator is in use, by
+        events on its current stream as well, and the longer of the two counts: a step that only launches kernels takes
+        as long as they do, and a wait for data as long as the host waits. Events are read at the flush; no accelerator
+        is initialised.
 
         Raises:
             SchemaConflict: on leaving, where the stats of this window have something else under ``time``.
@@ -200,7 +200,7 @@ class StatsWindow:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        started, start_event = time.perf_counter(), _cuda_event()
+        started, start_event = time.perf_counter(), record_event(timing=True)
         try:
             yield
         except BaseException:
@@ -210,7 +210,7 @@ class StatsWindow:
         self._add_time(name, time.perf_counter() - started, start_event)
 
     def _add_time(self, name: str, seconds: float, start_event: Any) -> None:
-        end_event = None if start_event is None else _cuda_event()
+        end_event = None if start_event is None else record_event(timing=True)
         with self._exclusive():
             self._refuse_closed()
             try:
@@ -410,8 +410,7 @@ class _Content:
         self._learn(_time_of(name, seconds).structure)
 
         def read() -> None:
-            end_event.synchronize()
-            self.add_time(name, max(seconds, start_event.elapsed_time(end_event) / 1000))
+            self.add_time(name, max(seconds, seconds_between(start_event, end_event)))
 
         self._pending.append((end_event.query, read))
         self.read_pending()
@@ -600,12 +599,3 @@ def _call_site() -> str:
     if frame is None:
         return ""
     return f"Called at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}.\n"
-
-
-def _cuda_event() -> Any:
-    """Return an event on the current stream; None where CUDA is not in use, or a graph is captured."""
-    if not torch.cuda.is_initialized() or is_capturing():  # type: ignore[no-untyped-call]
-        return None
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream())
-    return event

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ddpstats._base.device import device_name, random_state, set_random_state
 from ddpstats._observe.torch_compat import buffers_of
 
 # -- the module -------------------------------------------------------------------------------------------------------
@@ -32,9 +33,8 @@ def device_of(module: nn.Module) -> torch.device:
 def place_text(module: nn.Module) -> str:
     """Return host, process and device in words."""
     device = device_of(module)
-    name_of = getattr(getattr(torch, device.type, None), "get_device_name", None)
-    name = "" if name_of is None else f" ({name_of(device)})"
-    return f"host {socket.gethostname()}, process {os.getpid()}, device {device}{name}"
+    name = device_name(device)
+    return f"host {socket.gethostname()}, process {os.getpid()}, device {device}{name and f' ({name})'}"
 
 
 @contextmanager
@@ -121,10 +121,9 @@ class RandomState:
     @classmethod
     def take(cls, device: torch.device) -> RandomState:
         """Return the current state. Local; draws nothing. ``device``: the module's; no other device's is taken."""
-        on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         numpy = sys.modules.get("numpy.random")  # a program that has not loaded it has not drawn from it
         numpy_state = None if numpy is None else numpy.get_state(legacy=False)
-        return cls(random.getstate(), numpy_state, torch.get_rng_state(), device, on_device)
+        return cls(random.getstate(), numpy_state, torch.get_rng_state(), device, random_state(device))
 
     def restore(self) -> None:
         """Set the generators. A device's generator is left where that kind of device is not the module's."""
@@ -134,7 +133,7 @@ class RandomState:
             numpy.random.set_state(self.numpy)
         torch.set_rng_state(self.torch_cpu)
         if self.torch_device is not None:
-            torch.get_device_module(self.device).set_rng_state(self.torch_device, self.device)
+            set_random_state(self.device, self.torch_device)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the state as tensors, lists and numbers."""
@@ -160,8 +159,8 @@ class RandomState:
 
         Raises ValueError, TypeError, KeyError or IndexError for anything else.
         """
-        taken_on = torch.device(plain["device"])
-        device = taken_on if device is None else device
+        taken_on = str(plain["device"])  # of a kind that this torch need not know
+        device = torch.device(taken_on) if device is None else device
         python, numpy = plain["python"], plain["numpy"]
         if numpy is not None and not 0 <= numpy["state"]["pos"] <= len(numpy["state"]["key"]) == _MT19937_WORDS:
             raise ValueError("numpy's generator has no such state")  # and would read beyond its memory
@@ -170,7 +169,7 @@ class RandomState:
             numpy,
             plain["torch_cpu"],
             device,
-            plain["torch_device"] if device.type == taken_on.type else None,
+            plain["torch_device"] if device.type == taken_on.partition(":")[0] else None,
         )
 
 

@@ -25,6 +25,7 @@ import torch
 
 from ddpstats._base import config, marks
 from ddpstats._base.config import check_choice, check_count
+from ddpstats._base.device import record_event
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.text import ranks_text
 from ddpstats._observe.gradient_norms import any_bad
@@ -292,10 +293,8 @@ class NaNCapture(StepWatch):
         Raises:
             RankMissing: it has not by the timeout, or another rank has given up; the channel raises it from then on.
         """
-        device = self._record.device
-        if device.type not in ("cpu", "mps"):
-            event = torch.Event(device)
-            event.record()
+        event = record_event(self._record.device)
+        if event is not None:
             self._channel.wait_until(event.query, "the step on the device", config.timeout_sec(None))
 
     def _agree_on_settings(self) -> None:

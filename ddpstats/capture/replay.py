@@ -86,10 +86,10 @@ def _replay(args: argparse.Namespace) -> dict[str, Any]:
     bundle = Bundle.open(args.bundle)
     part = bundle.rank_part(_rank(bundle, args.rank))
     parameters = bundle.parameters(part.rank)
-    settings = _settings(args, part.device)
     index = bundle.manifest.ranks.index(part.rank)  # of a group that need not begin at rank 0
     with _in_job(index, part.world_size) as collectives:
         factory, step = _imported("--model", args.model), _imported("--step", args.step)
+        settings = _settings(args, part.device)  # on a device that torch may know from the program's own imports
         with _users_errors(f"--model {args.model}"):
             model = factory()
         replay = Replay(model, step, part, parameters, settings)

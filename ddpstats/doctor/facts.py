@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import collect_env
 
+from ddpstats._base.device import accelerator, of_module
 from ddpstats._base.text import first_line
 from ddpstats._base.version import __version__
 from ddpstats.doctor.report import DISTRIBUTIONS, EXISTS, Facts
@@ -49,14 +50,14 @@ def is_listed(variable: str) -> bool:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    accelerator = torch.accelerator.current_accelerator()
-    nccl: Any = getattr(torch.get_device_module(accelerator), "nccl", None)
+    device = accelerator()
+    nccl: Any = None if device is None else of_module(device, "nccl")
     yield "python", platform.python_version()
     yield "ddpstats", __version__
     yield "torch", str(torch.__version__)
     yield "CUDA", torch.version.cuda or "none"
     yield "NCCL", ".".join(map(str, nccl.version())) if nccl and dist.is_nccl_available() else "none"
-    yield "accelerators", f"{torch.accelerator.device_count()} {accelerator}" if accelerator else "none"
+    yield "accelerators", f"{torch.accelerator.device_count()} {device}" if device else "none"
     for name, function in _COLLECTED.items():
         try:
             value = function(_run) if function else "not known to this torch"

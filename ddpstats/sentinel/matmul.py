@@ -67,6 +67,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ddpstats._base.device import is_capturing, widest_float
 from ddpstats._base.text import dtype_name
 from ddpstats._observe.torch_compat import (
     Kernels,
@@ -77,7 +78,6 @@ from ddpstats._observe.torch_compat import (
     no_dispatch_no_grad,
     unseen,
 )
-from ddpstats._reduction.read import is_capturing
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict, finding_of
 
@@ -357,9 +357,9 @@ def _faults_of_block(
     """Yield the faults in these rows and columns. ``batch``: indexes all but the last two dimensions."""
 
     def block_of(result: Tensor) -> Tensor:
-        return result[batch][rows, columns].double()
+        return _in_float64(result[batch][rows, columns])
 
-    left, right = product.left[batch][rows].double(), product.right[batch][:, columns].double()
+    left, right = _in_float64(product.left[batch][rows]), _in_float64(product.right[batch][:, columns])
     multiplied = (left @ right) * product.alpha
     magnitude = (left.abs() @ right.abs()) * abs(product.alpha)
     exact = multiplied
@@ -393,6 +393,11 @@ def _faults_of_block(
             transient=bool(transient[row, column]),
             backward=in_backward(),
         )
+
+
+def _in_float64(tensor: Tensor) -> Tensor:
+    """Return it in float64; on the host where its device does not compute so."""
+    return (tensor if widest_float(tensor.device) is torch.float64 else tensor.cpu()).double()
 
 
 def _common_error(product: Product, multiplied: Tensor, magnitude: Tensor, left: Tensor, right: Tensor) -> Tensor:

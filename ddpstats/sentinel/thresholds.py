@@ -426,7 +426,7 @@ class Thresholds(Detector):
             state = state or self._rule.fresh(count, next(iter(call.values())).device)
             device = state[0].device  # a model may be on several
             missing = torch.full((), -1.0, device=device)
-            values = torch.stack([call.get(index, missing).to(device, non_blocking=True) for index in range(count)])
+            values = torch.stack([call.get(index, missing).to(device) for index in range(count)])
             seen = ~(values < 0)
             if scale is not None:
                 values = values / (scale if self._settings.detector == "v2" else scale * scale)

@@ -204,11 +204,13 @@ class NeverArrives(read._DeviceCopy):
     """A copy that stays on its device."""
 
     def __init__(self, device: torch.device, tensors: list[torch.Tensor]) -> None:
-        self._host = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
-        self._parts, self._event = [(id(tensor), tensor.shape) for tensor in tensors], None
+        self._values = {id(tensor): tensor.detach().double() for tensor in tensors}
 
     def is_ready(self) -> bool:
         return False
+
+    def wait(self) -> dict[int, torch.Tensor]:
+        return self._values
 
 
 def test_no_add_reads_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,7 +470,7 @@ def test_training_is_not_touched(two_ranks: RankPool) -> None:
 
 
 class PendingEvent:
-    """Stands for an event of CUDA that the device has not reached until it is waited for."""
+    """Stands for an event that the device has not reached until it is waited for."""
 
     def query(self) -> bool:
         return False
@@ -481,7 +483,7 @@ class PendingEvent:
 
 
 def test_time_on_a_device_that_fits_no_earlier_stats_is_an_error_on_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpstats._reduction.window._cuda_event", PendingEvent)
+    monkeypatch.setattr("ddpstats._reduction.window.record_event", lambda *, timing: PendingEvent())
     with StatsWindow() as window:
         window.add({"time": 1.0})
         with pytest.raises(SchemaConflict, match="'time'"), window.timed("data"):
@@ -529,7 +531,7 @@ def test_times_that_do_not_fit() -> None:
 
 
 class Event:
-    """What a CUDA event tells; ``passed`` says whether the device has come to it."""
+    """What an event of a device tells; ``passed`` says whether the device has come to it."""
 
     passed = False
     waits = 0
@@ -548,11 +550,12 @@ class Event:
 
 
 def test_times_of_a_device_are_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of what is asked of CUDA; that it answers so is for tests/gpu to show."""
+    """The order of what is asked of a device; that it answers so is for tests/gpu to show."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "stream")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
+    monkeypatch.setattr(torch, "Event", lambda device, enable_timing: Event())
     with StatsWindow() as window:
         for _ in range(3):
             with window.timed("step"):

@@ -18,7 +18,6 @@ Lists, tuples, dicts and dataclasses become lists and dicts, with a leaf for eve
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -31,9 +30,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ddpstats._base.device import computes_on, continue_after, is_capturing, new_stream, stream_number, widest_float
 from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.torch_compat import is_functorch_tensor, storage_id
-from ddpstats._reduction.read import is_capturing
 from ddpstats._rerun.record import set_fields
 from ddpstats.dump.statistics import STATISTICS, keys
 from ddpstats.dump.writer import TensorFiles, checksum, is_dense, without_repeats
@@ -83,7 +82,7 @@ class TensorSummaries:
     _storages: dict[int, tuple[int, StorageWeakRef]] = field(default_factory=dict)
     _deferred: list[_Deferred] = field(default_factory=list)
     _streams: dict[torch.device, torch.Stream | None] = field(default_factory=dict)
-    _copies: deque[tuple[torch.Event, int]] = field(default_factory=deque)
+    _copies: deque[tuple[torch.Event, Tensor]] = field(default_factory=deque)
     _copied_bytes: int = 0
 
     @property
@@ -103,7 +102,7 @@ class TensorSummaries:
             leaf.update(_description(tensor, values))
             saved = values if is_saved and "sparse" not in text(tensor.layout) else None  # not of the shape it stores
             size = _LEAF_BYTES + (0 if saved is None else without_repeats(saved)[0].nbytes)
-            if values is not None and self._fits(size, name) and not (values.is_cuda and is_capturing()):
+            if values is not None and self._fits(size, name) and (values.is_cpu or not is_capturing()):
                 if values.numel():
                     self._measure(leaf, values)
                 if saved is not None and not values.is_meta:
@@ -145,23 +144,21 @@ class TensorSummaries:
     def _on_device(self, values: Tensor, shape: torch.Size) -> Tensor:
         device, size = values.device, values.nbytes
         if device not in self._streams:
-            self._streams[device] = _new_stream(device)
+            self._streams[device] = new_stream(device)
         stream = self._streams[device]
         if stream is None or not self._may_copy(size):
             return device_numbers(values, shape)
         copy = values.detach().clone()
-        stream.wait_stream(torch.accelerator.current_stream(device))
-        with _computes_on(stream):
+        with computes_on(stream):
             numbers = device_numbers(copy, shape)
-        copy.record_stream(stream)
-        self._copies.append((stream.record_event(), size))
+        self._copies.append((stream.record_event(), copy))
         self._copied_bytes += size
         return numbers
 
     def _may_copy(self, size: int) -> bool:
         """A copy is under way until its event has happened; to ask an event waits for nothing."""
         while self._copies and self._copies[0][0].query():
-            self._copied_bytes -= self._copies.popleft()[1]
+            self._copied_bytes -= self._copies.popleft()[1].nbytes
         return self._copied_bytes + size <= _COPIED_BYTES
 
     def settle(self) -> None:
@@ -172,13 +169,15 @@ class TensorSummaries:
             try:
                 stream = self._streams[device]
                 if stream is not None:
-                    torch.accelerator.current_stream(device).wait_stream(stream)
+                    continue_after(stream)
                 group = [deferred for deferred in waiting if deferred.numbers.device == device]
                 rows = torch.stack([deferred.numbers for deferred in group]).tolist()
                 for deferred, numbers in zip(group, rows, strict=True):
                     deferred.leaf.update(as_statistics(numbers, deferred.dtype, deferred.shape, deferred.repeats))
             except Exception as error:  # the other devices can be read all the same
                 self.note_error(f"reading {device}", error)
+        self._copies.clear()
+        self._copied_bytes = 0
 
     def _memory(self, tensor: Tensor) -> Leaf:
         try:
@@ -191,7 +190,7 @@ class TensorSummaries:
                 "storage_ptr": storage.data_ptr(),
                 "storage_bytes": storage.nbytes(),
                 "storage_id": self._number_of(storage),
-                "stream": _stream_number(tensor.device),
+                "stream": stream_number(tensor.device),
             }
         except Exception:  # no storage of its own: wrapped, fake
             return {"device": text(tensor.device)}
@@ -244,37 +243,6 @@ def _description(tensor: Tensor, values: Tensor | None) -> Leaf:
     return leaf
 
 
-# -- streams ----------------------------------------------------------------------------------------------------------
-
-
-def _new_stream(device: torch.device) -> torch.Stream | None:
-    try:
-        return None if device.type in ("cpu", "meta") else torch.Stream(device)
-    except Exception:  # a device without streams
-        return None
-
-
-def _stream_number(device: torch.device) -> int | None:
-    """Return the number of the stream on which the program computes; None where none is known."""
-    if device.type in ("cpu", "meta"):
-        return None
-    try:
-        return int(torch.accelerator.current_stream(device).stream_id)
-    except Exception:  # a device without streams
-        return None
-
-
-@contextlib.contextmanager
-def _computes_on(stream: torch.Stream) -> Iterator[None]:
-    before = torch.accelerator.current_stream(stream.device), torch.accelerator.current_stream()
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        for program in before:  # the second one brings the current device back
-            torch.accelerator.set_stream(program)
-
-
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # others need not have a list of their numbers
@@ -302,7 +270,7 @@ def device_numbers(tensor: Tensor, shape: Sequence[int]) -> Tensor:
         tensor: with at least one element.
         shape: that of the whole, of which ``tensor`` is what `without_repeats` leaves.
     """
-    values, wide = _as_real(tensor), _wide(tensor)
+    values, wide = _as_real(tensor), widest_float(tensor.device)
     low, high = torch.aminmax(values)
     if values.dtype is _MASK:
         numbers = [high, low, *[torch.zeros_like(low)] * 5]
@@ -345,14 +313,10 @@ def _as_real(tensor: Tensor) -> Tensor:
     if dtype in _EXACT:
         return tensor.resolve_neg() if tensor.is_neg() else tensor
     if dtype.is_complex:  # a magnitude may be too large for the type of its parts
-        return tensor.abs() if tensor.device.type == "mps" else tensor.to(torch.complex128).abs()
+        return tensor.to(torch.promote_types(tensor.dtype, widest_float(tensor.device))).abs()
     if dtype is torch.bool:
         return tensor.view(_MASK)
-    return tensor.float() if dtype.is_floating_point else tensor.to(_wide(tensor))
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
+    return tensor.float() if dtype.is_floating_point else tensor.to(widest_float(tensor.device))
 
 
 def _of_few(values: Tensor) -> tuple[float, ...] | None:
