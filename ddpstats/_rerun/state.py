@@ -211,7 +211,7 @@ def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any]
     return lambda: bool(getattr(owner, name)), lambda value: setattr(owner, name, value)
 
 
-_cuda, _cudnn = torch.backends.cuda, torch.backends.cudnn
+_cuda, _cudnn, _mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
 _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "threads": (torch.get_num_threads, lambda value: torch.set_num_threads(min(max(value, 1), 1024))),
     "deterministic_algorithms": (torch.are_deterministic_algorithms_enabled, _set_deterministic),
@@ -220,11 +220,15 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda value: torch.set_default_dtype(FLOAT_DTYPES.get(value, torch.get_default_dtype())),
     ),
     "matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "cudnn_enabled": _attribute(_cudnn, "enabled"),
     "cudnn_deterministic": _attribute(_cudnn, "deterministic"),
     "cudnn_benchmark": _attribute(_cudnn, "benchmark"),
     "cudnn_allow_tf32": _attribute(_cudnn, "allow_tf32"),
     "fp16_reduced_precision_reduction": _attribute(_cuda.matmul, "allow_fp16_reduced_precision_reduction"),
     "bf16_reduced_precision_reduction": _attribute(_cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    "fp16_accumulation": _attribute(_cuda.matmul, "allow_fp16_accumulation"),
+    "mkldnn_enabled": _attribute(_mkldnn, "enabled"),
+    "mkldnn_deterministic": _attribute(_mkldnn, "deterministic"),
     "sdpa_flash": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     "sdpa_mem_efficient": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     "sdpa_math": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
@@ -236,7 +240,8 @@ def switches() -> dict[str, Any]:
     """Return torch's switches that change a result or its last bits; without those that torch cannot read."""
     values = {}
     for name, (read, _) in _SWITCHES.items():
-        with suppress(RuntimeError):  # where precision was set by backend, in torch's newer way
+        # A torch that lacks it; where precision was set by backend, in torch's newer way.
+        with suppress(AttributeError, RuntimeError):
             values[name] = read()
     return values
 

@@ -145,6 +145,7 @@ def _in_job(rank: int, world_size: int) -> Iterator[collections.Counter[str]]:
     import torch.distributed as dist
 
     from ddpstats._observe import collectives
+    from ddpstats._observe.groups import start_fake_group
 
     if dist.is_available() and dist.is_initialized():
         raise ConfigError("this process has a process group already; run `ddpstats replay` as a process of its own")
@@ -155,7 +156,7 @@ def _in_job(rank: int, world_size: int) -> Iterator[collections.Counter[str]]:
     sys.path.insert(0, os.getcwd())
     collectives.subscribe(echo)
     try:
-        dist.init_process_group("fake", rank=rank, world_size=world_size)
+        start_fake_group(rank, world_size)
         yield echo.counts
     finally:
         collectives.unsubscribe(echo)

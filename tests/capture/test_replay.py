@@ -289,9 +289,15 @@ def test_a_capture_of_a_gpu_is_replayed_on_the_cpu_with_notes(tmp_path: Path, re
 @pytest.mark.parametrize("device", ["npu:0", "privateuseone", "meta", ""])
 def test_a_device_that_torch_cannot_use_here_is_a_note(tmp_path: Path, replay: Replay, device: str) -> None:
     bundle = captured(tmp_path, Small, replay_models.mean_step, NAN)
-    change_part(bundle, lambda part: part.update(device=device))
-    status, out, _ = replay(bundle)
-    assert status == 0
+
+    def change(part: dict[str, Any]) -> None:
+        part["device"] = device
+        for micro in part["micro_batches"]:
+            micro["random"].update(device=device, torch_device=torch.zeros(16, dtype=torch.uint8))
+
+    change_part(bundle, change)
+    status, out, err = replay(bundle)
+    assert (status, err) == (0, "")
     assert f"captured on {device}, replayed on cpu: last bits differ" in out
 
 

@@ -23,6 +23,7 @@ def test_switches_are_set_and_put_back() -> None:
     "name",
     [
         *("cudnn_allow_tf32", "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction"),
+        *("cudnn_enabled", "fp16_accumulation", "mkldnn_enabled", "mkldnn_deterministic"),
         *("sdpa_flash", "sdpa_mem_efficient", "sdpa_math", "sdpa_cudnn"),
     ],
 )
