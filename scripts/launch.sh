@@ -59,7 +59,7 @@ install_level() { # LEVEL (scripts/set_up.py) PIP ARGUMENTS
 }
 
 # What an environment is made from. It is written at the end of a set-up, so that one that was interrupted is done again.
-sources() { "$venv/bin/python" -VV && cksum "$root"/{constraints.txt,setup.cfg,scripts/launch.sh}; }
+sources() { "$venv/bin/python" -VV && cksum "$root"/{constraints.txt,setup.cfg,scripts/launch.sh,scripts/set_up.py}; }
 is_set_up() { [[ -e $venv/set-up-$1 && $(<"$venv/set-up-$1") == "$(sources)" ]]; } # LEVEL
 
 make_venv() {
