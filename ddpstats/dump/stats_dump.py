@@ -93,11 +93,6 @@ class StatsDump:
         """The configuration that was read."""
         return self._config
 
-    @property
-    def current_step(self) -> int:
-        """The number of calls of `step`."""
-        return self._step
-
     @breaks_graph
     def start(self, model: Any = None) -> None:
         """Record from here on, if this step and this rank are chosen; before the forward pass.

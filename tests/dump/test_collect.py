@@ -209,7 +209,6 @@ def test_only_chosen_steps_and_ranks_are_collected(tmp_path: Path) -> None:
         step_of(model)
         dump.stop()
         dump.step()
-    assert dump.current_step == 6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step1", "step3", "step4"]
     other = StatsDump({"dump_path": str(tmp_path / "other"), "rank": [1]})
     with pytest.warns(UserWarning, match="rank chooses 1, and there is 1 rank, counted from 0"):
