@@ -55,7 +55,7 @@ _VERBS = {
     ),
     "watch": _Verb("ddpstats.guard.watch", "what each rank of a running program does, and which rank is waited for"),
     "report": _Verb(
-        "ddpstats.report.report", "where the ranks parted, from what they recorded: text, JSON, a page to look at"
+        "ddpstats.report", "where the ranks parted, from what they recorded: text, JSON, a page to look at"
     ),
     "replay": _Verb("ddpstats.capture.replay", "a captured step, run again in one process, down to the first NaN"),
     "compare": _Verb("ddpstats.dump.analyze.compare", "two dumps, or the ranks of one: where they first differ"),
@@ -64,7 +64,7 @@ _VERBS = {
     "doctor": _Verb(
         "ddpstats.doctor", "what differs between the ranks of a job: versions, environment, clocks, directories"
     ),
-    "demo": _Verb("ddpstats.demo.demo", "wrong averages, then right ones, on real ranks of this machine"),
+    "demo": _Verb("ddpstats.demo", "wrong averages, then right ones, on real ranks of this machine"),
 }
 
 

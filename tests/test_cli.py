@@ -234,8 +234,7 @@ def test_characters_outside_of_the_encoding_are_escaped(tmp_path: Path) -> None:
 
 _PRINTS_AND_FAILS = """
 import sys
-from ddpstats import cli
-from ddpstats.demo import demo
+from ddpstats import cli, demo
 
 def run(args):
     print("the first line")

@@ -1,1 +1,182 @@
-"""`ddpstats demo`: wrong averages, then right ones."""
+"""``ddpstats demo``: a per-value all_reduce that reports a negative L1 loss, and `reduce_stats` that does not.
+
+1. `run_ranks` starts the ranks on this machine. Every even rank holds one batch, every odd rank another, with other
+   numbers of values under the same keys; what each does with it is in `ranks`.
+2. A table shows the true means, computed in plain Python, beside what the ranks got.
+
+Source of the batches: the story of a training log whose L1 loss was negative, since espnet's ``recursive_average``
+issued one all_reduce per value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from ddpstats._base import config
+from ddpstats._base.text import VerbReport
+from ddpstats.errors import DdpstatsError
+
+MAX_RANKS = 64
+WEIGHT = 8.0
+
+Stats = Mapping[str, Sequence[float]]
+
+RankReport = Mapping[str, Any]
+"""The stats of one rank, the averages over all ranks that it got, by name, and its number of collectives."""
+
+_BATCHES: tuple[Stats, Stats] = (
+    {"l1_loss": [0.057], "snr_loss": [-1.052, -3.037, -2.041]},
+    {"l1_loss": [0.044, 0.023], "snr_loss": [-2.092, -1.899]},
+)
+ASKED = "snr_loss[1]"
+_FLOAT32_TOLERANCE = 1e-6
+_LIMIT_SEC = 60.0
+_LIMIT_PER_RANK_SEC = 3.0  # for sixty-four ranks on two cores
+
+EPILOG = """example:
+  ddpstats demo --ranks 4
+
+exit status: 0 it ran, 2 it could not"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the verb."""
+    parser.add_argument(
+        "--ranks", type=_number_of_ranks, default=2, metavar="N", help=f"1 to {MAX_RANKS} processes (default: 2)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo on processes of this machine, which are all gone when this returns or raises.
+
+    Raises `DdpstatsError` if a rank failed, or ran for too long, or if ddpstats itself got a number wrong.
+    """
+    from ddpstats.demo.ranks import measure_rank  # import torch, which `--help` need not
+    from ddpstats.testing import RankError, run_ranks
+
+    limit_sec = _LIMIT_SEC + args.ranks * _LIMIT_PER_RANK_SEC
+    try:
+        # without the guard: the first half of the demo is what the guard stops
+        reports = run_ranks(measure_rank, args.ranks, timeout_sec=limit_sec, env={config.GUARD: ""}).values()
+    except RankError as error:
+        raise DdpstatsError(f"the ranks could not run: {error}") from error
+    VerbReport(0, lambda: as_text(reports, colour=_wants_colour()), lambda: as_json(reports), indent=2).show(args.json)
+    if not is_right(reports):
+        raise DdpstatsError("ddpstats got a number wrong here, which is a bug in ddpstats: please report it")
+    return 0
+
+
+def _number_of_ranks(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_RANKS}")
+    return int(text)
+
+
+def _wants_colour() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+# -- what is right ----------------------------------------------------------------------------------------------------
+
+
+def stats_of(rank: int) -> Stats:
+    """Return the stats of a rank, of weight `WEIGHT`. Each has four values, so that the plain way does not hang."""
+    return _BATCHES[rank % len(_BATCHES)]
+
+
+def flat(stats: Stats) -> dict[str, float]:
+    """Return the values by their names in `Reduced.flat`: ``l1_loss[0]``."""
+    return {f"{key}[{index}]": value for key, values in stats.items() for index, value in enumerate(values)}
+
+
+def true_means(reports: Sequence[RankReport]) -> dict[str, float]:
+    """Return the mean of each name over the ranks that hold it; all weigh the same."""
+    held = [flat(report["inputs"]) for report in reports]
+    names = sorted({name for batch in held for name in batch})
+    return {name: fmean(batch[name] for batch in held if name in batch) for name in names}
+
+
+def is_right(reports: Sequence[RankReport]) -> bool:
+    """Return whether ddpstats gave every rank every true mean, and no more."""
+    true = true_means(reports)
+    averages_of_ranks = [report["ddpstats"] for report in reports]
+    return all(
+        averages.keys() == true.keys() and not any(_is_wrong(averages[name], true[name]) for name in true)
+        for averages in averages_of_ranks
+    )
+
+
+def _is_wrong(value: float, true: float) -> bool:
+    return not math.isclose(value, true, rel_tol=_FLOAT32_TOLERANCE)
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def as_json(reports: Sequence[RankReport]) -> dict[str, Any]:
+    """Return what ``--json`` prints."""
+    true, ok = true_means(reports), is_right(reports)
+    return {"ranks": len(reports), "weight": WEIGHT, "true": true, "by_rank": list(reports), "ok": ok}
+
+
+def as_text(reports: Sequence[RankReport], *, colour: bool) -> str:
+    """Return the text of the report: the premise, the table, what went wrong, what it cost, the fix."""
+    ranks, first = len(reports), reports[0]
+    names = ("rank 0", "rank 1") if ranks <= 2 else ("each even rank", "each odd rank")
+    held = [f"  {name} holds {json.dumps(report['inputs'])}" for name, report in zip(names, reports, strict=False)]
+    paragraphs = [
+        "\n".join([_PREMISE, *held]),
+        _table(true_means(reports), reports[:2]),
+        _OTHERS.format(ranks) if ranks > 2 else "",
+        _STORY if ranks > 1 else _STORY_OF_ONE_RANK,
+        _cost(**first["collectives"]),
+        _WORST + ", ".join(f"rank {rank:.0f} with {value:.4f}" for rank, value in first["worst"]) if ranks > 1 else "",
+        _FIX,
+    ]
+    text = "\n\n".join(filter(None, paragraphs))
+    return re.sub(r"\S+ <- wrong", r"\033[31m\g<0>\033[0m", text) if colour else text  # in red
+
+
+_PREMISE = f"Ranks average their losses, each with weight {WEIGHT:g}. An L1 loss is never negative."
+_OTHERS = "Of the {} ranks, every other even one gets what rank 0 gets, every other odd one what rank 1 gets."
+_STORY_OF_ONE_RANK = "A single rank has nothing to mix up: both are right. Try --ranks 2."
+_STORY = """\
+Nothing failed, for all ranks made the same number of calls. But an all_reduce knows no names: the second
+one added snr_loss[0] of rank 0 to l1_loss[1] of rank 1."""
+_WORST = f"Which rank was it? With per_rank=True, farthest from the median of {ASKED}:\n  "
+_FIX = """\
+The fix:
+
+    import ddpstats
+    averages = ddpstats.reduce_stats(stats, weight).values"""
+
+
+def _cost(plain_all_reduce: int, ddpstats_first_call: int, ddpstats: int) -> str:
+    first = f", and {ddpstats_first_call} the first time, when the ranks tell each other what they hold"
+    return f"""\
+Collectives for one set of averages:
+  plain all_reduce  {plain_all_reduce}: one for each value, and one for the weight
+  ddpstats          {ddpstats}{first if ddpstats_first_call != ddpstats else ""}"""
+
+
+def _table(true: Mapping[str, float], reports: Sequence[RankReport]) -> str:
+    averages = [report["plain_all_reduce"] for report in reports] + [report["ddpstats"] for report in reports]
+    ranks = [f" rank {report['rank']}" for report in reports]
+    blanks = [""] * (len(ranks) - 1)
+    rows = [["", " true", " plain all_reduce", *blanks, " ddpstats", *blanks], ["", "", *ranks, *ranks]]
+    for name, value in true.items():
+        rows.append([name, f"{value: .4f}", *(_cell(of_rank.get(name), value) for of_rank in averages)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _cell(value: float | None, true: float) -> str:
+    return " -" if value is None else f"{value: .4f}" + " <- wrong" * _is_wrong(value, true)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.demo import demo as demo_module, report as report_module
-from ddpstats.demo.report import Collectives, RankReport
+from ddpstats import demo as demo_module
 from tests.programs import LIMIT_SEC, Program, without_gloo
 
 MARK = "DDPSTATS_TEST_MARK"
@@ -30,15 +29,17 @@ Start = Callable[..., Program]
 # -- from reports made by hand ----------------------------------------------------------------------------------------
 
 
-def report(rank: int, ddpstats: Mapping[str, float] = TRUE) -> RankReport:
-    inputs = report_module.stats_of(rank)
-    plain = dict(zip(report_module.flat(inputs), BY_ORDER, strict=True))
+def report(rank: int, ddpstats: Mapping[str, float] = TRUE) -> demo_module.RankReport:
+    inputs = demo_module.stats_of(rank)
+    plain = dict(zip(demo_module.flat(inputs), BY_ORDER, strict=True))
     worst = [[0, -3.0369999408721924], [1, -1.8990000486373901]]
-    return RankReport(rank, inputs, plain, ddpstats, Collectives(5, 5, 1), worst)
+    collectives = {"plain_all_reduce": 5, "ddpstats_first_call": 5, "ddpstats": 1}
+    averages = {"plain_all_reduce": plain, "ddpstats": ddpstats}
+    return {"rank": rank, "inputs": inputs, **averages, "collectives": collectives, "worst": worst}
 
 
 def test_text_of_two_ranks_has_both_tables_and_the_fix() -> None:
-    text = report_module.as_text([report(0), report(1)], colour=False)
+    text = demo_module.as_text([report(0), report(1)], colour=False)
     assert (
         text
         == """\
@@ -72,14 +73,14 @@ The fix:
 
 
 def test_text_of_three_ranks_says_which_ranks_hold_the_same() -> None:
-    text = report_module.as_text([report(rank) for rank in range(3)], colour=False)
+    text = demo_module.as_text([report(rank) for rank in range(3)], colour=False)
     assert "each odd rank holds" in text
     assert "Of the 3 ranks, every other even one gets what rank 0 gets" in text
 
 
 def test_colour_marks_wrong_numbers_only() -> None:
     reports = [report(0), report(1)]
-    coloured, plain = (report_module.as_text(reports, colour=colour) for colour in (True, False))
+    coloured, plain = (demo_module.as_text(reports, colour=colour) for colour in (True, False))
     red = re.findall(r"\033\[31m(.*?)\033\[0m", coloured)
     assert len(red) == plain.count("<- wrong") == 6
     assert all(text.endswith(" <- wrong") for text in red)
@@ -107,16 +108,16 @@ def test_colour_follows_terminal_and_environment(
 
 
 def test_true_means_are_by_name() -> None:
-    assert report_module.true_means([report(0), report(1)]) == pytest.approx(TRUE, rel=1e-12)
-    assert report_module.true_means([report(0)]) == report_module.flat(report(0).inputs)
+    assert demo_module.true_means([report(0), report(1)]) == pytest.approx(TRUE, rel=1e-12)
+    assert demo_module.true_means([report(0)]) == demo_module.flat(report(0)["inputs"])
 
 
 def test_wrong_number_of_ddpstats_is_not_right() -> None:
-    assert report_module.is_right([report(0), report(1)])
+    assert demo_module.is_right([report(0), report(1)])
     for wrong in ({**TRUE, "l1_loss[1]": -0.5145}, {**TRUE, "l1_loss[1]": math.nan}, {**TRUE, "more": 0.0}):
-        assert not report_module.is_right([report(0), report(1, wrong)])
+        assert not demo_module.is_right([report(0), report(1, wrong)])
     lacking = {name: value for name, value in TRUE.items() if name != "l1_loss[1]"}
-    assert not report_module.is_right([report(0, lacking), report(1)])
+    assert not demo_module.is_right([report(0, lacking), report(1)])
 
 
 # -- with real ranks --------------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def demo(start: Start, *arguments: str, **settings: str) -> tuple[int, str, str]
 def test_demo_of_two_ranks_prints_what_reports_say(start: Start) -> None:
     status, out, err = demo(start, DDPSTATS_GUARD="strict")
     assert (status, err) == (0, "")
-    assert without_gloo(out) == report_module.as_text([report(0), report(1)], colour=False) + "\n"
+    assert without_gloo(out) == demo_module.as_text([report(0), report(1)], colour=False) + "\n"
 
 
 @pytest.mark.slow
@@ -195,7 +196,7 @@ def test_json_of_two_ranks_inside_another_job_has_the_same_numbers(start: Start)
     assert first["ddpstats"] == second["ddpstats"] == pytest.approx(TRUE, rel=1e-6)
     for rank, shown_by_rank in enumerate((first, second)):
         assert shown_by_rank["rank"] == rank
-        assert shown_by_rank["inputs"] == report_module.stats_of(rank)
+        assert shown_by_rank["inputs"] == demo_module.stats_of(rank)
         assert shown_by_rank["collectives"].items() >= {"plain_all_reduce": 5, "ddpstats": 1}.items()
         assert [value for _, value in shown_by_rank["worst"]] == pytest.approx([-3.037, -1.899], rel=1e-6)
 
@@ -225,11 +226,11 @@ def test_interrupted_parent_ends_its_ranks_and_says_nothing(start: Start, tmp_pa
     folder.mkdir()
     begun = tmp_path / "begun"
     (folder / "sitecustomize.py").write_text(f"""import time
-from ddpstats.demo import report
+from ddpstats import demo
 def stats_of(rank):
     open({str(begun)!r}, "w").close()
     time.sleep(1000)
-report.stats_of = stats_of
+demo.stats_of = stats_of
 """)
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
     parent = start("-m", "ddpstats", "demo", PYTHONPATH=path)
