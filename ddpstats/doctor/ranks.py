@@ -1,44 +1,108 @@
-"""The ranks of the environment that torchrun sets: how they meet, and what is measured between them.
+"""What each rank reports: what it is by itself, and what the ranks of a job measure together.
 
-1. Each rank puts its facts into the store and waits until all have (`FailureDetector.meet`), which names those that do
-   not come. Nothing travels over gloo, for what keeps gloo from connecting is among the facts.
-2. gloo connects the ranks, and they pass through an all_reduce together, many times. No rank leaves it before the last
+1. Each rank finds out host, directory, versions, distributions and environment: `facts_of_this_rank`.
+2. All wait for each other at the store (`FailureDetector.meet`), which names the ranks that do not come.
+3. gloo connects the ranks, and they pass through an all_reduce together, many times. No rank leaves it before the last
    one has entered, so two clocks that are read then differ by the longer stay at most, unless one of them is wrong.
-3. Rank 0 has made a file of a random name, and all look for it.
-4. Each rank puts into the store what it measured, or why gloo did not connect. Rank 0, which may serve the store, reads
-   that, and stays until the others need the store no more.
+4. Rank 0 has made a file of a random name, and all look for it.
+5. Each rank puts its report into the store, with what it measured, or why gloo did not connect: nothing travels over
+   gloo, for what keeps gloo from connecting is among the facts. Rank 0, which may serve the store, reads them, and
+   stays until the others need the store no more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import re
 import signal
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.utils import collect_env
 
+from ddpstats._base.device import accelerator, of_module
 from ddpstats._base.text import first_line
+from ddpstats._base.version import __version__
 from ddpstats._ranks.comm import CommFailed, GlooComm, attempt_prefix, slice_sec
 from ddpstats._ranks.failure import FailureDetector, ProcessId
 from ddpstats._ranks.gather import decode, encode
 from ddpstats._ranks.gloo import part_of
 from ddpstats._ranks.store import BoundedStore
-from ddpstats.doctor.report import ALL_REDUCE, CLOCK, UNCONNECTED, Facts
+from ddpstats.doctor import ALL_REDUCE, CLOCK, DISTRIBUTIONS, EXISTS, UNCONNECTED, Facts
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
 
+_LISTED = re.compile(
+    "(MASTER_(ADDR|PORT)|(LOCAL_)?WORLD_SIZE|LD_(LIBRARY_PATH|PRELOAD))$|DDPSTATS_|TORCH(?!ELASTIC_)|PYTORCH_|PYTHON"
+    "|(NCCL|RCCL|GLOO|UCC|UCX|FI|CUDA|CUBLAS|NVIDIA|HIP|HSA|ROCR|OMP|MKL|KMP)_"
+)
+_SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY")
+_COLLECTED = ("os", "gpu_info", "nvidia_driver_version")  # the list of packages takes seconds
+_COMMAND_SEC = 10.0  # `nvidia-smi` hangs where a driver does
 _TIMES = 20
 _LOOK_SEC = 5.0  # for a file that another host has made: network file systems take their time
 
 
-def examine(facts: Facts, directory: Path, timeout_sec: float) -> list[Facts] | None:
+# -- each rank by itself ----------------------------------------------------------------------------------------------
+
+
+def facts_of_this_rank(directory: Path) -> Facts:
+    """Return what can be found out without other ranks."""
+    by_path = reversed(list(metadata.distributions()))  # so that the first one on the path is kept, which is imported
+    is_there = "yes" if os.path.isdir(directory) else "no"
+    return {
+        "location": {"host": socket.gethostname(), "directory": str(directory), EXISTS: is_there},
+        "versions": dict(_versions()),
+        DISTRIBUTIONS: {str(distribution.name): str(distribution.version) for distribution in by_path},
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if is_listed(name)},
+    }
+
+
+def is_listed(variable: str) -> bool:
+    """Return whether a variable of the environment is compared and shown."""
+    return bool(_LISTED.match(variable)) and not _SECRET.search(variable)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    device = accelerator()
+    nccl: Any = None if device is None else of_module(device, "nccl")
+    yield "python", platform.python_version()
+    yield "ddpstats", __version__
+    yield "torch", str(torch.__version__)
+    yield "CUDA", torch.version.cuda or "none"
+    yield "NCCL", ".".join(map(str, nccl.version())) if nccl and dist.is_nccl_available() else "none"
+    yield "accelerators", f"{torch.accelerator.device_count()} {device}" if device else "none"
+    for name in _COLLECTED:
+        try:
+            value = getattr(collect_env, f"get_{name}")(_run_command)
+        except Exception as error:
+            value = f"{type(error).__name__}: {first_line(error)}"
+        yield name, "; ".join(str(value or "none").splitlines())
+
+
+def _run_command(command: str | list[str]) -> tuple[int, str, str]:
+    """Run a command of `collect_env`; its own function for that waits for ever."""
+    options: Any = {"shell": isinstance(command, str), "capture_output": True, "text": True, "errors": "replace"}
+    ended = subprocess.run(command, **options, timeout=_COMMAND_SEC)
+    return ended.returncode, ended.stdout.strip(), ended.stderr.strip()
+
+
+# -- all ranks together -----------------------------------------------------------------------------------------------
+
+
+def examine(directory: Path, timeout_sec: float) -> list[Facts] | None:
     """Return each rank's facts and what was measured on it; None on other ranks than rank 0.
 
     Collective over the job that RANK speaks of; without RANK this process is alone, and nothing is measured.
@@ -48,6 +112,7 @@ def examine(facts: Facts, directory: Path, timeout_sec: float) -> list[Facts] | 
         RankMissing: a rank did not come within ``timeout_sec`` seconds, or is gone.
         DdpstatsError: the store does not answer.
     """
+    facts = facts_of_this_rank(directory)
     if "RANK" not in os.environ:
         return [facts]
     try:
@@ -61,19 +126,18 @@ def examine(facts: Facts, directory: Path, timeout_sec: float) -> list[Facts] | 
         ) from error
     if size == 1:
         return [facts]
-    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host_rank = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
     try:
         # torch's own rendezvous waits on rank 0, and names no rank.
-        is_server, limit = rank == 0 and not is_torchruns, timedelta(seconds=timeout_sec)
-        kinds: Any = dist
-        whole = kinds.TCPStore(address, port, None, is_server, limit, wait_for_workers=False)
+        c10d, limit = cast(Any, dist), timedelta(seconds=timeout_sec)
+        whole = c10d.TCPStore(address, port, None, rank == host_rank, limit, wait_for_workers=False)
         part = part_of(whole, f"ddpstats-doctor{attempt_prefix()}")
-        store = BoundedStore(lambda: part, host_rank=None if is_torchruns else 0, limit_sec=timeout_sec)
+        store = BoundedStore(lambda: part, host_rank=host_rank, limit_sec=timeout_sec)
         return _Job(rank, size, store, timeout_sec).examine(facts, directory)
     except (OSError, dist.DistError) as error:
         raise DdpstatsError(
             f"rank {rank}: no answer from the store at {address}:{port} (MASTER_ADDR, MASTER_PORT), which "
-            f"{'torchrun' if is_torchruns else 'rank 0'} serves: {first_line(error)}"
+            f"{'torchrun' if host_rank is None else 'rank 0'} serves: {first_line(error)}"
         ) from error
 
 
@@ -88,28 +152,23 @@ class _Job:
         with contextlib.ExitStack() as stack:
             if self._rank == 0:
                 self._store.set("file", _make_file(directory, stack))
-            self._put("facts", facts)
             self._meet("begin", self._timeout_sec)
-            self._put("measured", self._measure(directory))
+            report = facts | {"measured": self._measure(directory)}
+            self._store.set(f"report/{self._rank}", bytes(encode(report)))
             self._meet("end", self._timeout_sec + _LOOK_SEC)
         if self._rank != 0:
             self._store.add("left", 1)
             return None
-        by_rank, measured = self._read("facts"), self._read("measured")
+        reports = list(map(decode, self._store.multi_get([f"report/{rank}" for rank in self._ranks])))
         deadline = time.monotonic() + self._timeout_sec
         while self._store.counted("left") < len(self._ranks) - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
+        measured = [report["measured"] for report in reports]
         passes = [result.pop("passes") for result in measured]
         if not any(UNCONNECTED in result for result in measured):
             for result, own in zip(measured, passes, strict=True):
                 result[CLOCK] = _ahead_ms(passes[0], own)
-        return [facts | {"measured": result} for facts, result in zip(by_rank, measured, strict=True)]
-
-    def _put(self, name: str, tree: Any) -> None:
-        self._store.set(f"{name}/{self._rank}", bytes(encode(tree)))
-
-    def _read(self, name: str) -> list[Any]:
-        return list(map(decode, self._store.multi_get([f"{name}/{rank}" for rank in self._ranks])))
+        return reports
 
     def _meet(self, name: str, limit_sec: float) -> None:
         """Wait until all ranks have come so far. Raises `RankMissing`."""

@@ -11,10 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils import collect_env
 
 from ddpstats import cli
-from ddpstats.doctor import facts, ranks
-from ddpstats.doctor.report import ALL_REDUCE, CLOCK, DISTRIBUTIONS, UNCONNECTED, Facts, as_text, compare
+from ddpstats.doctor import (
+    ALL_REDUCE,
+    CLOCK,
+    DISTRIBUTIONS,
+    UNCONNECTED,
+    Facts,
+    as_text,
+    compare,
+    ranks,
+)
 from ddpstats.testing import PerRank, RankDied, run_ranks
 from tests import programs
 from tests.doctor.doctor_runs import Ended, doctor, doctor_without_rank_1
@@ -33,7 +42,7 @@ def shown_by(ended: Ended) -> dict[str, Any]:
 def test_text_marks_differences_and_counts_them() -> None:
     facts_by_rank: list[Facts] = [
         {
-            "place": {"host": f"h{rank}"},
+            "location": {"host": f"h{rank}"},
             DISTRIBUTIONS: {"numpy": "2.1.3", "torchmetrics": f"1.{rank}"},
             "environment": {"NCCL_DEBUG": "INFO"} if rank else {},
             "measured": {ALL_REDUCE: 0.25 + rank, "same directory": "no" if rank else "yes", CLOCK: -40.0 * rank},
@@ -46,7 +55,7 @@ def test_text_marks_differences_and_counts_them() -> None:
         == """\
 2 ranks. What differs between them, and should not, has a ! before it.
 
-place
+location
     host
       rank 0: h0
       rank 1: h1
@@ -95,26 +104,24 @@ def test_clock_is_marked_only_beyond_what_a_pass_leaves_open(
 
 def test_devices_and_hosts_are_not_marked_and_long_lists_are_cut() -> None:
     names = ("host", "CUDA_VISIBLE_DEVICES")
-    report = compare([{"place": {name: str(rank) for name in names}} for rank in range(40)])
+    report = compare([{"location": {name: str(rank) for name in names}} for rank in range(40)])
     assert report["differences"] == []
     assert as_text(report).count("and 24 more; --json has all") == 2
 
 
 def test_texts_of_other_ranks_are_printed_without_control_characters() -> None:
-    report = compare([{"place": {"host": "h\x1b[2J"}}, {"place": {"host": "h"}}])
+    report = compare([{"location": {"host": "h\x1b[2J"}}, {"location": {"host": "h"}}])
     assert "rank 0: 'h\\x1b[2J'" in as_text(report)
 
 
 def test_command_of_torch_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `nvidia-smi` does where a driver hangs."""
-    monkeypatch.setattr(facts, "_COMMAND_SEC", 0.1)
-    monkeypatch.setitem(facts._COLLECTED, "gpu_info", lambda run: run("sleep 60"))
-    monkeypatch.setitem(facts._COLLECTED, "os", lambda run: run("echo one; echo two")[1])
-    monkeypatch.setitem(facts._COLLECTED, "nvidia_driver_version", None)
-    versions = dict(facts._versions())
+    monkeypatch.setattr(ranks, "_COMMAND_SEC", 0.1)
+    monkeypatch.setattr(collect_env, "get_gpu_info", lambda run: run("sleep 60"))
+    monkeypatch.setattr(collect_env, "get_os", lambda run: run("echo one; echo two")[1])
+    versions = dict(ranks._versions())
     assert versions["gpu_info"] == "TimeoutExpired: Command 'sleep 60' timed out after 0.1 seconds"
     assert versions["os"] == "one; two"
-    assert versions["nvidia_driver_version"] == "not known to this torch"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +133,7 @@ def test_command_of_torch_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_variables_of_the_launch_are_listed_but_no_secrets(name: str, listed: bool) -> None:
-    assert facts.is_listed(name) is listed
+    assert ranks.is_listed(name) is listed
 
 
 # -- real processes ---------------------------------------------------------------------------------------------------
@@ -229,7 +236,7 @@ def test_differing_environment_directory_and_version_are_marked(tmp_path: Path) 
     assert (first.status, other) == (1, Ended(0, "", ""))
     shown = shown_by(first)
     assert shown["differences"] == [
-        "place: directory",
+        "location: directory",
         "distributions: torcheval",
         "environment: NCCL_DEBUG",
         "measured: same directory",
@@ -268,7 +275,7 @@ def test_killed_rank_is_named(when: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("directory", "differences"), [("/proc", []), ("/nowhere", ["place: directory exists"])])
+@pytest.mark.parametrize(("directory", "differences"), [("/proc", []), ("/nowhere", ["location: directory exists"])])
 def test_directory_that_cannot_be_written_is_unknown(directory: str, differences: list[str]) -> None:
     first, _ = run_ranks(doctor, 2, "--json", "--dir", directory, timeout_sec=LIMIT_SEC).values()
     assert first.status == len(differences)
