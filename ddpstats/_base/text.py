@@ -105,13 +105,13 @@ def printable(lines: Iterable[str]) -> str:
     return "\n".join(_UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], line) for line in lines)
 
 
-def _strict_json(value: Any) -> Any:
+def strict_json(value: Any) -> Any:
     """Return ``value`` with words in place of the numbers that JSON lacks."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {key: _strict_json(item) for key, item in value.items()}
-    return [_strict_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: strict_json(item) for key, item in value.items()}
+    return [strict_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 # -- reports of verbs --------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class VerbReport:
 
     def show(self, as_json: bool) -> int:
         """Print the report and return the status. Write files before: the reader of stdout may be gone."""
-        text = json.dumps(_strict_json(self.data()), indent=self.indent) if as_json else self.text()
+        text = json.dumps(strict_json(self.data()), indent=self.indent) if as_json else self.text()
         print(printable(text.split("\n")))
         return self.status
 

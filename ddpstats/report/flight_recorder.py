@@ -13,7 +13,9 @@ import io
 import pickle
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,11 +26,8 @@ from ddpstats.guard.record import RankRecord, checked_group
 _NAME = re.compile(r"(?:[\w\-.]*[_\-.])?rank_?(\d{1,7})(?:\.json|\.pkl)?")
 _MAX_BYTES = 64 << 20
 _PLAIN_OPCODES = (
-    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
-    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
-    *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
-    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS),
-    *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE "
+    "EMPTY_DICT SETITEM SETITEMS EMPTY_LIST APPEND APPENDS BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET"
 )
 _PEERS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
 _IN_TORCH = re.compile(r"(.*\btorch/)distributed/.+")
@@ -42,42 +41,38 @@ class Span(NamedTuple):
     seconds: float | None
 
 
+Spans = Mapping[tuple[str, float], Span]
+"""Group and time of an event -> its state."""
+
+
 class FlightDump(NamedTuple):
-    """One rank's file, in the form of a record. ``spans``: of its events, in their order."""
+    """One rank's file, in the form of a record."""
 
     record: RankRecord
-    spans: Sequence[Span]
+    spans: Spans
 
 
-def read_dumps(directories: Iterable[Path]) -> list[FlightDump]:
-    """Return the dumps in the order of ranks. Raises ValueError, which names the file, and OSError."""
-    dumps: dict[int, tuple[Path, FlightDump]] = {}
+def read_dumps(directories: Iterable[Path]) -> dict[int, FlightDump]:
+    """Return the dumps by rank, ascending. Raises ValueError, which names the file, and OSError."""
+    paths: dict[int, Path] = {}
     for path in [path for directory in directories for path in sorted(directory.iterdir())]:
         match = _NAME.fullmatch(path.name)
-        if match is None or not path.is_file():
-            continue
-        rank = int(match[1])
-        if rank in dumps:
-            raise ValueError(f"{dumps[rank][0]} and {path} are both a dump of rank {rank}: take one away")
-        try:
-            with open_regular(path) as file:
-                dumps[rank] = path, _read(rank, read_at_most(file, _MAX_BYTES))
-        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{path} is no dump of the Flight Recorder: {error!r}") from None
-    return [dumps[rank][1] for rank in sorted(dumps)]
+        if match is not None and path.is_file() and paths.setdefault(int(match[1]), path) is not path:
+            raise ValueError(f"{paths[int(match[1])]} and {path} are both a dump of rank {match[1]}: take one away")
+    return {rank: _read(rank, paths[rank]) for rank in sorted(paths)}
 
 
-def join(record: RankRecord, dump: FlightDump) -> dict[int, Span]:
-    """Return what the recorder knows of the record's events, by their index. Both are of one rank."""
-    indexes: dict[str, list[int]] = {}
-    for index, event in enumerate(record.events):
-        indexes.setdefault(event.group.removesuffix(MESSAGES), []).append(index)
-    spans: dict[int, Span] = {}
-    for entry, span in zip(dump.record.events, dump.spans, strict=True):
-        of_group = indexes.get(entry.group.removesuffix(MESSAGES), [])
-        at = bisect_right(of_group, entry.started, key=lambda index: record.events[index].started)
+def join(record: RankRecord, dump: FlightDump) -> Spans:
+    """Return what the recorder knows of the record's events. Both are of one rank."""
+    events_of: defaultdict[str, list[Event]] = defaultdict(list)
+    for event in record.events:
+        events_of[event.group.removesuffix(MESSAGES)].append(event)
+    spans: dict[tuple[str, float], Span] = {}
+    for (group, started), span in dump.spans.items():
+        events = events_of[group.removesuffix(MESSAGES)]
+        at = bisect_right(events, started, key=attrgetter("started"))
         if at:
-            spans.setdefault(of_group[at - 1], span)
+            spans.setdefault((events[at - 1].group, events[at - 1].started), span)
     return spans
 
 
@@ -92,7 +87,8 @@ class _PlainUnpickler(pickle._Unpickler):
     def _make_pair(self) -> None:
         self.stack[-2:] = [self.stack[-2:]]
 
-    dispatch: ClassVar[dict[int, Any]] = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _PLAIN_OPCODES}
+    _codes: ClassVar[list[int]] = [getattr(pickle, name)[0] for name in _PLAIN_OPCODES.split()]
+    dispatch: ClassVar[dict[int, Any]] = {code: pickle._Unpickler.dispatch[code] for code in _codes}
     dispatch[pickle.TUPLE2[0]] = _make_pair
 
 
@@ -104,20 +100,28 @@ def unpickle_plain(data: bytes) -> Any:
         raise ValueError(f"it holds more than plain values, or ends too early: {type(error).__name__}") from None
 
 
-def _read(rank: int, data: bytes) -> FlightDump:
-    content = parse_json(data) if data[:1] == b"{" else unpickle_plain(data)
+def _read(rank: int, path: Path) -> FlightDump:
+    try:
+        with open_regular(path) as file:
+            data = read_at_most(file, _MAX_BYTES)
+        return _dump_of(rank, parse_json(data) if data[:1] == b"{" else unpickle_plain(data))
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path} is no dump of the Flight Recorder: {error!r}") from None
+
+
+def _dump_of(rank: int, content: Any) -> FlightDump:
     if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
         raise ValueError("it has no entries")
     groups = _groups(content.get("pg_config") or {})
     events: list[Event] = []
-    spans: list[Span] = []
+    spans: dict[tuple[str, float], Span] = {}
     newest: dict[str, int] = {}
     for entry in content["entries"]:
-        event, span = _event(entry, groups), _span(entry)
+        event = _event(entry, groups)
         if event.peer is not None or newest.get(event.group, -1) < event.seq:
             newest[event.group] = event.seq  # of calls that were coalesced, and have one number, the first is kept
             events.append(event)
-            spans.append(span)
+            spans[event.group, event.started] = _span(entry)
     world_size = max([rank + 1, *(len(group["ranks"]) for group in groups.values())])
     is_whole = not events or content["entries"][0].get("record_id") == 0
     started = events[0].started if events else 0.0

@@ -1,4 +1,8 @@
-"""The timeline as text, as JSON, and as a trace in Chrome's JSON format, which ui.perfetto.dev opens.
+"""The report as text, as an HTML page, and as a trace in Chrome's JSON format, which ui.perfetto.dev opens.
+
+The page is one file, which needs no network, no font and no library: ``page.html``, whose ``{{...}}`` are filled in
+here. Its data is one JSON text, compressed, in base64: nothing that a record says is markup or script in the file, and
+the page writes it as text only. Its Content-Security-Policy lets nothing run but the page's own script, by its hash.
 
 In the trace each rank has a track. A collective lasts until the next one of its rank, at most `_LONGEST_SEC` or as long
 as the Flight Recorder saw it: the guard records when a collective was asked for, not when it ended. Arrows join what
@@ -8,103 +12,105 @@ group, and a message's sender and receiver.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from html import escape
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
-from ddpstats._base.text import count_of, holders_lines, printable, ranks_text, shorten
+from ddpstats._base.text import count_of, holders_lines, printable, ranks_text, shorten, strict_json
 from ddpstats.guard.event import Event
-from ddpstats.guard.record import RankRecord, findings_as_json, mark_as_dict
+from ddpstats.guard.record import RankRecord, message_pairs
 from ddpstats.report.flight_recorder import Span
-from ddpstats.report.timeline import Cell, Key, Timeline
+from ddpstats.report.timeline import Recorded
 
 _SHOWN_KEYS, _SHOWN_MARKS, _SHOWN_STATES = 16, 16, 8
+_SHOWN_VALUES = 1000  # of one rank and path on the page; more where they are not finite
 _LONGEST_SEC = 1e-3
+_TEMPLATE = Path(__file__).with_name("page.html")
+
+Report = Mapping[str, Any]
+"""What `report_of` returns."""
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def as_text(timeline: Timeline) -> str:
-    notes = [f"note: {printable([note])}" for note in timeline.notes]  # of files whose names are not ours
-    return "\n".join([*_collectives(timeline), *_marks(timeline), *_keys(timeline), *notes]).lstrip("\n")
+def as_text(report: Report) -> str:
+    """Return the report for people."""
+    notes = [f"note: {printable([note])}" for note in report["notes"]]  # of files whose names are not ours
+    lines = [*_collectives(report), *_marks(report["marks"]), *_keys(report["keys"]), *notes]
+    return "\n".join(lines).lstrip("\n")
 
 
-def _collectives(timeline: Timeline) -> Iterator[str]:
-    began = _began(timeline)
-    if timeline.records:
+def _collectives(report: Report) -> Iterator[str]:
+    ranks, began = report["ranks"], report["began"]
+    if ranks:
         of_run = f" of the run of {_utc(began):%Y-%m-%d %H:%M:%S} UTC" if began else ""
-        yield f"{len(timeline.records)} of {timeline.world_size} ranks left a record{of_run}:"
-    for record in timeline.records:
-        among = f", among them {count_of(len(record.messages), 'messages')}" if record.messages else ""
-        cut = "" if record.complete else " (the newest; older ones were dropped)"
-        states = [f"{count:,} {state}" for state, count in _states(timeline, record).items()]
+        yield f"{len(ranks)} of {report['world_size']} ranks left a record{of_run}:"
+    for row in ranks:
+        among = f", among them {count_of(row['messages'], 'messages')}" if row["messages"] else ""
+        cut = "" if row["complete"] else " (the newest; older ones were dropped)"
+        states = [f"{count:,} {state}" for state, count in row["states"].items()]
         seen = f"; the Flight Recorder saw {shorten(states, _SHOWN_STATES)}" if states else ""
-        end = f"; {_end(record)}" if _end(record) else ""
-        yield f"  rank {record.rank}: {len(record.events)} collectives{among}{cut}{seen}{end}"
-    for number, finding in enumerate(timeline.findings):
-        yield f"\n{finding.message}"
-        states_of = {
-            rank: span.state + ("" if span.seconds is None else f", {span.seconds * 1e3:.6g} ms")
-            for rank, span in timeline.spans_of(number).items()
-        }
+        end = f"; {row['end']}" if row["end"] else ""
+        yield f"  rank {row['rank']}: {row['collectives']} collectives{among}{cut}{seen}{end}"
+    for finding in report["findings"]:
+        yield f"\n{finding['message']}"
+        states_of = {int(rank): _state(event) for rank, event in finding["by_rank"].items() if "state" in event}
         yield from ["The Flight Recorder saw it as:", *holders_lines(states_of)] if states_of else []
-    yield from [f"\n{timeline.verdict}"] if timeline.verdict else []
-    yield from (f"not compared: {what}" for what in timeline.not_compared)
-    yield from timeline.assumed
+    yield from [f"\n{report['verdict']}"] if report["verdict"] else []
+    yield from (f"not compared: {what}" for what in report["not_compared"])
+    yield from report["assumed"]
 
 
-def _began(timeline: Timeline) -> float:
-    """Return when the run's first collective was; 0.0 if there was no collective."""
-    return min((record.events[0].started for record in timeline.records if record.events), default=0.0)
+def _state(event: Mapping[str, Any]) -> str:
+    duration = "" if event["seconds"] is None else f", {event['seconds'] * 1e3:.6g} ms"
+    return f"{event['state']}{duration}"
 
 
-def _states(timeline: Timeline, record: RankRecord) -> dict[str, int]:
-    """Return how many of a rank's events the Flight Recorder saw in each state."""
-    return dict(Counter(span.state for span in timeline.spans.get(record.rank, {}).values()))
+def _marks(marks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for mark in marks[:_SHOWN_MARKS]:
+        step = f", step {mark['step']}" if "step" in mark else ""
+        ranks = f" on {ranks_text(mark['ranks'])}" if "ranks" in mark else ""
+        yield f"\n{_utc(mark['time']):%H:%M:%S}  {printable([mark['mark']])}{ranks}{step}:"
+        yield from (f"  {line}" for line in mark.get("text", "").splitlines())
+    if len(marks) > _SHOWN_MARKS:
+        yield f"and {len(marks) - _SHOWN_MARKS:,} more, which --json has"
 
 
-def _end(record: RankRecord) -> str:
-    if record.end is None:
-        return "its record ends without a word: the process was killed, hangs, or still runs" if record.run else ""
-    return "" if record.end == "left" else f"left by {record.end}"
+def _keys(keys: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    differing = [key for key in keys if key["missing_ranks"] or key["fewer_ranks"]]
+    with_values = [key for key in keys if any(cell["series"] for cell in key["by_rank"].values())]
+    heading = f"{count_of(len(keys), 'keys')}, {len(differing)} different between ranks:"
+    yield from _listed(heading, differing, lambda cell: count_of(cell["count"], "times"))
+    yield from _listed("Last values by rank:", with_values, _last)
 
 
-def _marks(timeline: Timeline) -> Iterator[str]:
-    for mark in timeline.marks[:_SHOWN_MARKS]:
-        step = "" if mark.step is None else f", step {mark.step}"
-        ranks = f" on {ranks_text(mark.ranks)}" if mark.ranks else ""
-        yield f"\n{_utc(mark.time):%H:%M:%S}  {printable([mark.kind])}{ranks}{step}:"
-        yield from (f"  {line}" for line in mark.text.splitlines())
-    if len(timeline.marks) > _SHOWN_MARKS:
-        yield f"and {len(timeline.marks) - _SHOWN_MARKS:,} more, which --json has"
-
-
-def _keys(timeline: Timeline) -> Iterator[str]:
-    differing = [key for key in timeline.keys if key.differs]
-    known = [key for key in timeline.keys if any(cell.series for cell in key.cells.values())]
-    heading = f"{count_of(len(timeline.keys), 'keys')}, {len(differing)} different between ranks:"
-    yield from _listed(heading, differing, lambda cell: count_of(cell.count, "times"))
-    yield from _listed("Last values by rank:", known, _last)
-
-
-def _listed(heading: str, keys: Sequence[Key], words_of: Callable[[Cell], str]) -> Iterator[str]:
+def _listed(
+    heading: str, keys: Sequence[Mapping[str, Any]], words_of: Callable[[Mapping[str, Any]], str]
+) -> Iterator[str]:
     if keys:
         yield f"\n{heading}"
     for key in keys[:_SHOWN_KEYS]:
-        yield f"  {key.name!r} ({key.source}):"
-        words = {rank: words_of(cell) for rank, cell in key.cells.items()}
-        yield from (f"  {line}" for line in holders_lines(words | dict.fromkeys(key.missing, "never")))
+        yield f"  {key['key']!r} ({key['used_in']}):"
+        words = {int(rank): words_of(cell) for rank, cell in key["by_rank"].items()}
+        yield from (f"  {line}" for line in holders_lines(words | dict.fromkeys(key["missing_ranks"], "never")))
     if len(keys) > _SHOWN_KEYS:
         yield f"  and {len(keys) - _SHOWN_KEYS:,} more, which --json and --html have"
 
 
-def _last(cell: Cell) -> str:
-    bad = f", {cell.not_finite:,} of {count_of(len(cell.series), 'values')} not finite" if cell.not_finite else ""
-    return f"{cell.series[-1][1]:.6g}{bad}"
+def _last(cell: Mapping[str, Any]) -> str:
+    values = count_of(len(cell["series"]), "values")
+    bad = f", {cell['not_finite']:,} of {values} not finite" if cell["not_finite"] else ""
+    return f"{cell['series'][-1][1]:.6g}{bad}"
 
 
 def _utc(seconds: float) -> datetime:
@@ -112,77 +118,124 @@ def _utc(seconds: float) -> datetime:
     return datetime.fromtimestamp(min(seconds, 2e11), timezone.utc)
 
 
-# -- JSON -------------------------------------------------------------------------------------------------------------
+# -- a page -----------------------------------------------------------------------------------------------------------
 
 
-def as_json(timeline: Timeline) -> dict[str, Any]:
-    """Return all but the single events, which the trace has."""
+def page_of(recorded: Recorded, report: Report) -> str:
+    """Return HTML, which holds the text as well: for people without a script, or with a screen reader."""
+    page = _TEMPLATE.read_text(encoding="utf-8")
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    head, middle, tail = re.split("{{text}}|{{data}}", page.replace("{{hash}}", allowed))
+    data = json.dumps(_page_data(recorded, report), separators=(",", ":")).encode()
+    packed = base64.b64encode(zlib.compress(data, 6)).decode()
+    return "".join([head, escape(as_text(report)), middle, packed, tail])
+
+
+def _page_data(recorded: Recorded, report: Report) -> dict[str, Any]:
+    """Return the report and the events: of each rank columns, of all that is equal but times and numbers one call."""
+    calls: dict[tuple[object, ...], tuple[int, Event]] = {}
+    times = _times(recorded)
+    began, ended = min(times, default=0.0), max(times, default=0.0)
     return {
-        "world_size": timeline.world_size,
-        "began": _began(timeline) or None,
-        "ranks": [
-            {"rank": record.rank, "collectives": len(record.events), "complete": record.complete}
-            | {"end": _end(record), "states": _states(timeline, record)}
-            for record in timeline.records
-        ],
-        "findings": _findings_as_json(timeline),
-        "marks": list(map(mark_as_dict, timeline.marks)),
-        "keys": list(map(_key_as_json, timeline.keys)),
-        "verdict": timeline.verdict,
-        "not_compared": timeline.not_compared,
-        "assumed": timeline.assumed,
-        "notes": timeline.notes,
+        "report": strict_json({**report, "keys": list(map(_thinned_key, report["keys"]))}),
+        "began": began,
+        "seconds": ended - began,
+        "messages": message_pairs(recorded.records),
+        "lanes": [_lane(record, recorded.spans.get(record.rank, {}), began, calls) for record in recorded.records],
+        "calls": [_call(event) for _, event in calls.values()],
     }
 
 
-def _findings_as_json(timeline: Timeline) -> list[dict[str, Any]]:
-    findings = findings_as_json(timeline.findings)
-    for number, finding in enumerate(findings):
-        for rank, span in timeline.spans_of(number).items():
-            finding["by_rank"][str(rank)] |= span._asdict()
-    return findings
+def _lane(
+    record: RankRecord,
+    spans: Mapping[tuple[str, float], Span],
+    began: float,
+    calls: dict[tuple[object, ...], tuple[int, Event]],
+) -> dict[str, Any]:
+    """Return a rank's events; ``time`` in microseconds. What is new in them is added to ``calls``."""
+    events, numbers = record.events, []
+    for event in events:
+        same = event.digest, event.signature.shapes, event.label, event.pieces, event.peer, event.tag
+        call = event.group, event.site, event.read_source, *same
+        numbers.append(calls.setdefault(call, (len(calls), event))[0])
+    keys = [(event.group, event.started) for event in events]
+    return {
+        "rank": record.rank,
+        "time": [round((event.started - began) * 1e6) for event in events],
+        "call": numbers,
+        "seq": [event.seq for event in events],
+        "spans": {index: spans[key] for index, key in enumerate(keys) if key in spans},
+    }
 
 
-def _key_as_json(key: Key) -> dict[str, Any]:
-    by_rank = {str(rank): {**vars(cell), "not_finite": cell.not_finite} for rank, cell in sorted(key.cells.items())}
-    fewer = {"missing_ranks": key.missing, "fewer_ranks": key.fewer}
-    return {"key": key.name, "place": key.source, **fewer, "by_rank": by_rank}
+def _call(event: Event) -> dict[str, Any]:
+    what = f"{event}, {event.pieces}".removesuffix(", ")
+    fields = {"label": event.label, "site": event.site, "source": event.source, "message": event.is_message}
+    return {"group": event.group, "what": what, "op": event.signature.op, **fields}
+
+
+def _thinned_key(key: Mapping[str, Any]) -> dict[str, Any]:
+    cells = {rank: {**cell, "series": _thinned(cell["series"])} for rank, cell in key["by_rank"].items()}
+    return {**key, "by_rank": cells}
+
+
+def _thinned(series: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """Return of very many the first and the last, each that is not finite, and each stretch's least and largest."""
+    size = -(-len(series) // (_SHOWN_VALUES // 2))
+    if size <= 2:
+        return series
+    kept = {series[0], series[-1]}
+    for start in range(0, len(series), size):
+        stretch = series[start : start + size]
+        finite = sorted((use for use in stretch if math.isfinite(use[1])), key=itemgetter(1))
+        kept.update(set(stretch).difference(finite), finite[:1], finite[-1:])
+    return sorted(kept)
 
 
 # -- a trace ----------------------------------------------------------------------------------------------------------
 
 
-def trace_of(timeline: Timeline) -> Iterator[str]:
+def _times(recorded: Recorded) -> list[float]:
+    """Return the times of all that has one."""
+    marks = [*recorded.marks, *(mark for record in recorded.records for mark in record.marks)]
+    return [event.started for record in recorded.records for event in record.events] + [mark.time for mark in marks]
+
+
+def trace_of(recorded: Recorded, report: Report) -> Iterator[str]:
     """Yield the JSON text of the trace in pieces."""
     process = {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "ddpstats report"}}
+    began = min(_times(recorded), default=0.0)
     yield '{"displayTimeUnit":"ms","traceEvents":[\n' + json.dumps(process)
-    for rank, time, fields in _trace_events(timeline):
-        at = {"pid": 1, "tid": rank, "ts": round((time - timeline.began) * 1e6, 3)}
+    for rank, time, fields in _trace_events(recorded, report, began):
+        at = {"pid": 1, "tid": rank, "ts": round((time - began) * 1e6, 3)}
         yield ",\n" + json.dumps({**at, **fields}, separators=(",", ":"))
     yield "\n]}\n"
 
 
-def _trace_events(timeline: Timeline) -> Iterator[tuple[int, float, dict[str, Any]]]:
+def _trace_events(recorded: Recorded, report: Report, began: float) -> Iterator[tuple[int, float, dict[str, Any]]]:
     """Yield (rank, time, the other fields) of each event in the trace."""
-    began = timeline.began
-    for record in timeline.records:
+    for record in recorded.records:
         yield record.rank, began, {"ph": "M", "name": "thread_name", "args": {"name": f"rank {record.rank}"}}
-        spans = timeline.spans.get(record.rank, {})
+        spans = recorded.spans.get(record.rank, {})
         ends = [*(event.started for event in record.events[1:]), math.inf]
-        for index, (event, end) in enumerate(zip(record.events, ends, strict=False)):
-            yield record.rank, event.started, _slice(event, end, spans.get(index))
-    for number, members in enumerate(_together(timeline), 1):
+        for event, end in zip(record.events, ends, strict=False):
+            yield record.rank, event.started, _slice(event, end, spans.get((event.group, event.started)))
+    for number, members in enumerate(_together(recorded.records, report["groups"]), 1):
         for index, (time, rank, name) in enumerate(members):
             phase = "s" if index == 0 else "f" if index == len(members) - 1 else "t"
             yield rank, time, {"ph": phase, "bp": "e", "id": number, "name": name, "cat": "together"}
-    for mark in timeline.marks:
-        for rank in mark.ranks or [record.rank for record in timeline.records]:
-            args = {"step": mark.step, "text": mark.text}
-            yield rank, mark.time, {"ph": "i", "s": "t", "name": mark.kind, "cat": "mark", "args": args}
-    for finding in timeline.findings:
-        for rank, event in finding.by_rank.items():
-            name, args = f"{finding.kind}: {event}", {"text": finding.message}
-            yield rank, event.started, {"ph": "i", "s": "p", "name": name, "cat": "finding", "args": args}
+    for mark in report["marks"]:
+        for rank in mark.get("ranks") or [record.rank for record in recorded.records]:
+            yield rank, mark["time"], {"ph": "i", "s": "t", "name": mark["mark"], "cat": "mark", "args": mark}
+    for finding in report["findings"]:
+        for rank, event in finding["by_rank"].items():
+            args = {"text": finding["message"]}
+            yield (
+                int(rank),
+                event["time"],
+                {"ph": "i", "s": "p", "name": finding["kind"], "cat": "finding", "args": args},
+            )
 
 
 def _slice(event: Event, end: float, span: Span | None) -> dict[str, Any]:
@@ -194,17 +247,19 @@ def _slice(event: Event, end: float, span: Span | None) -> dict[str, Any]:
     return {"ph": "X", "dur": duration, "name": name, "cat": op, "args": args}
 
 
-def _together(timeline: Timeline) -> Iterator[list[tuple[float, int, str]]]:
+def _together(
+    records: Sequence[RankRecord], groups: Mapping[str, Mapping[str, Any]]
+) -> Iterator[list[tuple[float, int, str]]]:
     """Yield (time, rank, name) of each event of what several ranks did together, as far as is known."""
     members: dict[str, list[tuple[float, int, str]]] = {}
-    for record in timeline.records:
+    for record in records:
         for event in record.events:
-            cut = timeline.groups[event.group].cut
+            cut = groups[event.group]["cut"]
             if not event.is_message and (cut is None or event.seq < cut):
                 name = f"{event.group}/{event.seq}"
                 members.setdefault(name, []).append((event.started, record.rank, name))
     yield from (sorted(ranks) for ranks in members.values() if len(ranks) > 1)
-    events = {record.rank: record.events for record in timeline.records}
-    for sender, sent, receiver, received in timeline.messages:
+    events = {record.rank: record.events for record in records}
+    for sender, sent, receiver, received in message_pairs(records):
         ends = (sender, events[sender][sent]), (receiver, events[receiver][received])
         yield [(event.started, rank, "message") for rank, event in ends]

@@ -1,239 +1,186 @@
-"""The timeline holds all that the report shows. Pure: the same records give the same timeline.
+"""What the report says, worked out from what the ranks recorded: `report_of`. Text, page and trace show it.
 
-1. `Timeline.groups`: who belongs together, and the number from which on a group's ranks did different things: numbers
-   pair what ranks did until there, and nothing is known to belong together afterwards.
-2. `Timeline.messages`: which send went to which receive.
-3. `Timeline.keys`: which path each rank has, how often and since when: by the labels of its collectives, and by what it
-   put into reductions of ddpstats.
+1. ``findings``: the first divergence of each group, and what the Flight Recorder saw of it.
+2. ``groups``: each has the number from which on its ranks did different things, ``cut``: numbers pair what ranks did
+   until there, and nothing is known to belong together afterwards.
+3. ``keys``: which path each rank has, how often and since when: by the labels of its collectives, and by what it put
+   into reductions of ddpstats.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import dropwhile
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ddpstats._base.marks import VALUES, Mark
-from ddpstats.guard.diagnosis import DOUBT, GuardFinding, Pair
+from ddpstats.guard.diagnosis import DOUBT, GuardFinding
 from ddpstats.guard.event import BY_TORCH
-from ddpstats.guard.record import RankRecord, assumed, diagnose, groups_of, message_pairs, not_compared
-from ddpstats.report.flight_recorder import Span
+from ddpstats.guard.record import (
+    RankRecord,
+    assumed,
+    diagnose,
+    findings_as_json,
+    groups_of,
+    mark_as_dict,
+    not_compared,
+)
+from ddpstats.report.flight_recorder import Spans
+
+_NO_END = "its record ends without a word: the process was killed, hangs, or still runs"
 
 
-class Group(NamedTuple):
-    """``cut``: the first number at which its ranks are known to differ, or a rank is missing; None where they agree."""
-
-    words: str
-    ranks: tuple[int, ...]
-    cut: int | None
-
-
-@dataclass
-class Cell:
-    """One rank's uses of a key: their number, the first and the last. ``series``: (time, value), as far as known."""
-
-    count: int = 0
-    first_time: float = math.inf
-    last_time: float = 0.0
-    series: list[tuple[float, float]] = field(default_factory=list)
-
-    def add(self, time: float, value: float | None) -> None:
-        self.count += 1
-        self.first_time, self.last_time = min(self.first_time, time), max(self.last_time, time)
-        if value is not None:
-            self.series.append((time, value))
-
-    @property
-    def not_finite(self) -> int:
-        """The number of values that are NaN or infinite."""
-        return sum(not math.isfinite(value) for _, value in self.series)
-
-
-class Key(NamedTuple):
-    """A path, and the ranks that have it.
-
-    ``source``: its group of collectives, or the name of its reduction. ``ranks``: those that take part there, as far as
-    their records still show. ``fewer``: those that had it less often than others.
-    """
-
-    name: str
-    source: str
-    ranks: tuple[int, ...]
-    cells: Mapping[int, Cell]
-    fewer: tuple[int, ...]
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """The ranks that never had it."""
-        return tuple(rank for rank in self.ranks if rank not in self.cells)
-
-    @property
-    def differs(self) -> bool:
-        return bool(self.missing or self.fewer)
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """All that the report shows.
-
-    ``began``, ``ended``: of all that has a time, seconds since 1970. ``indexes``: of each finding, rank -> which of its
-    events the finding is about. ``spans``: rank -> index of an event -> what the Flight Recorder knows of it.
-    ``not_compared``: what ranks may have done differently beside the findings. ``assumed``: which ranks were taken to
-    belong together. ``notes``: what could not be used, and why.
-    """
+class Recorded(NamedTuple):
+    """What was read of a run. ``marks``: of files beside the records. ``notes``: what could not be used, and why."""
 
     records: Sequence[RankRecord]
-    world_size: int
-    groups: Mapping[str, Group]
-    messages: Sequence[Pair]
-    keys: Sequence[Key]
+    spans: Mapping[int, Spans]
     marks: Sequence[Mark]
-    findings: Sequence[GuardFinding]
-    indexes: Sequence[Mapping[int, int]]
-    spans: Mapping[int, Mapping[int, Span]]
-    began: float
-    ended: float
-    not_compared: Sequence[str]
-    assumed: Sequence[str]
     notes: Sequence[str]
 
-    @property
-    def has_findings(self) -> bool:
-        """True if the exit status is 1. A doubt is no finding; that not all could be compared is one."""
-        return bool(self.marks or self.not_compared) or any(finding.kind != DOUBT for finding in self.findings)
 
-    @property
-    def verdict(self) -> str:
-        """The sentence where no finding says more: all is well only where all was compared."""
-        if self.findings:
-            return ""
-        if not any(record.events for record in self.records):
-            return "No record of collectives."
-        if self.not_compared:
-            return "Nothing differs in what could be compared, which is not all."
-        if self.assumed:
-            return "All ranks that left a record issued the same collectives in the same order, as far as can be told."
-        return "All ranks issued the same collectives in the same order."
-
-    def spans_of(self, finding: int) -> dict[int, Span]:
-        """Return what the Flight Recorder knows of each rank's event in that finding."""
-        indexes = self.indexes[finding].items()
-        return {rank: self.spans[rank][index] for rank, index in indexes if index in self.spans.get(rank, {})}
-
-
-def timeline_of(
-    records: Sequence[RankRecord], marks: Sequence[Mark], spans: Mapping[int, Mapping[int, Span]], notes: Sequence[str]
-) -> Timeline:
-    """Return the timeline of these records. ``marks``: of files beside them."""
+def report_of(recorded: Recorded) -> dict[str, Any]:
+    """Return what ``--json`` prints: all but the single events, which the trace has."""
+    records, spans = recorded.records, recorded.spans
     findings = diagnose(records)
     groups = _groups(records, findings)
-    times = [event.started for record in records for event in record.events]
-    times += [mark.time for mark in (*marks, *(mark for record in records for mark in record.marks))]
-    return Timeline(
-        records,
-        max([record.world_size for record in records], default=0),
-        groups,
-        message_pairs(records),
-        sorted(_keys(records, groups), key=lambda key: not key.differs),
-        _distinct([mark for record in records for mark in record.marks if mark.kind != VALUES], marks),
-        findings,
-        _indexes(findings, records),
-        spans,
-        min(times, default=0.0),
-        max(times, default=0.0),
-        not_compared(records),
-        assumed(records),
-        notes,
-    )
-
-
-def _indexes(findings: Sequence[GuardFinding], records: Sequence[RankRecord]) -> list[dict[int, int]]:
-    """Find each event of a finding by its time: numbers begin again with each guard of a program."""
-    about = {(rank, event.group, event.started) for finding in findings for rank, event in finding.by_rank.items()}
-    index_of = {
-        at: index
-        for record in (records if about else ())
-        for index, event in enumerate(record.events)
-        if (at := (record.rank, event.group, event.started)) in about
+    of_records = [mark for record in records for mark in record.marks if mark.kind != VALUES]
+    marks = list(map(mark_as_dict, _distinct(of_records, recorded.marks)))
+    report = {
+        "world_size": max([record.world_size for record in records], default=0),
+        "began": min([record.events[0].started for record in records if record.events], default=0.0) or None,
+        "ranks": [_rank(record, spans.get(record.rank, {})) for record in records],
+        "groups": groups,
+        "findings": _with_spans(findings_as_json(findings), spans),
+        "marks": marks,
+        "keys": sorted(_keys(records, groups), key=lambda key: not (key["missing_ranks"] or key["fewer_ranks"])),
+        "not_compared": not_compared(records),
+        "assumed": assumed(records),
+        "notes": recorded.notes,
     }
-    return [
-        {rank: index_of[rank, event.group, event.started] for rank, event in finding.by_rank.items()}
-        for finding in findings
-    ]
+    # A doubt is no finding; that not all could be compared is one.
+    is_clean = not marks and not report["not_compared"] and all(finding.kind == DOUBT for finding in findings)
+    return {**report, "verdict": _verdict(report), "has_findings": not is_clean}
 
 
-def _groups(records: Sequence[RankRecord], findings: Sequence[GuardFinding]) -> dict[str, Group]:
+def _verdict(report: Mapping[str, Any]) -> str:
+    """Return the sentence where no finding says more: all is well only where all was compared."""
+    if report["findings"]:
+        return ""
+    if not any(rank["collectives"] for rank in report["ranks"]):
+        return "No record of collectives."
+    if report["not_compared"]:
+        return "Nothing differs in what could be compared, which is not all."
+    if report["assumed"]:
+        return "All ranks that left a record issued the same collectives in the same order, as far as can be told."
+    return "All ranks issued the same collectives in the same order."
+
+
+def _rank(record: RankRecord, spans: Spans) -> dict[str, Any]:
+    end = "" if record.end == "left" else f"left by {record.end}"
+    return {
+        "rank": record.rank,
+        "collectives": len(record.events),
+        "messages": len(record.messages),
+        "complete": record.complete,
+        "end": end if record.end is not None else _NO_END if record.run else "",
+        "states": dict(Counter(span.state for span in spans.values())),
+    }
+
+
+def _with_spans(findings: list[dict[str, Any]], spans: Mapping[int, Spans]) -> list[dict[str, Any]]:
+    for finding in findings:
+        for rank, event in finding["by_rank"].items():
+            span = spans.get(int(rank), {}).get((event.get("group", ""), event["time"]))
+            event |= span._asdict() if span is not None else {}
+    return findings
+
+
+def _groups(records: Sequence[RankRecord], findings: Sequence[GuardFinding]) -> dict[str, dict[str, Any]]:
+    """Return words, ranks and ``cut`` of each group: None where its ranks agree."""
     cuts: dict[str, int] = {}
     for finding in findings:
         if finding.kind != DOUBT:
             cuts[finding.group] = min(finding.seq, cuts.get(finding.group, finding.seq))
     of_messages = {name: {"words": f"group {name!r}", "ranks": ()} for r in records for name in r.events_by_group}
-    return {
-        name: Group(group["words"], tuple(group["ranks"]), cuts.get(name))
-        for name, group in {**of_messages, **groups_of(records)}.items()
-    }
+    return {name: {**group, "cut": cuts.get(name)} for name, group in {**of_messages, **groups_of(records)}.items()}
 
 
-def _distinct(recorded: Sequence[Mark], beside: Sequence[Mark]) -> list[Mark]:
+def _distinct(of_records: Sequence[Mark], beside: Sequence[Mark]) -> list[Mark]:
     """Return the marks by time. Of what all ranks recorded together the first is kept.
 
     A record's own comes before that of a file ``beside``, whose time may be of another clock, and in whole seconds.
     """
     by_time, distinct = attrgetter("time"), dict[object, Mark]()
-    for mark in (*sorted(recorded, key=by_time), *sorted(beside, key=by_time)):
+    for mark in (*sorted(of_records, key=by_time), *sorted(beside, key=by_time)):
         distinct.setdefault((mark.kind, mark.step, mark.ranks, mark.text if mark.step is None else ""), mark)
     return sorted(distinct.values(), key=by_time)
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
 
-Use = tuple[int, str, float, "float | None"]
-"""A rank, the name of a key, when the rank had it, and its value if that is known."""
+_Uses = Mapping[int, Sequence[tuple[str, float, "float | None"]]]
+"""Rank -> name, time and, as far as known, value of each of its uses; of all ranks that take part."""
 
 
-def _keys(records: Sequence[RankRecord], groups: Mapping[str, Group]) -> Iterator[Key]:
+def _keys(records: Sequence[RankRecord], groups: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     killed = {record.rank for record in records if record.end is None}
     for name, group in groups.items():
-        yield from _keys_of(group.words, killed, *_labels(name, group, records))
+        yield from _keys_of(group["words"], killed, _labels(name, group["ranks"], records))
     for name in {mark.text: None for record in records for mark in record.marks if mark.kind == VALUES}:
-        yield from _keys_of(f"reduction {name!r}", killed, *_values(name, records))
+        yield from _keys_of(f"reduction {name!r}", killed, _values(name, records))
 
 
-def _keys_of(source: str, killed: set[int], ranks: Iterable[int], uses: Iterator[Use]) -> Iterator[Key]:
-    """Yield the keys of one source. A rank that was killed may lack the last round, and that alone is no difference."""
-    cells: defaultdict[str, defaultdict[int, Cell]] = defaultdict(lambda: defaultdict(Cell))
-    for rank, name, time, value in uses:
-        cells[name][rank].add(time, value)
-    for name, by_rank in cells.items():
-        most = max(cell.count for cell in by_rank.values())
-        fewer = tuple(rank for rank, cell in by_rank.items() if cell.count < most - (rank in killed))
-        yield Key(name, source, tuple(ranks), by_rank, fewer)
+def _keys_of(used_in: str, killed: set[int], uses: _Uses) -> Iterator[dict[str, Any]]:
+    """Yield the keys of a group or a reduction. A rank that was killed may lack the last round: no difference."""
+    by_name: defaultdict[str, defaultdict[int, list[tuple[float, float | None]]]]
+    by_name = defaultdict(lambda: defaultdict(list))
+    for rank, of_rank in uses.items():
+        for name, time, value in of_rank:
+            by_name[name][rank].append((time, value))
+    for name, by_rank in by_name.items():
+        most = max(map(len, by_rank.values()))
+        yield {
+            "key": name,
+            "used_in": used_in,
+            "missing_ranks": [rank for rank in uses if rank not in by_rank],
+            "fewer_ranks": [rank for rank, times in by_rank.items() if len(times) < most - (rank in killed)],
+            "by_rank": {str(rank): _cell(by_rank[rank]) for rank in sorted(by_rank)},
+        }
 
 
-def _labels(name: str, group: Group, records: Sequence[RankRecord]) -> tuple[Iterable[int], Iterator[Use]]:
+def _cell(uses: Sequence[tuple[float, float | None]]) -> dict[str, Any]:
+    times, series = [time for time, _ in uses], [(time, value) for time, value in uses if value is not None]
+    not_finite = sum(not math.isfinite(value) for _, value in series)
+    count, first, last = len(uses), min(times), max(times)
+    return {"count": count, "first_time": first, "last_time": last, "series": series, "not_finite": not_finite}
+
+
+def _labels(name: str, ranks: Sequence[int], records: Sequence[RankRecord]) -> _Uses:
     """Return what ranks called the tensors of their collectives there, from the first number that all still have."""
-    known = [r for r in records if r.rank in group.ranks and (r.complete or name in r.events_by_group)]
+    known = [r for r in records if r.rank in ranks and (r.complete or name in r.events_by_group)]
     events_of = {record.rank: record.events_by_group.get(name, []) for record in known}
     first = max((events_of[record.rank][0].seq for record in known if not record.complete), default=0)
-    return events_of, (
-        (rank, str(event.label), event.started, None)
+    return {
+        rank: [
+            (str(event.label), event.started, None)
+            for event in dropwhile(lambda event: event.seq < first, events)
+            if event.label not in (None, BY_TORCH) and not event.is_message  # what torch issues has no name
+        ]
         for rank, events in events_of.items()
-        for event in dropwhile(lambda event: event.seq < first, events)
-        if event.label not in (None, BY_TORCH) and not event.is_message  # what torch issues has no name
-    )
+    }
 
 
-def _values(name: str, records: Sequence[RankRecord]) -> tuple[Iterable[int], Iterator[Use]]:
+def _values(name: str, records: Sequence[RankRecord]) -> _Uses:
     """Return what ranks put into a reduction by that name; as many of the newest as all ranks still have."""
     of_all = {r.rank: [mark for mark in r.marks if (mark.kind, mark.text) == (VALUES, name)] for r in records}
     marks_of = {rank: marks for rank, marks in of_all.items() if marks}
     is_cut = any(not record.complete for record in records if record.rank in marks_of)
     common = min(map(len, marks_of.values())) if is_cut else 0  # 0: all of them
-    uses = ((rank, mark, path) for rank, marks in marks_of.items() for mark in marks[-common:] for path in mark.values)
-    return marks_of, (
-        (rank, path, mark.time, value) for rank, mark, path in uses if (value := mark.values[path]) is not None
-    )
+    return {
+        rank: [(path, mark.time, v) for mark in marks[-common:] for path, v in mark.values.items() if v is not None]
+        for rank, marks in marks_of.items()
+    }

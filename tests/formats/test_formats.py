@@ -25,7 +25,7 @@ from ddpstats.dump.config import read_config
 from ddpstats.dump.reader import RankDump, find_ranks
 from ddpstats.errors import BundleError, DdpstatsError, DumpError
 from ddpstats.guard.record import diagnose, read_records
-from ddpstats.report.report import run
+from ddpstats.report import run
 
 HERE = Path(__file__).parent
 V1, V2 = HERE / "v1", HERE / "v2"

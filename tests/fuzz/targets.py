@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 
-from ddpstats import Max
+from ddpstats import Max, report as report_verb
 from ddpstats._ranks.exchange import Call, Status, decode_status, encode_status
 from ddpstats._ranks.failure import ProcessId, Verdict
 from ddpstats._ranks.gather import decode, encode
@@ -42,7 +42,6 @@ from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, 
 from ddpstats.guard.diagnosis import Alarm, GuardFinding, RankStatus
 from ddpstats.guard.event import decode as decode_events
 from ddpstats.guard.watch import Records, lines_of, picture_of
-from ddpstats.report import report as report_verb
 
 FORMATS = Path(__file__).parents[1] / "formats" / "v1"
 CAPTURES = FORMATS.with_name("v2") / "captures"

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
+from ddpstats import report as report_verb
 from ddpstats.errors import ConfigError, DdpstatsError
 from ddpstats.guard.diagnosis import Alarm, GuardFinding, RankStatus
 from ddpstats.guard.event import decode
 from ddpstats.guard.notes_shm import Exchange
-from ddpstats.report import report as report_verb
 from tests.report.records import recording_of
 
 HEAD = {"ddpstats": 1, "run": "x", "rank": 0, "world_size": 2, "time": 1.0}

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ddpstats._base.marks import Mark
 from ddpstats.guard.event import Event, Signature, digest_of, label_word
 from ddpstats.guard.recording import Identity, Recording
+from ddpstats.report import read_directories
+from ddpstats.report.timeline import report_of
 
 BEGAN = 1795380798.0
+
+
+def report_on(directory: Path) -> dict[str, Any]:
+    """Return what ``ddpstats report --json`` would print."""
+    return report_of(read_directories([directory]))
 
 
 def recording_of(directory: Path, rank: int, ranks: int, run: str = "run", max_bytes: int = 32 << 20) -> Recording:

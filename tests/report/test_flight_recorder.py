@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from ddpstats.errors import DdpstatsError
+from ddpstats.guard.record import message_pairs
+from ddpstats.report import read_directories
 from ddpstats.report.flight_recorder import _PlainUnpickler, unpickle_plain
-from ddpstats.report.report import read_timeline
+from ddpstats.report.timeline import report_of
 from tests.report import records
 from tests.report.conftest import Report
 
@@ -106,10 +107,10 @@ def test_mismatch_of_shape_is_found_between_pickle_and_json(tmp_path: Path) -> N
     first, second = dump(entry(1), entry(2, size=5)), dump(entry(1), entry(2, size=6))
     (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(first))
     (tmp_path / "nccl_trace_rank_1.json").write_text(json.dumps(second))
-    timeline = read_timeline([tmp_path])
-    assert [(finding.seq, finding.kind) for finding in timeline.findings] == [(2, "mismatch")]
-    assert "at /job/train.py:7 in step" in timeline.findings[0].message
-    assert [timeline.spans[rank][0].seconds for rank in (0, 1)] == [5e-7] * 2
+    (finding,) = records.report_on(tmp_path)["findings"]
+    assert (finding["seq"], finding["kind"]) == (2, "mismatch")
+    assert "at /job/train.py:7 in step" in finding["message"]
+    assert [finding["by_rank"][rank]["seconds"] for rank in "01"] == [5e-7] * 2
 
 
 def test_entry_without_frames_has_no_call_site(tmp_path: Path, report: Report) -> None:
@@ -129,8 +130,8 @@ def test_a_program_in_a_directory_called_torch_keeps_its_call_site(tmp_path: Pat
     ]
     for rank in range(2):
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps(dump(entry(1, size=5 + rank, frames=frames))))
-    (finding,) = read_timeline([tmp_path]).findings
-    assert "at /home/user/torch/train.py:7 in step" in finding.message
+    (finding,) = records.report_on(tmp_path)["findings"]
+    assert "at /home/user/torch/train.py:7 in step" in finding["message"]
 
 
 def test_two_dumps_of_a_rank_are_refused_or_left_out_beside_records(tmp_path: Path, report: Report) -> None:
@@ -164,9 +165,9 @@ def test_first_of_coalesced_calls_stands_for_all(tmp_path: Path) -> None:
     for rank, op in ((0, "nccl:send 0->1"), (1, "nccl:recv 1<-0")):
         content = dump(*coalesced, entry(3, op, p2p_seq_id=1, is_p2p=True))
         (tmp_path / f"trace_rank_{rank}").write_bytes(pickle.dumps(content))
-    timeline = read_timeline([tmp_path])
-    assert timeline.findings == []
-    assert timeline.messages == [(0, 2, 1, 2)]
+    recorded = read_directories([tmp_path])
+    assert report_of(recorded)["findings"] == []
+    assert message_pairs(recorded.records) == [(0, 2, 1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -192,13 +193,13 @@ def test_first_of_coalesced_calls_stands_for_all(tmp_path: Path) -> None:
     ids=range(10),
 )
 def test_file_that_is_no_dump_is_named_with_the_reason(
-    content: bytes, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: bytes, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Report
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nccl_trace_rank_0").write_bytes(content)
-    with pytest.raises(DdpstatsError, match="nccl_trace_rank_0 is no dump of the Flight Recorder") as caught:
-        read_timeline([tmp_path])
-    assert text in str(caught.value)
+    printed = report(tmp_path, status=2)
+    assert "nccl_trace_rank_0 is no dump of the Flight Recorder" in printed
+    assert text in printed
     assert not Path("it_ran").exists()
 
 
@@ -206,4 +207,4 @@ def test_dump_of_full_recorder_is_read(tmp_path: Path) -> None:
     entries = json.loads(json.dumps([entry(seq) for seq in range(1, 2_001)]))
     for rank, content in enumerate((pickle.dumps(dump(*entries), 2), json.dumps(dump(*entries)).encode())):
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(content)
-    assert [len(spans) for spans in read_timeline([tmp_path]).spans.values()] == [2_000, 2_000]
+    assert [len(spans) for spans in read_directories([tmp_path]).spans.values()] == [2_000, 2_000]

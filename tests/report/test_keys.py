@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddpstats._base.marks import Mark
-from ddpstats.guard.diagnosis import GuardFinding
-from ddpstats.report.report import read_timeline
-from ddpstats.report.timeline import Key
+from ddpstats.report import read_directories
+from ddpstats.report.formats import page_of
+from ddpstats.report.timeline import report_of
 from tests import formats
 from tests.report import records
 from tests.report.browser import Browser
@@ -20,8 +20,8 @@ from tests.report.conftest import Report
 from tests.report.test_page import chart, page
 
 
-def keys_of(directory: Path) -> dict[str, Key]:
-    return {key.name: key for key in read_timeline([directory]).keys}
+def keys_of(directory: Path) -> dict[str, dict[str, Any]]:
+    return {key["key"]: key for key in records.report_on(directory)["keys"]}
 
 
 def values(seq: int, rank: int = 0, **given: float | None) -> Mark:
@@ -35,12 +35,12 @@ def test_ranks_that_dropped_different_lines_have_equal_keys(tmp_path: Path) -> N
         events = [records.event(seq, ("loss", "acc")[seq % 2], rank, site=site) for seq in range(1, 801)]
         marks = [values(seq, rank, norm=float(seq)) for seq in range(1, 801)]
         records.write_rank(tmp_path, rank, 2, events, marks=marks, max_bytes=150_000)
-    timeline = read_timeline([tmp_path])
-    first, second = (len(record.events) for record in timeline.records)
+    report = records.report_on(tmp_path)
+    first, second = (rank["collectives"] for rank in report["ranks"])
     assert abs(first - second) > 4
     assert max(first, second) < 800
-    assert [key.name for key in timeline.keys if key.differs] == []
-    counts = {key.name: {rank: cell.count for rank, cell in key.cells.items()} for key in timeline.keys}
+    assert [key["key"] for key in report["keys"] if key["missing_ranks"] or key["fewer_ranks"]] == []
+    counts = {key["key"]: [key["by_rank"][rank]["count"] for rank in "01"] for key in report["keys"]}
     assert all(of[0] == of[1] > 20 for of in counts.values()), counts
 
 
@@ -50,24 +50,23 @@ def test_key_that_differs_after_dropped_lines_is_found(tmp_path: Path) -> None:
         events = [records.event(seq, label, rank) for seq, label in enumerate(labels, 1)]
         records.write_rank(tmp_path, rank, 2, events, max_bytes=60_000)
     keys = keys_of(tmp_path)
-    assert (keys["other"].missing, keys["loss"].fewer) == ((0,), (1,))
+    assert (keys["other"]["missing_ranks"], keys["loss"]["fewer_ranks"]) == ([0], [1])
 
 
-@pytest.mark.parametrize(("end", "fewer"), [("left", (1,)), (None, ())])
-def test_key_may_lack_in_last_round_of_killed_process_only(
-    end: str | None, fewer: tuple[int, ...], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("end", "fewer"), [("left", [1]), (None, [])])
+def test_key_may_lack_in_last_round_of_killed_process_only(end: str | None, fewer: list[int], tmp_path: Path) -> None:
     for rank in range(2):
         events = [records.event(seq, "loss", rank) for seq in range(1, 11 - rank)]
         marks = [values(seq, norm=1.0) for seq in range(1, 11 - rank)]
         records.write_rank(tmp_path, rank, 2, events, marks=marks, end=end if rank else "left")
     keys = keys_of(tmp_path)
-    assert [keys[name].fewer for name in ("loss", "norm")] == [fewer, fewer]
+    assert [keys[name]["fewer_ranks"] for name in ("loss", "norm")] == [fewer, fewer]
 
 
 def test_rank_without_record_lacks_no_key(tmp_path: Path) -> None:
     records.write_rank(tmp_path, 0, 2, [records.event(1, "loss")])
-    assert keys_of(tmp_path)["loss"].differs is False
+    loss = keys_of(tmp_path)["loss"]
+    assert (loss["missing_ranks"], loss["fewer_ranks"]) == ([], [])
 
 
 def test_key_without_value_on_any_rank_is_left_out(tmp_path: Path) -> None:
@@ -93,7 +92,7 @@ def test_chart_keeps_peak_and_nan_inside_its_picture(tmp_path: Path, chromium: B
         marks = [values(5_000 + seq, rank, loss=1.0 + seq, v=1.0) for seq in range(3_000)]
         marks[1001] = values(6_001, rank, loss=math.nan if rank else 1e6, v=2.0)
         records.write_rank(tmp_path, rank, 2, [records.event(1, None, rank)], marks=marks)
-    chromium.open(page(read_timeline([tmp_path]), tmp_path / "page.html"))
+    chromium.open(page(read_directories([tmp_path]), tmp_path / "page.html"))
     chart(chromium, "loss")
     picture = "document.querySelector('#values svg')"
     wide = chromium.run(f"{picture}.viewBox.baseVal.width")
@@ -103,7 +102,7 @@ def test_chart_keeps_peak_and_nan_inside_its_picture(tmp_path: Path, chromium: B
     assert len(points) == 2
     assert all(0 <= x <= wide and 0 <= y <= 240 for line in points for x, y in line)
     assert [min(y for _, y in line) for line in points] == [pytest.approx(20), pytest.approx(219.4, abs=0.5)]
-    assert "nan on rank 1" in chromium.run(f"{picture}.textContent")
+    assert "NaN on rank 1" in chromium.run(f"{picture}.textContent")
     assert "Of very many values some" in chromium.run("document.querySelector('#values').textContent")
 
 
@@ -114,15 +113,19 @@ def test_page_is_all_clear_only_where_everything_was_compared(tmp_path: Path, ch
     records.write(alike, 2, 3, parts=False)
     records.write_rank(killed, 0, 2, [])
     (killed / "rank0.jsonl").write_text((killed / "rank0.jsonl").read_text().replace('"ranks":[0,1]', '"ranks":[0]'))
-    agreed = read_timeline([alike])
-    doubt = GuardFinding("doubt", "names differ", "0", 1)
-    for timeline, all_is_well, nothing in (
-        (agreed, True, True),
-        (replace(agreed, findings=[doubt], indexes=[{}]), False, True),
-        (read_timeline([killed]), False, False),
-        (read_timeline([Path(formats.__file__).parent / "v2" / "captures"]), False, False),
+    doubt = {"kind": "doubt", "message": "names differ", "group": "0", "seq": 1, "by_rank": {}}
+    doubts = {"findings": [{**doubt, "missing_ranks": [], "culprit_ranks": []}], "verdict": ""}
+    captures = Path(formats.__file__).parent / "v2" / "captures"
+    for directory, changes, all_is_well, nothing in (
+        (alike, {}, True, True),
+        (alike, doubts, False, True),
+        (killed, {}, False, False),
+        (captures, {}, False, False),
     ):
-        chromium.open(page(timeline, tmp_path / "page.html"))
+        recorded = read_directories([directory])
+        report = {**report_of(recorded), **changes}
+        (tmp_path / "page.html").write_text(page_of(recorded, report))
+        chromium.open(tmp_path / "page.html")
         assert ("All ranks issued the same collectives" in chromium.run(text)) == all_is_well
         assert chromium.run("document.title").endswith("nothing found" if nothing else "something found")
-        assert timeline.verdict in chromium.run(text)
+        assert report["verdict"] in chromium.run(text)

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from ddpstats.guard.event import Event
-from ddpstats.report.report import read_timeline
+from ddpstats.report import read_directories
 from ddpstats.testing import RankPool, run_ranks
 from tests.report import records, runs
+from tests.report.browser import Browser
 from tests.report.conftest import Report
+from tests.report.test_page import page
 
 LIMIT_SEC = 60.0
 ALL_ALIKE = "All ranks issued the same collectives in the same order.\n"
@@ -49,14 +51,15 @@ def test_message_without_receiver_is_a_note(tmp_path: Path, report: Report) -> N
     assert len(json.loads(report(tmp_path, "--json", status=0))["assumed"]) == 1
 
 
-def test_finding_about_a_message_leads_to_its_events(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_finding_about_a_message_leads_to_its_events(tmp_path: Path, chromium: Browser) -> None:
     for rank, op in enumerate(("send", "recv")):
         dtype = replace(message(1, rank, op).signature, dtypes=(("float32", "float64")[rank],))
         events = [records.event(1, None, rank), replace(message(2, rank, op), signature=dtype)]
         records.write_rank(tmp_path, rank, 2, events)
-    timeline = read_timeline([tmp_path])
-    assert "What differs: the dtype." in timeline.findings[0].message
-    assert timeline.indexes == [{0: 1, 1: 1}]
+    chromium.open(page(read_directories([tmp_path]), tmp_path / "page.html"))
+    assert "What differs: the dtype." in chromium.run("findings[0].message")
+    assert chromium.run("findings[0].at") == {"0": 1, "1": 1}
 
 
 @pytest.mark.parametrize("op", ["send", "recv"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,9 @@ import pytest
 
 from ddpstats._base.marks import Mark
 from ddpstats.guard.event import Event
-from ddpstats.report.page import page_of
-from ddpstats.report.report import read_timeline
-from ddpstats.report.timeline import Timeline
+from ddpstats.report import read_directories
+from ddpstats.report.formats import page_of
+from ddpstats.report.timeline import Recorded, report_of
 from tests.report import records
 from tests.report.browser import Browser
 from tests.report.conftest import Report
@@ -23,8 +22,8 @@ from tests.report.conftest import Report
 HOSTILE = "</script><img src=x onerror=alert(1)>{{data}}\u2028\ud800"
 
 
-def page(timeline: Timeline, path: Path, text: str = "") -> Path:
-    path.write_text(page_of(timeline, text))
+def page(recorded: Recorded, path: Path) -> Path:
+    path.write_text(page_of(recorded, report_of(recorded)))
     return path
 
 
@@ -57,7 +56,7 @@ def test_page_shows_first_divergence_keys_and_values(tmp_path: Path, chromium: B
 
 @pytest.mark.slow
 def test_page_is_driven_by_keyboard_in_dark_mode(tmp_path: Path, chromium: Browser) -> None:
-    chromium.open(page(read_timeline([records.write(tmp_path, 4, 30)]), tmp_path / "page.html"), dark=True)
+    chromium.open(page(read_directories([records.write(tmp_path, 4, 30)]), tmp_path / "page.html"), dark=True)
     said = "document.querySelector('#said').textContent"
     assert chromium.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
     first = chromium.run(said)
@@ -82,23 +81,26 @@ def test_page_is_driven_by_keyboard_in_dark_mode(tmp_path: Path, chromium: Brows
 @pytest.mark.slow
 def test_foreign_text_stays_text(tmp_path: Path, chromium: Browser) -> None:
     """In every field that can hold text, and in the text below."""
-    timeline = read_timeline([records.write(tmp_path, 2, 2)])
+    recorded = read_directories([records.write(tmp_path, 2, 2)])
 
     def hostile(event: Event) -> Event:
         signature = replace(event.signature, op=HOSTILE)
         return replace(event, signature=signature, label=HOSTILE, site=HOSTILE, read_source=HOSTILE, pieces=HOSTILE)
 
-    of_strangers = replace(
-        timeline,
-        records=[replace(record, events=tuple(map(hostile, record.events))) for record in timeline.records],
-        groups={name: group._replace(words=HOSTILE) for name, group in timeline.groups.items()},
-        keys=[key._replace(name=HOSTILE, source=HOSTILE) for key in timeline.keys],
-        marks=[Mark(HOSTILE, HOSTILE, timeline.began, None, (0, 99))],
-        findings=[replace(finding, kind=HOSTILE, message=HOSTILE) for finding in timeline.findings],
+    of_strangers = recorded._replace(
+        records=[replace(record, events=tuple(map(hostile, record.events))) for record in recorded.records],
+        marks=[Mark(HOSTILE, HOSTILE, records.BEGAN, None, (0, 99))],
         notes=[HOSTILE],
     )
+    report = report_of(recorded)
+    hostile_report = {
+        **report_of(of_strangers),
+        "groups": {name: {**group, "words": HOSTILE} for name, group in report["groups"].items()},
+        "keys": [{**key, "key": HOSTILE, "used_in": HOSTILE} for key in report["keys"]],
+        "findings": [{**finding, "kind": HOSTILE, "message": HOSTILE} for finding in report["findings"]],
+    }
     path = tmp_path / "page.html"
-    path.write_text(page_of(of_strangers, HOSTILE), errors="backslashreplace")
+    path.write_text(page_of(of_strangers, hostile_report), errors="backslashreplace")
     assert path.read_text().count("</script>") == 2
     assert "onerror=alert" not in path.read_text().replace("&lt;img src=x onerror=alert", "")
     chromium.open(path)
@@ -108,20 +110,15 @@ def test_foreign_text_stays_text(tmp_path: Path, chromium: Browser) -> None:
     assert chromium.run("document.querySelector('#findings pre').textContent").startswith("</script><img")
 
 
-def test_columns_of_page_hold_times_calls_and_steps(tmp_path: Path) -> None:
-    """The layout, as the page's script reads it; pauses of hours fit as well."""
-    timeline = read_timeline([records.write(tmp_path, 2, 3)])
-    first, second = timeline.records
-    late = replace(first.events[-1], started=timeline.began + 9e4)
-    timeline = replace(timeline, records=[replace(first, events=(*first.events[:-1], late)), second])
-    html = page_of(timeline, "")
-    packed = html.partition('id="data">')[2].partition("<")[0]
-    raw = zlib.decompress(base64.b64decode(packed))
-    start = 4 + struct.unpack("<I", raw[:4])[0]
-    header = json.loads(raw[4:start])
-    numbers = struct.unpack(f"<{(len(raw) - start) // 4}I", raw[start:])
-    assert len(numbers) == 2 * 3 * 6
-    waits, calls, steps = numbers[:6], numbers[6:12], numbers[12:18]
-    assert sum(waits) * header["tick"] == pytest.approx(9e4)
-    assert [header["calls"][call][3] for call in calls] == ["loss", "acc"] * 3
-    assert steps == (0,) * 6
+def test_columns_of_page_hold_times_calls_and_numbers(tmp_path: Path) -> None:
+    """The layout, as the page's script reads it."""
+    recorded = read_directories([records.write(tmp_path, 2, 3)])
+    first, second = recorded.records
+    late = replace(first.events[-1], started=records.BEGAN + 9e4)
+    recorded = recorded._replace(records=[replace(first, events=(*first.events[:-1], late)), second])
+    packed = page_of(recorded, report_of(recorded)).partition('id="data">')[2].partition("<")[0]
+    data = json.loads(zlib.decompress(base64.b64decode(packed)))
+    lane = data["lanes"][0]
+    assert lane["time"][-1] - lane["time"][0] == pytest.approx(9e10, abs=1001)
+    assert [data["calls"][call]["label"] for call in lane["call"]] == ["loss", "acc"] * 3
+    assert lane["seq"] == [1, 2, 3, 4, 5, 6]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddpstats._base.marks import Mark
-from ddpstats.report.report import read_timeline
+from ddpstats.report import read_directories
 from tests.report import records
 from tests.report.browser import Browser
 from tests.report.test_page import page
@@ -40,8 +40,8 @@ def test_page_opens_on_divergence_whatever_clocks_show(
     late_sec: float, clock_sec: float, tmp_path: Path, chromium: Browser
 ) -> None:
     """Whatever time the other ranks' clocks show."""
-    timeline = read_timeline([parting(tmp_path, late_sec=late_sec, clock_sec=clock_sec)])
-    chromium.open(page(timeline, tmp_path / "page.html"))
+    recorded = read_directories([parting(tmp_path, late_sec=late_sec, clock_sec=clock_sec)])
+    chromium.open(page(recorded, tmp_path / "page.html"))
 
     def is_there() -> bool:
         said = chromium.run(SAID)
@@ -68,13 +68,13 @@ def test_page_opens_on_missing_rank_of_second_guard(tmp_path: Path, chromium: Br
         first = [records.event(seq, "loss", rank) for seq in range(1, 9)]
         again = [records.event(seq, "loss", rank, started=records.BEGAN + 1 + seq * 1e-3) for seq in range(1, 9 - rank)]
         records.write_rank(tmp_path, rank, 2, [*first, *again], end=None if rank else "left")
-    chromium.open(page(read_timeline([tmp_path]), tmp_path / "page.html"))
+    chromium.open(page(read_directories([tmp_path]), tmp_path / "page.html"))
     assert chromium.run(SAID).startswith("rank 0, number 8 of")
     assert chromium.run("picked") == [0, 15]
 
 
 def test_click_on_key_goes_to_its_first_event(tmp_path: Path, chromium: Browser) -> None:
-    chromium.open(page(read_timeline([records.write(tmp_path, 2, 30)]), tmp_path / "page.html"))
+    chromium.open(page(read_directories([records.write(tmp_path, 2, 30)]), tmp_path / "page.html"))
     chromium.run("$('group').value = '0'; $('group').onchange()")
     chromium.run("[...document.querySelectorAll('#keys button')].find(one => one.textContent === 'snr_loss').click()")
     assert chromium.run(SAID).startswith("rank 1, number 60 of")
@@ -82,7 +82,7 @@ def test_click_on_key_goes_to_its_first_event(tmp_path: Path, chromium: Browser)
 
 def test_drag_wheel_and_click_move_zoom_and_choose(tmp_path: Path, chromium: Browser) -> None:
     """Drag, wheel and clicks; to drag is not to choose."""
-    chromium.open(page(read_timeline([records.write(tmp_path, 4, 30)]), tmp_path / "page.html"))
+    chromium.open(page(read_directories([records.write(tmp_path, 4, 30)]), tmp_path / "page.html"))
     chromium.press("Escape", "0", "+", "+", "+")
     left, top = chromium.run("(box => [box.x, box.y])(canvas.getBoundingClientRect())")
     y = top + chromium.run("yOf(1)")
@@ -109,7 +109,7 @@ def test_buttons_zoom_and_group_filter_hides_events(tmp_path: Path, chromium: Br
     for rank in range(2):
         events = [records.event(seq, "loss", rank, group=name) for seq in range(1, 11) for name in ("0", "1")]
         records.write_rank(tmp_path, rank, 2, events)
-    chromium.open(page(read_timeline([tmp_path]), tmp_path / "page.html"))
+    chromium.open(page(read_directories([tmp_path]), tmp_path / "page.html"))
     whole = chromium.run(SPAN)
     chromium.click("#in")
     assert chromium.run(SPAN) == pytest.approx(0.6 * whole)
@@ -126,15 +126,15 @@ def test_buttons_zoom_and_group_filter_hides_events(tmp_path: Path, chromium: Br
 
 def test_page_of_2_million_events_opens(tmp_path: Path, chromium: Browser) -> None:
     """20 ranks with 100,000 events each, about what their records hold."""
-    small = read_timeline([records.write(tmp_path, 2, 20, parts=False)])
+    small = read_directories([records.write(tmp_path, 2, 20, parts=False)])
     events = tuple(
-        records.event(seq, ("loss", "acc")[seq % 2], started=small.began + seq * 1e-5) for seq in range(100_000)
+        records.event(seq, ("loss", "acc")[seq % 2], started=records.BEGAN + seq * 1e-5) for seq in range(100_000)
     )
     ranks = [replace(small.records[0], rank=rank, events=events) for rank in range(20)]
-    marks = [Mark("sentinel", "a gradient is far from normal", small.began + 0.5, 3, (7,))]
-    timeline = replace(small, records=ranks, marks=marks, keys=[], ended=small.began + 1)
+    marks = [Mark("sentinel", "a gradient is far from normal", records.BEGAN + 0.5, 3, (7,))]
+    recorded = small._replace(records=ranks, marks=marks)
     began = time.monotonic()
-    chromium.open(page(timeline, tmp_path / "page.html"))
+    chromium.open(page(recorded, tmp_path / "page.html"))
     assert chromium.run("document.querySelector('#shown').textContent") == "2,000,000 events"
     assert chromium.run("lanes[picked[0]].rank") == 7  # at the mark
     assert abs(chromium.run("lanes[picked[0]].time[picked[1]]") - 0.5) < 1e-4

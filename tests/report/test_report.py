@@ -15,8 +15,9 @@ import pytest
 from ddpstats._base.marks import Mark
 from ddpstats.capture.manifest import read_manifest, write_manifest
 from ddpstats.guard.event import Event, Evidence
-from ddpstats.guard.record import mark_from_dict, read_records
-from ddpstats.report.report import read_timeline
+from ddpstats.guard.record import mark_from_dict, message_pairs, read_records
+from ddpstats.report import read_directories
+from ddpstats.report.timeline import report_of
 from ddpstats.testing import run_ranks
 from tests.formats.make import NAMES
 from tests.report import records, runs
@@ -45,26 +46,26 @@ def test_text_and_json_of_real_ranks_have_the_same(parted: Path, report: Report)
     assert "runs.py" in both["0"]["site"]
     assert [(mark["mark"], mark["step"], mark["ranks"]) for mark in found["marks"]] == [("sentinel", 3, [1])]
     assert "sentinel on rank 1, step 3:\n  rank 1: a gradient is far from normal" in text
-    missing = {(key["key"], key["place"]): key["missing_ranks"] for key in found["keys"]}
-    place = "the default group of 2 ranks"
+    missing = {(key["key"], key["used_in"]): key["missing_ranks"] for key in found["keys"]}
+    default = "the default group of 2 ranks"
     assert missing == {
-        ("l1_loss", place): [1],
-        ("snr_loss", place): [0],
-        ("loss", place): [],
+        ("l1_loss", default): [1],
+        ("snr_loss", default): [0],
+        ("loss", default): [],
         ("loss", "reduction 'train'"): [],
         ("only", "reduction 'train'"): [0],
     }
     assert "  'only' (reduction 'train'):\n    rank 1: 1 time\n    rank 0: never\n" in text
-    values = {key["place"]: key["by_rank"] for key in found["keys"] if key["key"] == "loss"}["reduction 'train'"]
+    values = {key["used_in"]: key["by_rank"] for key in found["keys"] if key["key"] == "loss"}["reduction 'train'"]
     assert [values[rank]["series"][0][1] for rank in "01"] == [0.0, 1.0]
 
 
 def test_flight_recorder_adds_states_to_records(parted: Path) -> None:
-    timeline = read_timeline([parted])
-    for record in timeline.records:
-        spans = timeline.spans[record.rank]
+    recorded = read_directories([parted])
+    for record in recorded.records:
+        spans = recorded.spans[record.rank]
         assert [event.signature.op for event in record.events] == ["all_reduce", "all_reduce"]
-        assert sorted(spans) == [0, 1]
+        assert list(spans) == [(event.group, event.started) for event in record.events]
         assert {span.state for span in spans.values()} <= {"scheduled", "started", "completed"}
 
 
@@ -72,10 +73,11 @@ def test_flight_recorder_dumps_alone_are_compared(parted: Path, tmp_path: Path, 
     for rank in range(2):
         name = f"fr_trace_rank_{rank}"
         (tmp_path / name).write_bytes((parted / name).read_bytes())
-    timeline = read_timeline([tmp_path])
-    assert not timeline.has_findings  # it knows no labels: equal operations and shapes are all that it sees
-    assert timeline.groups["0"].ranks == (0, 1)
-    sites = [event.site for record in timeline.records for event in record.events if event.group == "0"]
+    recorded = read_directories([tmp_path])
+    shown = report_of(recorded)
+    assert not shown["has_findings"]  # it knows no labels: equal operations and shapes are all that it sees
+    assert shown["groups"]["0"]["ranks"] == [0, 1]
+    sites = [event.site for record in recorded.records for event in record.events if event.group == "0"]
     assert all("runs.py" in site for site in sites), sites
     assert "read from Flight Recorder dumps" in report(tmp_path, status=0)
 
@@ -129,8 +131,7 @@ def test_messages_pair_by_their_order(tmp_path: Path) -> None:
             writer.write(records.event(0, None, rank, op=op, peer=1 - rank, tag=0, started=started).as_dict())
         writer.write({"end": "left"})
         writer.close()
-    timeline = read_timeline([tmp_path])
-    assert timeline.messages == [(0, 0, 1, 0), (0, 1, 1, 1)]
+    assert message_pairs(read_records(tmp_path)) == [(0, 0, 1, 0), (0, 1, 1, 1)]
 
 
 def test_messages_pair_within_their_group(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_messages_pair_within_their_group(tmp_path: Path) -> None:
             fields = {"op": "recv" if rank else "send", "group": f"{group} (point-to-point)"}
             writer.write(records.event(number, None, rank, peer=peer, tag=0, **fields).as_dict())
         writer.close()
-    assert read_timeline([tmp_path]).messages == [(0, 0, 1, 2)]
+    assert message_pairs(read_records(tmp_path)) == [(0, 0, 1, 2)]
 
 
 def test_messages_of_which_older_ones_were_dropped_are_not_compared(tmp_path: Path, report: Report) -> None:
