@@ -137,7 +137,8 @@ def record_event(device: torch.device | None = None, *, timing: bool = False) ->
 
 def seconds_between(start: Any, end: Any) -> float:
     """Wait for ``end``, and return the device's seconds between both events; 0 where the device does not count them."""
-    end.synchronize()
+    if not end.query():
+        end.synchronize()
     with suppress(RuntimeError):
         return float(start.elapsed_time(end)) / 1000
     return 0.0
@@ -150,7 +151,7 @@ class HostCopy:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._event = None
+        self._event: Any = None
         if tensor.device.type in _WITHOUT_STREAMS:
             self._host = tensor.to("cpu", copy=True)
             return
@@ -165,7 +166,9 @@ class HostCopy:
 
     def is_ready(self) -> bool:
         """Return whether `wait` would return at once."""
-        return self._event is None or bool(self._event.query())
+        if self._event is not None and self._event.query():
+            self._event = None
+        return self._event is None
 
     def wait(self) -> torch.Tensor:
         """Return the copy, once it is complete."""

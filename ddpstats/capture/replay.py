@@ -427,14 +427,26 @@ class Replay:
 
         for name, parameter in self.named_parameters().items():
             parameter.requires_grad_(False)  # which integers cannot be given to otherwise
-            parameter.data = moved(self._parameters[name])
+            _put_into(parameter, moved(self._parameters[name]))
             can_have = parameter.is_floating_point() or parameter.is_complex()
             parameter.requires_grad_(can_have and name not in frozen)
             parameter.grad = None
         for name, buffer in self.named_buffers().items():
-            buffer.data = moved(self.part.buffers.get(name, buffer))
+            _put_into(buffer, moved(self.part.buffers.get(name, buffer)))
         for name, module in self.model.named_modules():  # with both names of what torch.compile wrapped
             module.training = _plain_name(name) not in eval_modules
+
+
+def _put_into(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor of the module the values, dtype and device of ``value``; it stays the same object."""
+    import torch
+
+    try:
+        tensor.data = value
+    except RuntimeError:  # on a device of a plugin tensors are of another kind than on the CPU
+        made = torch.nn.Parameter(value, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else value
+        vars(made).update(vars(tensor))
+        torch.utils.swap_tensors(tensor, made)
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
