@@ -1,0 +1,311 @@
+"""What the tests of this folder run on their ranks. A rank registers the device when it calls `join` or `register`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ddpstats._observe.groups import default_store
+
+BUSY_SEC = 2.0
+"""How long the device is kept busy: far longer than what must not wait for it takes on a loaded machine."""
+
+
+def register() -> Any:
+    """Return the module that registers the device."""
+    import tests.refdev.device as refdev
+
+    return refdev
+
+
+def join(timeout_sec: float = 60.0) -> Any:
+    """Make this rank's default process group one with refccl for the device, and gloo for the CPU. Once a process."""
+    refdev = register()
+    if "refccl" not in str(dist.get_backend_config()):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store = PrefixStore("refccl", default_store())
+        dist.destroy_process_group()
+        timeout = timedelta(seconds=timeout_sec)
+        dist.init_process_group("cpu:gloo,refdev:refccl", store=store, rank=rank, world_size=size, timeout=timeout)
+    return refdev
+
+
+@contextlib.contextmanager
+def busy(refdev: Any) -> Iterator[None]:
+    """Keep the current stream busy, and raise if the body waited for it."""
+    torch.accelerator.synchronize()
+    start = time.monotonic()
+    refdev.occupy(BUSY_SEC)
+    yield
+    elapsed = time.monotonic() - start
+    torch.accelerator.synchronize()
+    assert elapsed < BUSY_SEC, f"{elapsed:.1f} s: the host waited for the device"
+    assert time.monotonic() - start >= BUSY_SEC  # it was busy
+
+
+@contextlib.contextmanager
+def counted(refdev: Any) -> Iterator[dict[str, int]]:
+    """Fill a dict with what the driver counted in the body; what it did not count is left out."""
+    changes: dict[str, int] = {}
+    before = refdev.counters()
+    yield changes
+    after = refdev.counters()
+    changes.update({name: after[name] - before[name] for name in after if after[name] != before[name]})
+
+
+# -- the device itself ------------------------------------------------------------------------------------------------
+
+
+def launches() -> list[float]:
+    """Kernels, copies and messages of a busy device return at once; the values are right afterwards."""
+    refdev = register()
+    x = torch.arange(6.0, device="refdev")
+    pinned = torch.ones(6, pin_memory=True)
+    target = torch.empty(6, pin_memory=True)
+    with busy(refdev):
+        y = (x * 2 + 1).reshape(2, 3).softmax(0).sum(1)
+        x.add_(pinned.to("refdev", non_blocking=True))
+        target.copy_(x, non_blocking=True)
+        del y
+    return target.tolist()
+
+
+def waits() -> list[float]:
+    """Return how many seconds each thing waits that has to wait for a busy device."""
+    refdev = register()
+    x = torch.ones(4, device="refdev")
+    seconds = []
+    for read in (x.sum().item, x.cpu, x.nonzero, lambda: torch.zeros(4).to("refdev"), torch.accelerator.synchronize):
+        torch.accelerator.synchronize()
+        refdev.occupy(0.3)
+        start = time.monotonic()
+        read()
+        seconds.append(time.monotonic() - start)
+    return seconds
+
+
+def counts() -> list[dict[str, int]]:
+    refdev = register()
+    x = torch.ones(4, device="refdev")
+    found = []
+    for read in (x.sum().item, lambda: x.to("cpu"), lambda: torch.ones(3).to("refdev"), lambda: x + 1):
+        with counted(refdev) as changes:
+            read()
+        found.append(changes)
+    return found
+
+
+def read_by_the_host() -> None:
+    register()
+    x = torch.ones(4, device="refdev")
+    torch.accelerator.synchronize()
+    ctypes.string_at(x.data_ptr(), 4)
+
+
+def streams() -> tuple[float, float, float, float]:
+    """Return what a second stream reads of a value that the first one makes late: without an event, and with one."""
+    refdev = register()
+    other = torch.Stream("refdev")
+    values = []
+    for is_ordered in (False, True):
+        x = torch.zeros((), device="refdev")
+        torch.accelerator.synchronize()
+        refdev.occupy(0.5)
+        x.add_(1)
+        if is_ordered:
+            other.wait_stream(torch.accelerator.current_stream())
+        with other:
+            y = x + 0
+        other.synchronize()
+        values.append(y.to("cpu").item() if is_ordered else 0.0)
+        if not is_ordered:
+            early = y
+    start, end = (torch.Event("refdev", enable_timing=True) for _ in range(2))
+    start.record()
+    refdev.occupy(0.2)
+    end.record()
+    is_early = float(end.query())
+    end.synchronize()
+    return early.item(), values[1], start.elapsed_time(end), is_early
+
+
+def error_that_stays() -> list[str]:
+    register()
+    x = torch.ones(3, device="refdev")
+    messages = []
+    row = x[torch.tensor([7], device="refdev")]  # the host learns of it later
+    for read in (row.sum().item, torch.accelerator.synchronize, lambda: x + 1):
+        try:
+            read()
+        except torch.AcceleratorError as error:
+            messages.append(str(error).splitlines()[0])
+    return messages
+
+
+def random_numbers() -> list[bool]:
+    register()
+    before = torch.get_rng_state()
+    device = torch.get_device_module("refdev")
+    torch.manual_seed(3)
+    state = device.get_rng_state()
+    first = torch.rand(4, device="refdev"), nn.functional.dropout(torch.ones(50, device="refdev"), 0.5)
+    device.set_rng_state(state)
+    second = torch.rand(4, device="refdev"), nn.functional.dropout(torch.ones(50, device="refdev"), 0.5)
+    torch.manual_seed(4)
+    other = torch.rand(4, device="refdev")
+    generator = torch.Generator("refdev").manual_seed(3)
+    own = torch.rand(4, device="refdev", generator=generator)
+    torch.set_rng_state(before)
+    return [
+        torch.equal(first[0], second[0]),
+        torch.equal(first[1], second[1]),
+        not torch.equal(first[0], other),
+        torch.equal(first[0], own),
+    ]
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A layer that may be computed again in the backward pass."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        change: torch.Tensor
+        if self.how == "plain":
+            change = self.layers(x)
+        else:
+            change = checkpoint(self.layers, x, use_reentrant=self.how == "reentrant")
+        return x + change
+
+
+def difference_from_the_cpu(how: str, kind: str) -> float:
+    """Train on both devices alike; return the largest difference of any weight. Two micro-batches a step."""
+    join()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), Block(how), Block(how), nn.Linear(8, 1))
+    weights = {}
+    for device in ("cpu", "refdev"):
+        trained: nn.Module = copy.deepcopy(plain).to(device)
+        if kind == "ddp":
+            trained = DistributedDataParallel(trained)
+        else:
+            mesh = init_device_mesh(device, (dist.get_world_size(),))
+            for layer in [*trained.children(), trained]:
+                fully_shard(layer, mesh=mesh)
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
+        for step in range(4):
+            for micro in range(2):
+                generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+                x = torch.randn(4, 8, generator=generator).to(device).requires_grad_()
+                trained(x).square().mean().backward()
+            nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        full = [p.full_tensor() if isinstance(p, DTensor) else p for p in trained.parameters()]
+        weights[device] = [weight.detach().cpu() for weight in full]
+    return max(float((a - b).abs().max()) for a, b in zip(weights["cpu"], weights["refdev"], strict=True))
+
+
+def train_with_scaler(dtype: torch.dtype) -> tuple[list[bool], float]:
+    """Return which steps changed the weights, where the second one has an infinite gradient, and the last scale."""
+    register()
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1).to("refdev")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("refdev", init_scale=2.0**10)
+    changed = []
+    for step in range(3):
+        before = model.weight.detach().clone()
+        with torch.autocast("refdev", dtype=dtype):
+            out = model(torch.ones(4, 8, device="refdev"))
+            assert out.dtype == dtype
+        loss = out.float().mean() * (float("inf") if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed.append(not torch.equal(before, model.weight))
+    return changed, scaler.get_scale()
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def collectives() -> dict[str, list[float]]:
+    join()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    results = {}
+
+    def ones(number: int = 2) -> torch.Tensor:
+        return torch.full((number,), float(rank + 1), device="refdev")
+
+    for operation in ("sum", "avg", "max"):
+        tensor = ones()
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()))
+        results[f"all_reduce {operation}"] = tensor
+    gathered = torch.empty(2 * size, device="refdev")
+    dist.all_gather_into_tensor(gathered, ones())
+    results["all_gather_into_tensor"] = gathered
+    rows = [torch.empty(2, device="refdev") for _ in range(size)]
+    dist.all_gather(rows, ones())
+    results["all_gather"] = torch.cat(rows)
+    part = torch.empty(1, device="refdev")
+    dist.reduce_scatter_tensor(part, ones(size))
+    results["reduce_scatter_tensor"] = part
+    dist.reduce_scatter(part, [ones(1) for _ in range(size)])
+    results["reduce_scatter"] = part
+    exchanged = torch.empty(size, device="refdev")
+    dist.all_to_all_single(exchanged, ones(size))
+    results["all_to_all_single"] = exchanged
+    rows = [torch.empty(1, device="refdev") for _ in range(size)]
+    dist.all_to_all(rows, [ones(1) for _ in range(size)])
+    results["all_to_all"] = torch.cat(rows)
+    tensor = ones()
+    dist.broadcast(tensor, 1)
+    results["broadcast"] = tensor
+    received = torch.empty(2, device="refdev")
+    peer = (rank + 1) % size
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, ones(), peer), dist.P2POp(dist.irecv, received, peer)]):
+        work.wait()
+    results["messages"] = received
+    dist.barrier()
+    return {name: tensor.tolist() for name, tensor in results.items()}
+
+
+def collective_of_a_busy_device() -> float:
+    refdev = join()
+    tensor = torch.ones(2, device="refdev")
+    with busy(refdev):
+        dist.all_reduce(tensor, async_op=True).wait()
+        (tensor * 2).add_(1)
+    return tensor.sum().item()
+
+
+def collective_that_never_ends() -> None:
+    join(timeout_sec=2.0)
+    tensor = torch.ones(2, device="refdev")
+    if dist.get_rank() == 0:
+        dist.all_reduce(tensor)
+        tensor.sum().item()
+    time.sleep(30)
