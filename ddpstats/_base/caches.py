@@ -1,4 +1,4 @@
-"""A least-recently-used cache whose entries have a cost, so that a cache of huge entries stays small."""
+"""Caches of bounded size: one whose entries have a cost, and drops the least recently used; one that is emptied."""
 
 from __future__ import annotations
 
@@ -11,6 +11,24 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 _ALWAYS_KEPT = 4
+
+
+class EmptiedCache(dict[K, V]):
+    """A dict that is emptied when it is full: for a hot path, and values that can be worked out again.
+
+    ``cache.get(key) or cache.keep(key, work_out())`` costs one look where the value is there.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        super().__init__()
+        self._max_entries = max_entries
+
+    def keep(self, key: K, value: V) -> V:
+        """Keep the value, and return it."""
+        if len(self) >= self._max_entries:
+            self.clear()
+        self[key] = value
+        return value
 
 
 class BoundedCache(Generic[K, V]):

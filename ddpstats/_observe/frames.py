@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
+from ddpstats._base.caches import EmptiedCache
+
 _INTERNAL = ("ddpstats", "torch", "typing_extensions")
 # Parts of torch whose collectives no line of the program asks for, whichever thread they run on. (A program may call an
 # autograd function of torch's itself.)
@@ -54,18 +56,13 @@ class CodePlan:
 
 
 # By id, and the code object kept with it: its own hash goes over all of its constants, at every look.
-_plans: dict[int, CodePlan] = {}
+_plans: EmptiedCache[int, CodePlan] = EmptiedCache(4096)  # programs may generate code
 
 
 def plan_of(frame: FrameType) -> CodePlan:
     """Return what is known of the frame's code."""
     code = frame.f_code
-    plan = _plans.get(id(code))
-    if plan is None:
-        if len(_plans) > 4096:  # programs that generate code
-            _plans.clear()
-        plan = _plans[id(code)] = _plan(code, frame.f_globals.get("__name__", ""))
-    return plan
+    return _plans.get(id(code)) or _plans.keep(id(code), _plan(code, frame.f_globals.get("__name__", "")))
 
 
 def _plan(code: CodeType, module: str) -> CodePlan:

@@ -48,13 +48,7 @@ from ddpstats._observe.gradient_norms import (
     norms_of,
 )
 from ddpstats._observe.groups import issued_counts, live_replicas
-from ddpstats._observe.torch_compat import (
-    accumulated_hooks,
-    graph_task,
-    in_backward,
-    queue_callback,
-    without_compile,
-)
+from ddpstats._observe.torch_compat import accumulated_hooks, graph_task, in_backward, queue_callback, without_compile
 
 
 class GradientWatch:

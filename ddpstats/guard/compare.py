@@ -111,7 +111,8 @@ class Comparing:
                 if find_limit is None:
                     return False
                 limit = find_limit()
-                watch = self.verdicts.watch(group, seq, time.monotonic() + limit.seconds, is_own=limit.is_own)
+                ends = time.monotonic() + limit.seconds
+                watch = self.verdicts.watch(group, seq, ends, is_own=limit.is_own, note=number)
                 with self._state.waiting(group, seq):
                     notes = group.exchange.wait(number, watch)
             group.settled = number

@@ -388,20 +388,15 @@ class Ring:
         self._entries: deque[Entry] = deque(maxlen=capacity)
         self.append = self._entries.append
 
-    def _of(self, group: str) -> list[Entry]:
-        while True:
-            try:
-                return [entry for entry in list(self._entries) if entry[0].group == group]
-            except RuntimeError:  # another thread has added one meanwhile
-                continue
-
     def of(self, group: str) -> list[Event]:
         """Return the group's events, with number and time."""
-        return list(map(event_of, self._of(group)))
+        entries = self._entries.copy()  # in one step, whatever other threads add
+        return [event_of(entry) for entry in entries if entry[0].group == group]
 
     def silence(self, group: str, numbers: Collection[int]) -> list[Event]:
         """Compare the labels of these calls, and of all that are equal, no more. Return their events."""
-        events = [event for event, seq, _ in self._of(group) if seq in numbers]
+        entries = self._entries.copy()
+        events = [event for event, seq, _ in entries if event.group == group and seq in numbers]
         for event in events:
             event.word = 0
         return events

@@ -132,20 +132,28 @@ FindLimit = Callable[[], Limit]
 """Called where a rank has to wait, and not before."""
 
 
+class IssuedCall(NamedTuple):
+    """A collective or a message that this rank has issued, when by the monotonic clock.
+
+    ``call_sec``: the call's own timeout, if it has one.
+    """
+
+    group: Group
+    entry: Entry
+    is_on_host: bool
+    call_sec: float | None
+    issued: float
+
+    def limit(self) -> Limit:
+        """Return how long the program's wait for it may last from now on."""
+        return self.group.limit(self.call_sec, self.issued)
+
+
 def identity() -> Identity | None:
     """Return whose record this process writes; None while there is no process group. Raises what the store raises."""
     if not dist.is_initialized():
         return None
     return Identity(run_name(GLANCE_SEC), dist.get_rank(), dist.get_world_size())
-
-
-class IssuedCall(NamedTuple):
-    """A collective that was issued, when by the monotonic clock, and the timeout that the call itself has."""
-
-    entry: Entry
-    is_on_host: bool
-    timeout_sec: float | None
-    issued: float
 
 
 class Group:
@@ -184,7 +192,7 @@ class Group:
         named_sec = self._settings.timeout_sec
         if own_sec is None or (self._settings.has_timeout and named_sec < own_sec):
             return Limit(named_sec, False)
-        passed_sec = 0.0 if issued is None else max(0.0, time.time() - issued)
+        passed_sec = 0.0 if issued is None else time.monotonic() - issued
         return Limit(own_sec - passed_sec, True)
 
 
@@ -209,7 +217,6 @@ class Session:
         self._settings = settings
         self._world = weakref.ref(dist.group.WORLD)
         self.rank = dist.get_rank()
-        self.words = f"the default group of {dist.get_world_size()} ranks"
         limit_sec, self._timeout_sec = min(LIMIT_SEC, settings.timeout_sec), settings.timeout_sec
         self._store = world_store(f"ddpstats/guard/{self._number}", limit_sec)
         self._roster = Membership(self._store, self.rank, range(dist.get_world_size()))
@@ -251,7 +258,7 @@ class Session:
             head = "the collective_guard cannot compare the collectives of this group:"
             raise RankMissing(loss.message([head]), missing_ranks=loss.missing) from error
 
-    def meet(self, view: GroupView) -> Group:
+    def add(self, view: GroupView) -> Group:
         """Return the group, seen for the first time. Waits for no rank: they may see groups in different order."""
         self._forget_destroyed()
         self._lives[view.name] += 1

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,8 +16,8 @@ from ddpstats._observe.groups import GroupView
 from ddpstats._observe.operators import Collective
 from ddpstats.guard.compare import Comparing
 from ddpstats.guard.diagnosis import DOUBT, LEFT, GuardFinding, RankStatus
-from ddpstats.guard.event import BY_TORCH, MESSAGES, Entry, Event, Ring, event_of, label_word
-from ddpstats.guard.group import Group, GuardState, IssuedCall, Limit, Session, Settings, identity
+from ddpstats.guard.event import BY_TORCH, MESSAGES, Event, Ring, event_of, label_word
+from ddpstats.guard.group import Group, GuardState, IssuedCall, Session, Settings, identity
 from ddpstats.guard.labels import current_label
 from ddpstats.guard.labels.read import Chain, Inferred, infer
 from ddpstats.guard.printing import Tally
@@ -34,23 +34,6 @@ _KEPT_EVENTS = 4096
 _EXPIRED_MS = 1  # of a collective whose own timeout has passed while the guard waited: torch raises its own error
 
 log = logging.getLogger("ddpstats")
-
-
-class _Work(NamedTuple):
-    """Something that runs, and that the program will wait for. ``call_sec``: its own timeout, if the call has one."""
-
-    work: Any
-    group: Group
-    entry: Entry
-    call_sec: float | None
-
-    def limit(self) -> Limit:
-        """Return how long the program's wait for it may last from now on."""
-        return self.group.limit(self.call_sec, self.entry[2])
-
-    def is_done(self) -> bool:
-        """Return whether it is over; of a message that is never known: gloo says it only to the rank that waits."""
-        return not self.entry[0].is_message and bool(self.work.is_completed())
 
 
 class Watching:
@@ -70,8 +53,8 @@ class Watching:
         self.comparing: Comparing | None = None
         self.how_left: str | None = None
         self._is_inherited = False  # by a process that was forked from the guarded one
-        self._works: dict[int, _Work] = {}
-        self._unfinished: list[_Work] = []  # waited for in vain
+        self._works: dict[int, tuple[Any, IssuedCall]] = {}  # that run, and that the program will wait for
+        self._unfinished: list[tuple[Any, IssuedCall]] = []  # waited for in vain
         self._silenced: set[Chain | tuple[str | None, str]] = set()  # ways to each rank's own labels; (label, line)
         self._known: dict[tuple[Any, ...], Event] = {}  # one for all calls that are equal
 
@@ -109,19 +92,20 @@ class Watching:
         with self._lock:
             group = None if self.session is None else self.session.find(call.view)
             if group is None:
-                group = self._meet(call.view)
+                group = self._add(call.view)
             event = self._describe(call, group)
             if not is_message:
                 group.seq += 1
             seq = group.seq
             entry = event, group.messages.next(event) if is_message else seq, time.time()
             self.ring.append(entry)
+            issued = IssuedCall(group, entry, call.is_on_host, call.own_timeout_sec, time.monotonic())
             if not is_message:
-                group.newest = IssuedCall(entry, call.is_on_host, call.own_timeout_sec, time.monotonic())
+                group.newest = issued
             state.collectives += 1
             if self.recording.has_begun:
                 self.recording.write_event(event_of(entry))
-        call.subscriber_state = group, entry
+        call.subscriber_state = issued
         comparing = self.comparing  # a new one, at the first collective
         if state.silent or group.exchange is None or comparing is None:
             return
@@ -135,7 +119,7 @@ class Watching:
             comparing.announce(group, event, seq)
         if self._mode == "strict":
             comparing.post(group, event, seq)
-            if call.blocking and comparing.settle(group, seq, lambda: group.limit(call.own_timeout_sec)):
+            if call.blocking and comparing.settle(group, seq, issued.limit):
                 call.timeout_ms = _EXPIRED_MS
         else:
             comparing.take_in(group, event, self._settings.check_every)
@@ -146,17 +130,18 @@ class Watching:
             return
         if not call.is_on_host:  # the program does not wait for a device here, either
             return
-        group, entry = call.subscriber_state
         if call.blocking:
-            self.comparing.verdicts.wait_for(work, group, entry, lambda: group.limit(call.own_timeout_sec))
+            self.comparing.verdicts.wait_for(work, call.subscriber_state)
             return
         # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
-        # tensors alive. It is settled with the next one of its group.
-        for key in [key for key, known in list(self._works.items()) if known.is_done()]:
-            self._works.pop(key, None)
+        # tensors alive. It is settled with the next one of its group. Of a message gloo says only to the rank that
+        # waits whether it is done.
+        for key, (known, issued) in list(self._works.items()):
+            if not issued.entry[0].is_message and known.is_completed():
+                self._works.pop(key, None)
         if len(self._works) >= _KEPT_WORKS:
             self._works.pop(next(iter(list(self._works))), None)
-        self._works[id(work)] = _Work(work, group, entry, call.own_timeout_sec)
+        self._works[id(work)] = work, call.subscriber_state
 
     def waiting(self, work: Any, limited: bool) -> bool:
         """Settle an asynchronous collective, or a message, for which the program is about to wait.
@@ -169,14 +154,15 @@ class Watching:
         known = None if limited else self._works.pop(id(work), None)
         if known is None:
             return False
-        _, group, entry, _ = known
+        issued = known[1]
+        group, entry = issued.group, issued.entry
         if entry[0].is_message:
             comparing.verdicts.wait_for_message(work, group, event_of(entry))
             return True
-        if group.is_given_up or (self._mode == "strict" and comparing.settle(group, entry[1], known.limit)):
+        if group.is_given_up or (self._mode == "strict" and comparing.settle(group, entry[1], issued.limit)):
             return False
         if not self.state.silent:
-            comparing.verdicts.wait_for(work, group, entry, known.limit)
+            comparing.verdicts.wait_for(work, issued)
         return False
 
     def has_waited(self, work: Any, error: RuntimeError | None) -> None:
@@ -230,11 +216,11 @@ class Watching:
         if way in self._silenced or (event.label, str(event.site)) in self._silenced:
             event.word = 0
 
-    def _meet(self, view: GroupView) -> Group:
+    def _add(self, view: GroupView) -> Group:
         session = self.session
         if session is None or session.is_over():
             session = self.begin()
-        group = session.meet(view)
+        group = session.add(view)
         self.recording.write({"new_group": group.name, "words": group.words, "ranks": list(view.ranks)})
         return group
 
@@ -249,9 +235,9 @@ class Watching:
         self.recording.begin_early()
         self.recording.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
         if compares and self.comparing is not None:
-            for known in self._unfinished:
-                if not known.work.is_completed():
-                    self.comparing.verdicts.give_up(known.group)
+            for work, issued in self._unfinished:
+                if not work.is_completed():
+                    self.comparing.verdicts.give_up(issued.group)
             self.comparing.post_ends()  # first: a rank that sees that this one has left looks for them
         if self.session is not None:
             self.session.leave(self.how_left, self._report_status)

@@ -15,13 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ddpstats._base.files import (
-    LATEST_TIME_SEC,
-    bounded_lines,
-    explain_version,
-    open_regular,
-    parse_json,
-)
+from ddpstats._base.files import LATEST_TIME_SEC, bounded_lines, explain_version, open_regular, parse_json
 from ddpstats._base.marks import Mark
 from ddpstats._base.text import count_of, ranks_text
 from ddpstats.guard.diagnosis import (

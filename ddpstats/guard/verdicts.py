@@ -28,9 +28,9 @@ from ddpstats._observe.operators import Collective
 from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, GuardFinding, message_place
-from ddpstats.guard.event import MESSAGES, Entry, Event, event_of, stable_hash
+from ddpstats.guard.event import MESSAGES, Event, event_of, stable_hash
 from ddpstats.guard.failure_agreement import wait_until
-from ddpstats.guard.group import FindLimit, Group, GuardState, Limit, Session, Settings
+from ddpstats.guard.group import Group, GuardState, IssuedCall, Limit, Session, Settings
 from ddpstats.guard.printing import end_process, leave_running, print_early, print_once, sigterm_deferred
 
 _SLICE_SEC = 0.2
@@ -197,27 +197,17 @@ class Verdicts:
     def _check_device_wait(self, group: Group) -> None:
         """Raise the alarm where a rank cannot come any more to this one's newest collective, if that is on a device.
 
-        In host memory torch itself ends the wait, and the program may catch that. A rank that began the collective may
-        have left since, or have died: it may be done. So may a rooted one, on this rank, before others come to it.
+        In host memory torch itself ends the wait, and the program may catch that. A rooted one may be done on this
+        rank before others come to it.
         """
         call = group.newest
         if call is None or call.is_on_host or group.exchange is None:
             return
         event, seq, _ = call.entry
-        is_quick, left = group.exchange.is_quick, set[int]()
-        with self.agreement.store.within(GLANCE_SEC):
-            if self._strict:
-                behind = {group.view.ranks[index] for index in group.exchange.absent(seq)}
-            else:  # a rank of which nothing is known may share no memory
-                behind = {rank for rank, begun in self._begun(group).items() if begun < seq and (begun or is_quick)}
-            dead = self.agreement.dead(behind)
-            with suppress(*STORE_ERRORS):
-                counts = {rank: departure.counts for rank, departure in self.agreement.left().items()}
-                left = {rank for rank in counts.keys() & set(group.view.ranks) if counts[rank].get(group.name, 0) < seq}
-        limit_sec = group.limit(call.timeout_sec).seconds
-        is_late = behind and event.signature.root is None and time.monotonic() > call.issued + limit_sec
-        cannot_end = bool(dead or left or is_late)
-        is_compared = self._strict or is_quick or group.waits_compared == seq
+        cannot_end = bool(self._cannot_come(group, seq, is_on_host=False))
+        if event.signature.root is None and time.monotonic() > call.issued + group.limit(call.call_sec).seconds:
+            cannot_end = cannot_end or bool(self._behind(group, seq, is_on_host=False))
+        is_compared = self._strict or group.exchange.is_quick or group.waits_compared == seq
         group.waits_compared = seq
         if cannot_end or (not is_compared and self._waits_elsewhere(group, seq, event.digest)):
             with self._state.waiting(group, seq):
@@ -255,12 +245,13 @@ class Verdicts:
 
     # -- waiting, with a deadline and in slices -----------------------------------------------------------------------
 
-    def wait_for(self, work: Any, group: Group, entry: Entry, find_limit: FindLimit) -> None:
+    def wait_for(self, work: Any, issued: IssuedCall) -> None:
         """Wait for a collective that was issued, looking up between slices; for no longer than the call would."""
+        group, entry = issued.group, issued.entry
         try:
             if collectives.wait_within(work, _SLICE) or group.is_given_up:
                 return
-            seq, limit = entry[1], find_limit()
+            seq, limit = entry[1], issued.limit()
             deadline = math.inf if limit.is_own else time.monotonic() + limit.seconds - _SLICE_SEC
             is_unseen = not self._strict and group.exchange is not None and not group.exchange.is_quick
             watch = self.watch(group, seq, deadline, digest=entry[0].digest if is_unseen else None)
@@ -273,7 +264,7 @@ class Verdicts:
             leave_running(work, group.view.group())
             raise
         except RuntimeError as error:
-            verdict = self._verdict_on(error, group, event_of(entry), find_limit())
+            verdict = self._verdict_on(error, group, event_of(entry), issued.limit())
             if verdict is None:
                 raise
             raise verdict from error
@@ -297,7 +288,7 @@ class Verdicts:
         if not is_broken(error):
             return None
         if self.is_own_timeout(error, group, limit):
-            late = self._behind(group, event.seq)
+            late = sorted(self._behind(group, event.seq))
             who = f"{ranks_text(late)} did not come to" if late else "not all ranks came to"
             add_note(error, f"{who} collective number {event.seq} of {group.words}, {event}{event.at}, in time.")
             self.give_up(group)
@@ -305,12 +296,19 @@ class Verdicts:
         return self.explain(event, group)
 
     def watch(
-        self, group: Group, seq: int, deadline: float, is_own: bool = False, digest: int | None = None
+        self,
+        group: Group,
+        seq: int,
+        deadline: float,
+        is_own: bool = False,
+        note: int | None = None,
+        digest: int | None = None,
     ) -> Callable[[], None]:
         """Return what a rank calls now and then while it waits for ``seq``: it looks for alarms and for lost ranks.
 
-        ``is_own``: the deadline is the program's own, and torch raises the error. ``digest``: of what it waits for,
-        where ranks of other hosts have not compared that; those that wait do so now.
+        ``is_own``: the deadline is the program's own, and torch raises the error. ``note``: it waits for the others'
+        notes of that number. ``digest``: of what it waits for, where ranks of other hosts have not compared that; those
+        that wait do so now.
         """
         look_sec, began, looks_at, passed_at = shared_poll(0.0, len(group.view.ranks)), time.time(), 0.0, math.inf
 
@@ -323,7 +321,7 @@ class Verdicts:
             self._state.recording.wait(began)
             try:
                 passed_at = min(passed_at, now) if self.has_ended and self._is_passed(group) else math.inf
-                self._look(group, seq, now > deadline, is_own)
+                self._look(group, seq, now > deadline, is_own, note)
                 if digest is not None and self._waits_elsewhere(group, seq, digest):
                     self.differ(group, seq)
                     raise Silenced
@@ -340,44 +338,54 @@ class Verdicts:
 
         return watch
 
-    def _look(self, group: Group, seq: int, is_late: bool, is_own: bool) -> None:
+    def _look(self, group: Group, seq: int, is_late: bool, is_own: bool, note: int | None) -> None:
         self._state.raise_verdict()
         self.catch_up()
         if self._state.silent:
             raise Silenced
         if self.has_given_up(group) or (is_late and is_own):
             raise GivenUp
-        cannot_come = self._cannot_come(group, seq)
+        cannot_come = self._cannot_come(group, seq, note)
         if self.ends_by is not None and (cannot_come or time.monotonic() > self.ends_by):
-            absent = self._absent(group)
+            absent = sorted(self._behind(group, seq, note))
             who = ranks_text(absent) if absent else "some rank"
             raise Unfinished(f"{who} had ended without a last comparison, or did not come to it in time")
         if is_late or cannot_come:
             self.await_verdict(alarm_of(group, seq, overdue=True))
             raise Silenced
 
-    def _cannot_come(self, group: Group, seq: int) -> bool:
-        """Return whether a rank that this one waits for has died, or left before this collective."""
-        agreement = self.agreement
-        others = [rank for rank in group.view.ranks if rank != group.view.rank]
-        with agreement.store.within(GLANCE_SEC):
-            left = {} if agreement.is_lost else agreement.left()  # deaths are known without the store
-            gone = [rank for rank in others if rank in left]
-            return (
-                any(left[rank].counts.get(group.name, 0) < seq for rank in gone)
-                or bool(gone and set(gone).intersection(self._absent(group)))  # in the middle of a call, by an error
-                or bool(agreement.dead([rank for rank in others if rank not in gone]))
-            )
+    # -- which ranks have not come, and which cannot any more ---------------------------------------------------------
 
-    def _absent(self, group: Group) -> tuple[int, ...]:
-        """Return the ranks whose next note is missing; none where that of this one is, or the store is silent."""
+    def _cannot_come(self, group: Group, seq: int, note: int | None = None, is_on_host: bool = True) -> set[int]:
+        """Return the ranks that died or left before they came to that collective, or posted that note.
+
+        On a device, a rank that has begun the collective may have died when it was done.
+        """
+        others = set(group.view.ranks) - {group.view.rank}
+        with self.agreement.store.within(GLANCE_SEC):
+            left = {} if self.agreement.is_lost else self.agreement.left()  # deaths are known without the store
+            gone, dead = others & left.keys(), self.agreement.dead(others - left.keys())
+            behind = self._behind(group, seq, note, is_on_host) if gone or (dead and not is_on_host) else set()
+        early = {rank for rank in gone if rank in behind or left[rank].counts.get(group.name, 0) < seq}
+        return early | (dead if is_on_host else dead & behind)
+
+    def _behind(self, group: Group, seq: int, note: int | None = None, is_on_host: bool = True) -> set[int]:
+        """Return the ranks known not to have come to that collective; those that have not posted ``note``, if given.
+
+        In mode "step" those of this host. On a device, where torch ends no wait, a rank of which nothing is known does
+        not count: it may share no memory. None where the store is silent, or this rank has not posted the note either.
+        """
         assert group.exchange is not None
+        note = seq if self._strict else note
+        if note is None:
+            is_known = is_on_host or group.exchange.is_quick
+            return {rank for rank, begun in self._begun(group).items() if begun < seq and (begun or is_known)}
         try:
             with self.agreement.store.within(GLANCE_SEC):
-                absent = tuple(group.view.ranks[index] for index in group.exchange.absent(group.settled + 1))
+                absent = {group.view.ranks[index] for index in group.exchange.absent(note)}
         except STORE_ERRORS:
-            return ()
-        return () if group.view.rank in absent else absent
+            return set()
+        return set() if group.view.rank in absent else absent
 
     def _begun(self, group: Group) -> dict[int, int]:
         """Return the last collective that each rank of this host has begun, as the host's memory shows."""
@@ -385,12 +393,6 @@ class Verdicts:
         by_index, peers = group.exchange.announced, self.agreement.roster.peers
         events = {rank: by_index(index)[-1:] for index, rank in enumerate(group.view.ranks) if rank in peers}
         return {rank: last[0][0] if last else 0 for rank, last in events.items()}
-
-    def _behind(self, group: Group, seq: int) -> tuple[int, ...]:
-        """Return the ranks known not to have come to that collective: in mode "step" those of this host."""
-        if self._strict:
-            return self._absent(group)
-        return tuple(rank for rank, begun in self._begun(group).items() if begun < seq)
 
     def _is_passed(self, group: Group) -> bool:
         """Return whether a rank of this host has begun a collective that comes after the last one of this rank."""

@@ -1,8 +1,8 @@
-"""A `BoundedCache` drops the entries that were used longest ago, and keeps the newest four."""
+"""A `BoundedCache` drops the entries that were used longest ago, and keeps the newest four; a full `EmptiedCache` all."""
 
 from __future__ import annotations
 
-from ddpstats._base.caches import BoundedCache
+from ddpstats._base.caches import BoundedCache, EmptiedCache
 
 
 def test_cache_that_is_full_evicts_the_least_recently_used_entry() -> None:
@@ -31,3 +31,10 @@ def test_cost_counts_only_the_entries_that_are_held() -> None:
     assert len(cache) == 5
     cache.put(5, 5, cost=1)
     assert cache.values() == [1, 2, 3, 4, 5]
+
+
+def test_cache_that_is_full_is_emptied_for_the_next_entry() -> None:
+    cache = EmptiedCache[int, str](2)
+    assert [cache.get(number) or cache.keep(number, str(number)) for number in (1, 2, 1)] == ["1", "2", "1"]
+    assert cache.keep(3, "3") == "3"
+    assert cache == {3: "3"}

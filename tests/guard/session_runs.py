@@ -47,7 +47,7 @@ def of_one_name(alike: bool) -> bool:
         session = guard._watching.session
         assert session is not None
         ranks = (0, 1) if alike or dist.get_rank() == 0 else (1, 0)
-        exchange = session.meet(replace(view_of(dist.group.WORLD), name="pair", ranks=ranks)).exchange
+        exchange = session.add(replace(view_of(dist.group.WORLD), name="pair", ranks=ranks)).exchange
         assert exchange is not None
         exchange.post(1, Note(7))
         dist.barrier()

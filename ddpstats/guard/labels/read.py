@@ -22,7 +22,7 @@ from functools import cached_property
 from types import CodeType, FrameType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
-from ddpstats._base.caches import BoundedCache
+from ddpstats._base.caches import BoundedCache, EmptiedCache
 from ddpstats._observe.frames import user_frame
 from ddpstats.guard.event import Evidence
 from ddpstats.guard.labels.source import COMPREHENSION_NAMES, SourceFile, call_of, mentions
@@ -34,6 +34,7 @@ _MAX_KEY_PARTS = 4
 _MAX_CHARS = 200
 _MAX_FRAMES = 60
 _MAX_KEPT = 4096
+_MAX_TRACERS = 256
 _MAX_NAMES = 1 << 16  # in all containers that are kept
 _MAX_EVIDENCE_NAMES = 256
 _SNAPSHOTS = sys.version_info < (3, 13)
@@ -284,8 +285,8 @@ class CallRoutes:
     is_wrapper: bool = False
 
 
-_call_routes: dict[tuple[int, int, Route | None], CallRoutes] = {}
-_tracers: dict[SourceFile, LabelTracer] = {}
+_call_routes: EmptiedCache[tuple[int, int, Route | None], CallRoutes] = EmptiedCache(_MAX_KEPT)
+_tracers: EmptiedCache[SourceFile, LabelTracer] = EmptiedCache(_MAX_TRACERS)
 
 
 def call_routes(frame: FrameType, route: Route | None, callee: CodeType) -> CallRoutes:
@@ -294,13 +295,7 @@ def call_routes(frame: FrameType, route: Route | None, callee: CodeType) -> Call
     ``callee``: the function that ``route`` left by its parameter.
     """
     key = id(frame.f_code), frame.f_lasti, route
-    known = _call_routes.get(key)
-    if known is None:
-        if len(_call_routes) >= _MAX_KEPT:
-            _call_routes.clear()
-            _tracers.clear()
-        known = _call_routes[key] = _trace_call(frame, route, callee)
-    return known
+    return _call_routes.get(key) or _call_routes.keep(key, _trace_call(frame, route, callee))
 
 
 def _trace_call(frame: FrameType, route: Route | None, callee: CodeType) -> CallRoutes:
@@ -308,7 +303,7 @@ def _trace_call(frame: FrameType, route: Route | None, callee: CodeType) -> Call
     if call is None or (owner.co_flags & _CO_OPTIMIZED and mentions(call[0].scope_of(call[1]), _LOOKERS)):
         return CallRoutes(frame.f_code, owner)
     file, node = call
-    tracer = _tracers.get(file) or _tracers.setdefault(file, LabelTracer(file))
+    tracer = _tracers.get(file) or _tracers.keep(file, LabelTracer(file))
     routes = tracer.of_argument(node) if route is None else tracer.of_parameter(node, callee, route)
     is_wrapper = not routes and any(isinstance(argument, ast.Starred) for argument in getattr(node, "args", ()))
     return CallRoutes(frame.f_code, owner, file, node, routes, is_wrapper)
@@ -375,8 +370,8 @@ class Inferred:
         return evidence
 
 
-_chains: dict[tuple[Any, ...], Chain] = {}
-_labels: dict[tuple[Any, ...], Inferred] = {}
+_chains: EmptiedCache[tuple[Any, ...], Chain] = EmptiedCache(_MAX_KEPT)
+_labels: EmptiedCache[tuple[Any, ...], Inferred] = EmptiedCache(_MAX_KEPT)
 
 
 @dataclass(slots=True)
@@ -408,18 +403,10 @@ def infer(frame: FrameType) -> Inferred | None:
 
 def _inferred(path: _Path) -> Inferred:
     key = path.calls[: path.steps[-1][1] + 1], path.steps, not path.is_fresh
-    chain = _chains.get(key)
-    if chain is None:
-        if len(_chains) >= _MAX_KEPT:
-            _chains.clear()
-        chain = _chains[key] = Chain(*key, tuple(LastContainer() for _ in path.steps))
+    chain = _chains.get(key) or _chains.keep(key, Chain(*key, tuple(LastContainer() for _ in path.steps)))
     levels = tuple(map(LastContainer.siblings, chain.containers, path.keys, path.containers))
-    label = _labels.get((chain, path.keys, levels))
-    if label is None:
-        if len(_labels) >= _MAX_KEPT:
-            _labels.clear()
-        label = _labels[chain, path.keys, levels] = Inferred(path.keys, levels, chain)
-    return label
+    known_by = chain, path.keys, levels
+    return _labels.get(known_by) or _labels.keep(known_by, Inferred(path.keys, levels, chain))
 
 
 def _follow(before: _Path, frames: tuple[FrameType, ...]) -> _Path | None:

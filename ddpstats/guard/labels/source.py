@@ -12,8 +12,11 @@ import linecache
 import sys
 import threading
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any
+
+from ddpstats._base.caches import EmptiedCache
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 Comprehension = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -85,21 +88,18 @@ class SourceFile:
 
 
 _parsing = threading.RLock()  # two threads at once may end in a SystemError (CPython's gh-106905)
-_files: dict[str, SourceFile | None] = {}
+_files: EmptiedCache[str, SourceFile | None] = EmptiedCache(_MAX_FILES)
 
 
 def source_of(code: CodeType, module_globals: dict[str, Any]) -> SourceFile | None:
     """Return the parsed file of a code object; None where there is no text, or none that parses."""
     name = code.co_filename
     if name not in _files:
-        if len(_files) >= _MAX_FILES:
-            _files.clear()
         text = "".join(linecache.getlines(name, module_globals if type(module_globals) is dict else None))
-        try:
-            with _parsing:
-                _files[name] = SourceFile(ast.parse(text)) if text and len(text) <= _MAX_BYTES else None
-        except (SyntaxError, ValueError, SystemError):
-            _files[name] = None
+        file: SourceFile | None = None
+        with suppress(SyntaxError, ValueError, SystemError), _parsing:
+            file = SourceFile(ast.parse(text)) if text and len(text) <= _MAX_BYTES else None
+        return _files.keep(name, file)
     return _files[name]
 
 
