@@ -281,7 +281,7 @@ _ALL_REDUCE = OPERATORS["allreduce_"]
 
 def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
     view = None if kwargs or torch.compiler.is_compiling() or not _is_plain(*args) else view_of(self)
-    if view is None or not view.has_host:
+    if view is None or view.is_internal:
         return _original_all_reduce.__get__(self)(*args, **kwargs)
     tensors, options = args
     call = Collective(_ALL_REDUCE, view, tensors, tensors)

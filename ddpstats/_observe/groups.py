@@ -154,7 +154,6 @@ class GroupView:
     Attributes:
         ranks: global ranks, in the group's order. ``rank``: this process's, among them.
         is_internal: it carries only ddpstats' own collectives.
-        has_host: it has a backend for tensors in host memory.
         group: returns the process group itself, or None once it is gone.
         is_registered: the program made it by torch's functions.
     """
@@ -164,7 +163,6 @@ class GroupView:
     ranks: tuple[int, ...]
     rank: int
     is_internal: bool
-    has_host: bool = False
     group: Callable[[], Any] = lambda: None
     is_registered: bool = False
 
@@ -185,26 +183,16 @@ def view_of(group: Any) -> GroupView:
             ranks = tuple(map(int, dist.get_process_group_ranks(group)))  # who made it may have given numpy's
         except (KeyError, ValueError, RuntimeError):
             ranks = tuple(range(group.size()))  # a group that torch's registry does not know
-        is_internal = group.group_desc == OWN_GROUP
         view = _views[group] = GroupView(
             group.group_name,
             group.group_desc,
             ranks,
             ranks[group.rank()],
-            is_internal,
-            not is_internal and _has_host(group),
+            group.group_desc == OWN_GROUP,
             weakref.ref(group),
             is_registered(group),
         )
     return view
-
-
-def _has_host(group: Any) -> bool:
-    try:
-        backend_of(group, HOST)
-    except RuntimeError:  # a group for an accelerator alone
-        return False
-    return True
 
 
 # -- collectives that were issued, by process group --------------------------------------------------------------------

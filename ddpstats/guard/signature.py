@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,6 @@ def parts_of(call: Collective) -> Parts:
     return op, call.reduce_op, call.root, shapes, dtypes, ()
 
 
-@lru_cache(maxsize=4096)
 def signature_of(parts: Parts) -> tuple[Signature, int]:
     """Return the signature, and its digest."""
     op, reduce_op, root, shapes, dtypes, strides = parts

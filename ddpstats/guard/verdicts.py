@@ -16,6 +16,7 @@ import math
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -452,11 +453,8 @@ def is_broken(error: BaseException) -> bool:
     """Return whether a backend says so that another rank is gone, or late, in a wait that torch itself does."""
     if not isinstance(error, RuntimeError) or not _BROKEN.search(str(error)):
         return False
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
-    return module.startswith(_WAITS_IN)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith(_WAITS_IN)
 
 
 def _error_of(finding: GuardFinding, alarm: Alarm) -> DdpstatsError:

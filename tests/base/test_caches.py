@@ -1,4 +1,4 @@
-"""A `BoundedCache` drops the entries that were used longest ago, and keeps the newest four; a full `EmptiedCache` all."""
+"""A full `BoundedCache` drops what was used longest ago, and keeps the newest four; a full `EmptiedCache` drops all."""
 
 from __future__ import annotations
 
