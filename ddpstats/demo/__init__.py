@@ -107,10 +107,10 @@ def true_means(reports: Sequence[RankReport]) -> dict[str, float]:
 def is_right(reports: Sequence[RankReport]) -> bool:
     """Return whether ddpstats gave every rank every true mean, and no more."""
     true = true_means(reports)
-    averages_of_ranks = [report["ddpstats"] for report in reports]
     return all(
-        averages.keys() == true.keys() and not any(_is_wrong(averages[name], true[name]) for name in true)
-        for averages in averages_of_ranks
+        report["ddpstats"].keys() == true.keys()
+        and not any(_is_wrong(value, true[name]) for name, value in report["ddpstats"].items())
+        for report in reports
     )
 
 

@@ -1,4 +1,4 @@
-"""What each rank reports: what it is by itself, and what the ranks of a job measure together.
+"""Each rank reports what it is by itself, and what the ranks of a job measure together.
 
 1. Each rank finds out host, directory, versions, distributions and environment: `facts_of_this_rank`.
 2. All wait for each other at the store (`FailureDetector.meet`), which names the ranks that do not come.
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -160,9 +160,7 @@ class _Job:
             self._store.add("left", 1)
             return None
         reports = list(map(decode, self._store.multi_get([f"report/{rank}" for rank in self._ranks])))
-        deadline = time.monotonic() + self._timeout_sec
-        while self._store.counted("left") < len(self._ranks) - 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _wait_until(lambda: self._store.counted("left") == len(self._ranks) - 1, self._timeout_sec)
         measured = [report["measured"] for report in reports]
         passes = [result.pop("passes") for result in measured]
         if not any(UNCONNECTED in result for result in measured):
@@ -197,7 +195,8 @@ class _Job:
         except CommFailed as error:
             measured[UNCONNECTED] = str(error)
         file = self._store.get("file").decode()
-        is_there = "yes" if file and _is_seen(directory / file) else "no"
+        # another host may have made it; a stale mount is no error
+        is_there = "yes" if file and _wait_until(lambda: os.path.exists(directory / file), _LOOK_SEC) else "no"
         measured["same directory"] = is_there if file else "unknown: rank 0 cannot write there"
         return measured
 
@@ -222,10 +221,10 @@ def _make_file(directory: Path, stack: contextlib.ExitStack) -> str:
     return os.path.basename(stack.enter_context(file).name)
 
 
-def _is_seen(path: Path) -> bool:
-    """Return whether a file that another host may have made is there. A stale mount is no error."""
-    deadline = time.monotonic() + _LOOK_SEC
-    while not os.path.exists(path):
+def _wait_until(condition: Callable[[], bool], limit_sec: float) -> bool:
+    """Wait until the condition is met, and return whether that came within the limit."""
+    deadline = time.monotonic() + limit_sec
+    while not condition():
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.05)

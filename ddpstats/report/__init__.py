@@ -20,7 +20,7 @@ from ddpstats.dump.analyze.nan_origin import examine
 from ddpstats.dump.reader import find_ranks, rank_of, steps_in
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard.record import NoRecord, RankRecord, read_records
-from ddpstats.report.flight_recorder import FlightDump, join, read_dumps
+from ddpstats.report.flight_recorder import Spans, join, read_dumps
 from ddpstats.report.formats import as_text, page_of, trace_of
 from ddpstats.report.timeline import Recorded, report_of
 
@@ -70,7 +70,7 @@ def read_directories(directories: Sequence[Path]) -> Recorded:
     records: list[RankRecord] = []
     with contextlib.suppress(NoRecord):
         records = read_records(*directories, notes=notes)
-    dumps: dict[int, FlightDump] = {}
+    dumps: dict[int, tuple[RankRecord, Spans]] = {}
     try:
         dumps = read_dumps(directories)
     except (OSError, ValueError) as error:
@@ -81,14 +81,10 @@ def read_directories(directories: Sequence[Path]) -> Recorded:
     if not records and not dumps and not marks:
         nothing = f"{', '.join(map(str, directories))} holds no rank*.jsonl, so no record of ddpstats. {_HOW_TO_RECORD}"
         raise DdpstatsError(printable(notes) or nothing)
-    spans = {record.rank: join(record, dumps[record.rank]) for record in records if record.rank in dumps}
-    if records and dumps:
-        joined, of = sum(map(len, spans.values())), sum(len(dump.spans) for dump in dumps.values())
-        notes.append(f"{joined:,} events are joined with the Flight Recorder's, of {of:,}")
-    elif dumps:
+    if dumps and not records:
         notes.append("read from Flight Recorder dumps: without labels, reduce ops, roots and tags")
-        spans = {rank: dump.spans for rank, dump in dumps.items()}
-        records = [dump.record for dump in dumps.values()]
+        records = [record for record, _ in dumps.values()]
+    spans = {record.rank: join(record, dumps[record.rank][1]) for record in records if record.rank in dumps}
     return Recorded(records, spans, marks, notes)
 
 
@@ -111,9 +107,6 @@ def _mark_of_bundle(path: Path) -> list[Mark]:
 
 def _marks_of_step(path: Path) -> list[Mark]:
     dumps = {dump.rank: dump for dump in find_ranks(path)}
-    marks = []
-    for origin in examine([*dumps.values()]).origins:
-        dump = dumps[origin.rank]
-        when = dump.path.stat().st_mtime  # entries have no time: when the step's file was written
-        marks.append(Mark("dump", origin.verdict, when, dump.step, (rank_of(dump),)))
-    return marks
+    verdicts = [(dumps[origin.rank], origin.verdict) for origin in examine([*dumps.values()]).origins]
+    # entries have no time: when the step's file was written
+    return [Mark("dump", text, dump.path.stat().st_mtime, dump.step, (rank_of(dump),)) for dump, text in verdicts]

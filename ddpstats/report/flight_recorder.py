@@ -45,15 +45,11 @@ Spans = Mapping[tuple[str, float], Span]
 """Group and time of an event -> its state."""
 
 
-class FlightDump(NamedTuple):
-    """One rank's file, in the form of a record."""
+def read_dumps(directories: Iterable[Path]) -> dict[int, tuple[RankRecord, Spans]]:
+    """Return each rank's dump as a record, and its spans, in the order of ranks.
 
-    record: RankRecord
-    spans: Spans
-
-
-def read_dumps(directories: Iterable[Path]) -> dict[int, FlightDump]:
-    """Return the dumps by rank, ascending. Raises ValueError, which names the file, and OSError."""
+    Raises ValueError, which names the file, and OSError.
+    """
     paths: dict[int, Path] = {}
     for path in [path for directory in directories for path in sorted(directory.iterdir())]:
         match = _NAME.fullmatch(path.name)
@@ -62,13 +58,13 @@ def read_dumps(directories: Iterable[Path]) -> dict[int, FlightDump]:
     return {rank: _read(rank, paths[rank]) for rank in sorted(paths)}
 
 
-def join(record: RankRecord, dump: FlightDump) -> Spans:
+def join(record: RankRecord, recorder_spans: Spans) -> Spans:
     """Return what the recorder knows of the record's events. Both are of one rank."""
     events_of: defaultdict[str, list[Event]] = defaultdict(list)
     for event in record.events:
         events_of[event.group.removesuffix(MESSAGES)].append(event)
     spans: dict[tuple[str, float], Span] = {}
-    for (group, started), span in dump.spans.items():
+    for (group, started), span in recorder_spans.items():
         events = events_of[group.removesuffix(MESSAGES)]
         at = bisect_right(events, started, key=attrgetter("started"))
         if at:
@@ -100,7 +96,7 @@ def unpickle_plain(data: bytes) -> Any:
         raise ValueError(f"it holds more than plain values, or ends too early: {type(error).__name__}") from None
 
 
-def _read(rank: int, path: Path) -> FlightDump:
+def _read(rank: int, path: Path) -> tuple[RankRecord, Spans]:
     try:
         with open_regular(path) as file:
             data = read_at_most(file, _MAX_BYTES)
@@ -109,7 +105,7 @@ def _read(rank: int, path: Path) -> FlightDump:
         raise ValueError(f"{path} is no dump of the Flight Recorder: {error!r}") from None
 
 
-def _dump_of(rank: int, content: Any) -> FlightDump:
+def _dump_of(rank: int, content: Any) -> tuple[RankRecord, Spans]:
     if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
         raise ValueError("it has no entries")
     groups = _groups(content.get("pg_config") or {})
@@ -125,15 +121,14 @@ def _dump_of(rank: int, content: Any) -> FlightDump:
     world_size = max([rank + 1, *(len(group["ranks"]) for group in groups.values())])
     is_whole = not events or content["entries"][0].get("record_id") == 0
     started = events[0].started if events else 0.0
-    return FlightDump(RankRecord("", started, rank, world_size, groups, tuple(events), None, is_whole), spans)
+    return RankRecord("", started, rank, world_size, groups, tuple(events), None, is_whole), spans
 
 
 def _groups(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the groups whose ranks are known. gloo's dumps know none."""
     groups = {}
     for name, group in config.items():
-        ranks = parse_json(group["ranks"])
-        if ranks:
+        if ranks := parse_json(group["ranks"]):
             words = f"group {name} ({line_of(group.get('desc', ''))})"
             groups[name] = checked_group({"new_group": name, "ranks": ranks, "words": words})
     return groups

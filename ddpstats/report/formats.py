@@ -18,9 +18,11 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from html import escape
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from typing import Any
 from ddpstats._base.text import count_of, holders_lines, printable, ranks_text, shorten, strict_json
 from ddpstats.guard.event import Event
 from ddpstats.guard.record import RankRecord, message_pairs
-from ddpstats.report.flight_recorder import Span
+from ddpstats.report.flight_recorder import Span, Spans
 from ddpstats.report.timeline import Recorded
 
 _SHOWN_KEYS, _SHOWN_MARKS, _SHOWN_STATES = 16, 16, 8
@@ -36,8 +38,11 @@ _SHOWN_VALUES = 1000  # of one rank and path on the page; more where they are no
 _LONGEST_SEC = 1e-3
 _TEMPLATE = Path(__file__).with_name("page.html")
 
-Report = Mapping[str, Any]
-"""What `report_of` returns."""
+Row = Mapping[str, Any]
+Report = Row
+"""A report as `report_of` returns it; a `Row` is of one of its lists."""
+_Calls = dict[tuple[object, ...], tuple[int, Event]]
+"""A number for all events that differ in nothing but their own number and time, and one of them."""
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -71,12 +76,12 @@ def _collectives(report: Report) -> Iterator[str]:
     yield from report["assumed"]
 
 
-def _state(event: Mapping[str, Any]) -> str:
+def _state(event: Row) -> str:
     duration = "" if event["seconds"] is None else f", {event['seconds'] * 1e3:.6g} ms"
     return f"{event['state']}{duration}"
 
 
-def _marks(marks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _marks(marks: Sequence[Row]) -> Iterator[str]:
     for mark in marks[:_SHOWN_MARKS]:
         step = f", step {mark['step']}" if "step" in mark else ""
         ranks = f" on {ranks_text(mark['ranks'])}" if "ranks" in mark else ""
@@ -86,7 +91,7 @@ def _marks(marks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"and {len(marks) - _SHOWN_MARKS:,} more, which --json has"
 
 
-def _keys(keys: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _keys(keys: Sequence[Row]) -> Iterator[str]:
     differing = [key for key in keys if key["missing_ranks"] or key["fewer_ranks"]]
     with_values = [key for key in keys if any(cell["series"] for cell in key["by_rank"].values())]
     heading = f"{count_of(len(keys), 'keys')}, {len(differing)} different between ranks:"
@@ -94,9 +99,7 @@ def _keys(keys: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from _listed("Last values by rank:", with_values, _last)
 
 
-def _listed(
-    heading: str, keys: Sequence[Mapping[str, Any]], words_of: Callable[[Mapping[str, Any]], str]
-) -> Iterator[str]:
+def _listed(heading: str, keys: Sequence[Row], words_of: Callable[[Row], str]) -> Iterator[str]:
     if keys:
         yield f"\n{heading}"
     for key in keys[:_SHOWN_KEYS]:
@@ -107,7 +110,7 @@ def _listed(
         yield f"  and {len(keys) - _SHOWN_KEYS:,} more, which --json and --html have"
 
 
-def _last(cell: Mapping[str, Any]) -> str:
+def _last(cell: Row) -> str:
     values = count_of(len(cell["series"]), "values")
     bad = f", {cell['not_finite']:,} of {values} not finite" if cell["not_finite"] else ""
     return f"{cell['series'][-1][1]:.6g}{bad}"
@@ -134,8 +137,9 @@ def page_of(recorded: Recorded, report: Report) -> str:
 
 def _page_data(recorded: Recorded, report: Report) -> dict[str, Any]:
     """Return the report and the events: of each rank columns, of all that is equal but times and numbers one call."""
-    calls: dict[tuple[object, ...], tuple[int, Event]] = {}
-    times = _times(recorded)
+    calls: _Calls = {}
+    marks = [*recorded.marks, *(mark for record in recorded.records for mark in record.marks)]
+    times = [event.started for record in recorded.records for event in record.events] + [mark.time for mark in marks]
     began, ended = min(times, default=0.0), max(times, default=0.0)
     return {
         "report": strict_json({**report, "keys": list(map(_thinned_key, report["keys"]))}),
@@ -147,13 +151,11 @@ def _page_data(recorded: Recorded, report: Report) -> dict[str, Any]:
     }
 
 
-def _lane(
-    record: RankRecord,
-    spans: Mapping[tuple[str, float], Span],
-    began: float,
-    calls: dict[tuple[object, ...], tuple[int, Event]],
-) -> dict[str, Any]:
-    """Return a rank's events; ``time`` in microseconds. What is new in them is added to ``calls``."""
+def _lane(record: RankRecord, spans: Spans, began: float, calls: _Calls) -> dict[str, Any]:
+    """Return a rank's events: by how many microseconds, and by how much in number, each is above the one before it.
+
+    A call that is new is added to ``calls``.
+    """
     events, numbers = record.events, []
     for event in events:
         same = event.digest, event.signature.shapes, event.label, event.pieces, event.peer, event.tag
@@ -162,20 +164,24 @@ def _lane(
     keys = [(event.group, event.started) for event in events]
     return {
         "rank": record.rank,
-        "time": [round((event.started - began) * 1e6) for event in events],
+        "time": _steps(round((event.started - began) * 1e6) for event in events),
         "call": numbers,
-        "seq": [event.seq for event in events],
+        "seq": _steps(event.seq for event in events),
         "spans": {index: spans[key] for index, key in enumerate(keys) if key in spans},
     }
 
 
+def _steps(numbers: Iterable[int]) -> list[int]:
+    return [after - before for before, after in pairwise([0, *numbers])]
+
+
 def _call(event: Event) -> dict[str, Any]:
-    what = f"{event}, {event.pieces}".removesuffix(", ")
-    fields = {"label": event.label, "site": event.site, "source": event.source, "message": event.is_message}
-    return {"group": event.group, "what": what, "op": event.signature.op, **fields}
+    fields = {"group": event.group, "op": event.signature.op, "label": event.label}
+    call = f"{event}, {event.pieces}".removesuffix(", ")
+    return {**fields, "call": call, "site": event.site, "source": event.source, "message": event.is_message}
 
 
-def _thinned_key(key: Mapping[str, Any]) -> dict[str, Any]:
+def _thinned_key(key: Row) -> dict[str, Any]:
     cells = {rank: {**cell, "series": _thinned(cell["series"])} for rank, cell in key["by_rank"].items()}
     return {**key, "by_rank": cells}
 
@@ -196,70 +202,55 @@ def _thinned(series: Sequence[tuple[float, float]]) -> Sequence[tuple[float, flo
 # -- a trace ----------------------------------------------------------------------------------------------------------
 
 
-def _times(recorded: Recorded) -> list[float]:
-    """Return the times of all that has one."""
-    marks = [*recorded.marks, *(mark for record in recorded.records for mark in record.marks)]
-    return [event.started for record in recorded.records for event in record.events] + [mark.time for mark in marks]
-
-
 def trace_of(recorded: Recorded, report: Report) -> Iterator[str]:
     """Yield the JSON text of the trace in pieces."""
-    process = {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "ddpstats report"}}
-    began = min(_times(recorded), default=0.0)
-    yield '{"displayTimeUnit":"ms","traceEvents":[\n' + json.dumps(process)
-    for rank, time, fields in _trace_events(recorded, report, began):
-        at = {"pid": 1, "tid": rank, "ts": round((time - began) * 1e6, 3)}
+    names = [("process_name", 0, "ddpstats report")]
+    names += [("thread_name", record.rank, f"rank {record.rank}") for record in recorded.records]
+    first = [{"ph": "M", "pid": 1, "tid": rank, "name": name, "args": {"name": text}} for name, rank, text in names]
+    yield '{"displayTimeUnit":"ms","traceEvents":[\n' + ",\n".join(map(json.dumps, first))
+    for rank, time, fields in _trace_events(recorded, report):
+        at = {"pid": 1, "tid": rank, "ts": round(time * 1e6, 3)}
         yield ",\n" + json.dumps({**at, **fields}, separators=(",", ":"))
     yield "\n]}\n"
 
 
-def _trace_events(recorded: Recorded, report: Report, began: float) -> Iterator[tuple[int, float, dict[str, Any]]]:
+def _trace_events(recorded: Recorded, report: Report) -> Iterator[tuple[int, float, dict[str, Any]]]:
     """Yield (rank, time, the other fields) of each event in the trace."""
     for record in recorded.records:
-        yield record.rank, began, {"ph": "M", "name": "thread_name", "args": {"name": f"rank {record.rank}"}}
         spans = recorded.spans.get(record.rank, {})
         ends = [*(event.started for event in record.events[1:]), math.inf]
         for event, end in zip(record.events, ends, strict=False):
             yield record.rank, event.started, _slice(event, end, spans.get((event.group, event.started)))
-    for number, members in enumerate(_together(recorded.records, report["groups"]), 1):
-        for index, (time, rank, name) in enumerate(members):
-            phase = "s" if index == 0 else "f" if index == len(members) - 1 else "t"
+    for number, (name, events) in enumerate(_together(recorded, report), 1):
+        for index, (time, rank) in enumerate(events):
+            phase = "s" if index == 0 else "f" if index == len(events) - 1 else "t"
             yield rank, time, {"ph": phase, "bp": "e", "id": number, "name": name, "cat": "together"}
     for mark in report["marks"]:
         for rank in mark.get("ranks") or [record.rank for record in recorded.records]:
             yield rank, mark["time"], {"ph": "i", "s": "t", "name": mark["mark"], "cat": "mark", "args": mark}
     for finding in report["findings"]:
-        for rank, event in finding["by_rank"].items():
-            args = {"text": finding["message"]}
-            yield (
-                int(rank),
-                event["time"],
-                {"ph": "i", "s": "p", "name": finding["kind"], "cat": "finding", "args": args},
-            )
+        instant = {"ph": "i", "s": "p", "name": finding["kind"], "cat": "finding", "args": {"text": finding["message"]}}
+        yield from ((int(rank), event["time"], instant) for rank, event in finding["by_rank"].items())
 
 
 def _slice(event: Event, end: float, span: Span | None) -> dict[str, Any]:
     seconds = _LONGEST_SEC if span is None or span.seconds is None else span.seconds
-    args = {"group": event.group, "number": event.seq, "call": str(event), "site": event.site, "source": event.source}
-    args |= span._asdict() if span is not None else {}
+    args = {"number": event.seq, **_call(event), **(span._asdict() if span is not None else {})}
     duration = round(max(min(end - event.started, seconds), 0.0) * 1e6, 3)  # a clock may have been set back
     name, op = event.label or event.signature.op, event.signature.op
     return {"ph": "X", "dur": duration, "name": name, "cat": op, "args": args}
 
 
-def _together(
-    records: Sequence[RankRecord], groups: Mapping[str, Mapping[str, Any]]
-) -> Iterator[list[tuple[float, int, str]]]:
-    """Yield (time, rank, name) of each event of what several ranks did together, as far as is known."""
-    members: dict[str, list[tuple[float, int, str]]] = {}
-    for record in records:
+def _together(recorded: Recorded, report: Report) -> Iterator[tuple[str, list[tuple[float, int]]]]:
+    """Yield a name, and (time, rank) of each event of what several ranks did together, as far as is known."""
+    members: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+    for record in recorded.records:
         for event in record.events:
-            cut = groups[event.group]["cut"]
+            cut = report["groups"][event.group]["cut"]
             if not event.is_message and (cut is None or event.seq < cut):
-                name = f"{event.group}/{event.seq}"
-                members.setdefault(name, []).append((event.started, record.rank, name))
-    yield from (sorted(ranks) for ranks in members.values() if len(ranks) > 1)
-    events = {record.rank: record.events for record in records}
-    for sender, sent, receiver, received in message_pairs(records):
-        ends = (sender, events[sender][sent]), (receiver, events[receiver][received])
-        yield [(event.started, rank, "message") for rank, event in ends]
+                members[f"{event.group}/{event.seq}"].append((event.started, record.rank))
+    yield from ((name, sorted(events)) for name, events in members.items() if len(events) > 1)
+    events_of = {record.rank: record.events for record in recorded.records}
+    for sender, sent, receiver, received in message_pairs(recorded.records):
+        ends = (sender, sent), (receiver, received)
+        yield "message", [(events_of[rank][index].started, rank) for rank, index in ends]

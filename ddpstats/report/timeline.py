@@ -1,4 +1,4 @@
-"""What the report says, worked out from what the ranks recorded: `report_of`. Text, page and trace show it.
+"""`report_of` works out what the report says from what the ranks recorded. Text, page and trace show it.
 
 1. ``findings``: the first divergence of each group, and what the Flight Recorder saw of it.
 2. ``groups``: each has the number from which on its ranks did different things, ``cut``: numbers pair what ranks did
@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import dropwhile
 from operator import attrgetter
@@ -19,22 +19,14 @@ from typing import Any, NamedTuple
 from ddpstats._base.marks import VALUES, Mark
 from ddpstats.guard.diagnosis import DOUBT, GuardFinding
 from ddpstats.guard.event import BY_TORCH
-from ddpstats.guard.record import (
-    RankRecord,
-    assumed,
-    diagnose,
-    findings_as_json,
-    groups_of,
-    mark_as_dict,
-    not_compared,
-)
+from ddpstats.guard.record import RankRecord, assumed, diagnose, findings_as_json, groups_of, mark_as_dict, not_compared
 from ddpstats.report.flight_recorder import Spans
 
 _NO_END = "its record ends without a word: the process was killed, hangs, or still runs"
 
 
 class Recorded(NamedTuple):
-    """What was read of a run. ``marks``: of files beside the records. ``notes``: what could not be used, and why."""
+    """A run as it was read. ``marks``: of files beside the records. ``notes``: what could not be used, and why."""
 
     records: Sequence[RankRecord]
     spans: Mapping[int, Spans]
@@ -136,11 +128,10 @@ def _keys(records: Sequence[RankRecord], groups: Mapping[str, Mapping[str, Any]]
 
 def _keys_of(used_in: str, killed: set[int], uses: _Uses) -> Iterator[dict[str, Any]]:
     """Yield the keys of a group or a reduction. A rank that was killed may lack the last round: no difference."""
-    by_name: defaultdict[str, defaultdict[int, list[tuple[float, float | None]]]]
-    by_name = defaultdict(lambda: defaultdict(list))
+    by_name: dict[str, dict[int, list[tuple[float, float | None]]]] = {}
     for rank, of_rank in uses.items():
         for name, time, value in of_rank:
-            by_name[name][rank].append((time, value))
+            by_name.setdefault(name, {}).setdefault(rank, []).append((time, value))
     for name, by_rank in by_name.items():
         most = max(map(len, by_rank.values()))
         yield {

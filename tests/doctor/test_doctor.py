@@ -197,15 +197,6 @@ def test_rank_0_removes_its_file_on_sigterm(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_error_of_a_directory_is_no_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a mount that is stale on one host: an error there would keep the others waiting."""
-    monkeypatch.setattr(ranks, "_LOOK_SEC", 0.0)
-    (tmp_path / "loop").symlink_to("loop")
-    assert ranks._is_seen(tmp_path)
-    assert not ranks._is_seen(tmp_path / "nowhere")
-    assert not ranks._is_seen(tmp_path / "loop" / "file")
-
-
 @pytest.mark.slow
 def test_equal_ranks_under_torchrun_do_not_differ(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddpstats", "doctor"]
@@ -217,17 +208,18 @@ def test_equal_ranks_under_torchrun_do_not_differ(tmp_path: Path) -> None:
 
 
 def test_differing_environment_directory_and_version_are_marked(tmp_path: Path) -> None:
-    """Another environment, another directory, and another version of a library."""
+    """Another environment, another version of a library, and another directory, which gives errors as a stale mount."""
     here, there = tmp_path / "here", tmp_path / "there"
     (there / "torcheval-9.9.dist-info").mkdir(parents=True)
     (there / "torcheval-9.9.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: torcheval\nVersion: 9.9\n"
     )
-    here.mkdir()
+    (here / "sub").mkdir(parents=True)
+    (there / "sub").symlink_to("sub")
     first, other = run_ranks(
         doctor,
         2,
-        "--json",
+        *("--json", "--dir", "sub"),
         environ=PerRank([{}, {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "1"}]),
         cwd=PerRank([str(here), str(there)]),
         path=PerRank(["", str(there)]),
@@ -237,6 +229,7 @@ def test_differing_environment_directory_and_version_are_marked(tmp_path: Path) 
     shown = shown_by(first)
     assert shown["differences"] == [
         "location: directory",
+        "location: directory exists",
         "distributions: torcheval",
         "environment: NCCL_DEBUG",
         "measured: same directory",
@@ -245,7 +238,7 @@ def test_differing_environment_directory_and_version_are_marked(tmp_path: Path) 
     assert shown["measured"]["same directory"]["by_rank"] == ["yes", "no"]
     assert shown["environment"]["CUDA_VISIBLE_DEVICES"]["by_rank"][1] == "1"
     assert shown["measured"][CLOCK] == {"marked": False, "value": 0.0}  # it is the same clock
-    assert list(here.iterdir()) == []
+    assert list((here / "sub").iterdir()) == []
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def test_foreign_text_stays_text(tmp_path: Path, chromium: Browser) -> None:
     assert chromium.run("document.querySelector('#findings pre').textContent").startswith("</script><img")
 
 
-def test_columns_of_page_hold_times_calls_and_numbers(tmp_path: Path) -> None:
+def test_columns_of_page_hold_times_calls_and_steps(tmp_path: Path) -> None:
     """The layout, as the page's script reads it."""
     recorded = read_directories([records.write(tmp_path, 2, 3)])
     first, second = recorded.records
@@ -119,6 +119,6 @@ def test_columns_of_page_hold_times_calls_and_numbers(tmp_path: Path) -> None:
     packed = page_of(recorded, report_of(recorded)).partition('id="data">')[2].partition("<")[0]
     data = json.loads(zlib.decompress(base64.b64decode(packed)))
     lane = data["lanes"][0]
-    assert lane["time"][-1] - lane["time"][0] == pytest.approx(9e10, abs=1001)
+    assert sum(lane["time"]) == pytest.approx(9e10)
     assert [data["calls"][call]["label"] for call in lane["call"]] == ["loss", "acc"] * 3
-    assert lane["seq"] == [1, 2, 3, 4, 5, 6]
+    assert lane["seq"] == [1] * 6
