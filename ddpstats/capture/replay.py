@@ -446,7 +446,7 @@ def _put_into(tensor: Tensor, value: Tensor) -> None:
     except RuntimeError:  # on a device of a plugin tensors are of another kind than on the CPU
         made = torch.nn.Parameter(value, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else value
         vars(made).update(vars(tensor))
-        torch.utils.swap_tensors(tensor, made)
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -40,7 +40,8 @@ _WAITS_IN = ("ddpstats.", "torch._", "torch.autograd", "torch.distributed", "tor
 _TIMED_OUT = re.compile(r"timed out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
 _BROKEN = re.compile(
     r"connection (closed|reset)|timed out|pair closure|broken pipe|monitoredBarrier"
-    r"|Watchdog caught collective operation timeout|ncclRemoteError|ncclSystemError|NCCL operations have failed",
+    r"|Watchdog caught collective operation timeout|ncclRemoteError|ncclSystemError|NCCL operations have failed"
+    r"|communicator was aborted",
     re.IGNORECASE,
 )
 _REFUSED = re.compile(r"\[enforce fail at ")
