@@ -145,11 +145,12 @@ def streams() -> tuple[float, float, float, float]:
 
 
 def error_that_stays() -> list[str]:
-    register()
-    x = torch.ones(3, device="refdev")
+    refdev = register()
+    x, index = torch.ones(3, device="refdev"), torch.tensor([7], device="refdev")
     messages = []
-    row = x[torch.tensor([7], device="refdev")]  # the host learns of it later
-    for read in (row.sum().item, torch.accelerator.synchronize, lambda: x + 1):
+    refdev.occupy(0.5)
+    total = x[index].sum()  # the host learns of it later
+    for read in (total.item, torch.accelerator.synchronize, lambda: x + 1):
         try:
             read()
         except torch.AcceleratorError as error:

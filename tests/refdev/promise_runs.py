@@ -1,0 +1,277 @@
+"""What `test_promises` runs on a rank: each returns what the driver counted, or what came out."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddpstats
+from ddpstats import NaNCapture, Sentinel, StatsReducer, StatsWindow, StepChecks
+from ddpstats._rerun.digest import digests
+from ddpstats.dump import StatsDump
+from ddpstats.testing import BitFlip, inject_bit_flips
+from tests import training
+from tests.training import Hooks
+
+from .runs import BUSY_SEC, busy, counted, join, register
+
+
+def _stats(device: str = "refdev") -> dict[str, Any]:
+    values = {f"loss_{index}": torch.tensor(float(index), device=device) for index in range(4)}
+    return {**values, "accuracy": torch.ones(3, dtype=torch.bfloat16, device=device), "host": 1.0}
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+def window_adds() -> tuple[dict[str, int], dict[str, int], float]:
+    """Return what five adds to a busy device count, what their flush counts, and one of its means."""
+    refdev = register()
+    weight = torch.tensor(2.0, device="refdev")
+    with StatsWindow() as window:
+        window.add(_stats(), weight)
+        window.flush()
+        stats = _stats()
+        with busy(refdev), counted(refdev) as adds:
+            for _ in range(5):
+                window.add(stats, weight)
+        with counted(refdev) as flush:
+            reduced = window.flush()
+    return adds, flush, reduced.values["loss_3"]
+
+
+def reductions() -> list[dict[str, int]]:
+    """Return what a reduction counts: with new keys, and with known ones."""
+    refdev = register()
+    reducer, found, stats = StatsReducer(), [], _stats()
+    for _ in range(3):
+        with counted(refdev) as changes:
+            values = reducer(stats).values
+        found.append(changes)
+        assert values == {**{f"loss_{index}": float(index) for index in range(4)}, "accuracy": 1.0, "host": 1.0}
+    reducer.close()
+    return found
+
+
+def reduction_is_started() -> float:
+    """Start a reduction of a busy device; return a value of it."""
+    refdev = register()
+    reducer, stats = StatsReducer(), _stats()
+    reducer(stats)
+    with busy(refdev):
+        pending = reducer.start(stats)
+    value: float = pending.result().values["loss_2"]
+    reducer.close()
+    return value
+
+
+def adds_on_two_streams() -> tuple[float, float]:
+    """Return the mean and the weight of one key that two streams add to, the second one while it is busy."""
+    refdev = register()
+    other = torch.Stream("refdev")
+    with StatsWindow() as window:
+        window.add({"loss": torch.tensor(1.0, device="refdev")}, torch.tensor(1.0, device="refdev"))
+        torch.accelerator.synchronize()
+        with other:
+            refdev.occupy(0.5)
+            late = torch.tensor(1.0).to("refdev", non_blocking=True) * 7 / 3
+            window.add({"loss": late}, torch.tensor(3.0, device="refdev"))
+        reduced = window.flush()
+    return reduced.values["loss"], reduced.weights["loss"]
+
+
+def time_of_kernels() -> float:
+    """Return what a window calls the time of a step that only launches kernels; they take half a second."""
+    refdev = register()
+    torch.ones(1, device="refdev")
+    with StatsWindow() as window:
+        with window.timed("step"):
+            refdev.occupy(0.5)
+        return float(window.flush().values["time"]["step"])
+
+
+# -- checks of a step -------------------------------------------------------------------------------------------------
+
+
+def waits_of_checks(dirpath: str, what: str) -> list[int]:
+    """Return how often the host waits for the device in each of four checks of a step that is right."""
+    refdev = join()
+    model = nn.parallel.DistributedDataParallel(training.make_model().to("refdev"))
+    waits: list[int] = []
+    with (
+        NaNCapture(dirpath, model=model) as capture,
+        Sentinel(model, mode=2) as sentinel,
+        ddpstats.collective_guard("step") as guard,
+    ):
+        checks = StepChecks(capture=capture, sentinel=sentinel, guard=guard)
+        check = {"capture": capture.check, "sentinel": sentinel.step, "guard": guard.step, "all": checks.step}[what]
+
+        def judge(step: int) -> bool:
+            torch.accelerator.synchronize()
+            with counted(refdev) as changes:
+                check()
+            waits.append(changes.get("synchronizations", 0))
+            return True
+
+        hooks = Hooks(capture.micro_batch, judge=judge)
+        training.train(model, 4, batch_of=lambda step, micro: _batch("refdev", step), hooks=hooks)
+    return waits
+
+
+def _batch(device: str, step: int, dtype: torch.dtype = torch.float32) -> training.Batch:
+    return {name: tensor.to(device, dtype) for name, tensor in training.batch_of(step).items()}
+
+
+def dumped_step(dirpath: str) -> tuple[dict[str, int], int]:
+    """Dump a step of a busy device without waiting; return what it counts, and the number of entries."""
+    refdev = register()
+    model, x = training.make_model().to("refdev"), torch.ones(4, 6, device="refdev")
+    dump = StatsDump({"dump_path": dirpath, "level": "mix", "async_dump": True}, model=model)
+    training.loss_of(model, _batch("refdev", 0)).backward()
+    with busy(refdev), counted(refdev) as changes:
+        dump.start()
+        model(x).square().sum().backward()
+        dump.stop()
+    dump.step()
+    return changes, len(list(Path(dirpath).rglob("dump.json")))
+
+
+def bundle_of_a_nan(dirpath: str) -> tuple[str, float]:
+    """Capture a NaN that dropout on the device decides about; return the bundle, and what the generator gave next."""
+    register()
+    model = training.make_model().to("refdev")
+    with NaNCapture(dirpath, model=model) as capture:
+        batch = _batch("refdev", 0)
+        batch["x"][0, 0] = torch.nan
+        with capture.micro_batch(batch):
+            training.loss_of(model, batch).backward()
+        verdict = capture.check()
+    assert verdict.bundle is not None
+    return str(verdict.bundle), torch.rand((), device="refdev").item()
+
+
+def same_weights_with_all_checks(dirpath: str) -> bool:
+    """Train with all checks and without; return whether weights and the generators' next numbers are the same."""
+    join()
+    ends = []
+    for is_checked in (False, True):
+        model = nn.parallel.DistributedDataParallel(training.make_model().to("refdev"))
+        torch.manual_seed(5)
+        hooks = Hooks()
+        if is_checked:
+            capture, sentinel = NaNCapture(dirpath, model=model), Sentinel(model, mode=2, digest_every_steps=1)
+            checks = StepChecks(capture=capture, sentinel=sentinel)
+            hooks = Hooks(capture.micro_batch, judge=lambda step, checks=checks: checks.step().ok)
+        training.train(model, 3, batch_of=lambda step, micro: _batch("refdev", step), hooks=hooks)
+        weights = [parameter.detach().cpu() for parameter in model.parameters()]
+        ends.append([*weights, torch.rand(3, device="refdev").cpu(), torch.rand(3)])
+        if is_checked:
+            capture.close()
+            sentinel.close()
+    return all(torch.equal(first, second) for first, second in zip(*ends, strict=True))
+
+
+# -- low precision ----------------------------------------------------------------------------------------------------
+
+
+def overflow_and_nan(dtype: torch.dtype, dirpath: str) -> list[str]:
+    """Return the kinds of verdicts: of a step that is right, of one that overflows, and of one with a NaN in the batch."""
+    join()
+    model = nn.parallel.DistributedDataParallel(training.make_model().to("refdev"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("refdev", init_scale=256.0)
+    kinds = []
+    with NaNCapture(dirpath, model=model, scaler=scaler, max_scaler_skips=2, on_nonfinite="skip") as capture:
+        for case in ("right", "overflow", "right", "NaN", "NaN"):
+            batch = _batch("refdev", 0)
+            if case == "NaN" and dist.get_rank() == 1:
+                batch["x"][0, 0] = torch.nan
+            with capture.micro_batch(batch):
+                with torch.autocast("refdev", dtype=dtype):
+                    loss = training.loss_of(model, batch)
+                if case == "overflow":
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            kinds.append(capture.check().kind)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return kinds
+
+
+def alarms(device: str, dtype: torch.dtype, steps: int, flips: list[BitFlip]) -> list[list[int] | None]:
+    """Return for each step the ranks that the sentinel blames; None without an alarm."""
+    join()
+    model = nn.parallel.DistributedDataParallel(training.make_model().to(device, dtype))
+    blamed: list[list[int] | None] = []
+    with Sentinel(model, mode=1, digest_every_steps=1) as sentinel, inject_bit_flips(model, flips) as faults:
+
+        def judge(step: int) -> bool:
+            verdict = sentinel.step()
+            blamed.append(None if verdict.ok else list(verdict.culprit_ranks))
+            return verdict.ok
+
+        hooks = Hooks(judge=judge, after_step=lambda step: faults.step())
+        training.train(model, steps, batch_of=lambda step, micro: _batch(device, step, dtype), hooks=hooks)
+    return blamed
+
+
+def digests_of_one_bit(dtype: torch.dtype) -> bool:
+    """Return whether each flipped bit of a weight changes its digest, and equal bits have the digest of the CPU."""
+    register()
+    weight = torch.randn(33, generator=torch.Generator().manual_seed(1)).to(dtype)
+    right = digests([weight.to("refdev")]).cpu()
+    if not torch.equal(right, digests([weight])):
+        return False
+    bits = weight.element_size() * 8
+    container = {16: torch.int16, 32: torch.int32}[bits]
+    for bit in range(bits):
+        flipped = weight.clone()
+        flipped.view(container)[7] ^= torch.tensor(1 << bit).to(container)
+        if torch.equal(digests([flipped.to("refdev")]).cpu(), right):
+            return False
+    return True
+
+
+# -- two devices ------------------------------------------------------------------------------------------------------
+
+
+def two_devices() -> tuple[dict[str, float], float]:
+    """Return means of stats on two devices of one process, with the other one busy and not the current one."""
+    refdev = register()
+    assert torch.accelerator.device_count() == 2
+    first, second = (torch.tensor([1.0, 3.0], device=f"refdev:{index}") for index in range(2))
+    torch.accelerator.set_device_index(1)
+    refdev.occupy(0.5)
+    late = second + 1
+    torch.accelerator.set_device_index(0)
+    stats = {"first": first.mean(), "second": late.mean()}
+    reduced = ddpstats.reduce_stats(stats, weight=first.sum()).values
+    with StatsWindow() as window:
+        window.add(stats, torch.tensor(1.0, device="refdev:1"))
+        mean = window.flush().values["second"]
+    assert torch.accelerator.current_device_index() == 0
+    return reduced, mean
+
+
+# -- a group that hangs -----------------------------------------------------------------------------------------------
+
+
+def reduces_beside_a_device_that_hangs() -> dict[str, float]:
+    """Reduce numbers of the host while the device's group waits for a rank that never comes."""
+    join(timeout_sec=60)
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1, device="refdev"), async_op=True)
+    start = time.monotonic()
+    values: dict[str, float] = ddpstats.reduce_stats({"loss": float(dist.get_rank())}).values
+    assert time.monotonic() - start < BUSY_SEC * 5
+    if dist.get_rank() == 1:
+        dist.all_reduce(torch.ones(1, device="refdev"))  # so that both end
+    torch.accelerator.synchronize()
+    return values
