@@ -64,21 +64,11 @@ class RefWork final : public c10d::Work {
     future_->markCompleted(c10::IValue(outputs_));
   }
 
-  bool isCompleted() override {
-    return is_done(end_);
-  }
-  bool isSuccess() const override {
-    return is_done(end_);
-  }
-  std::vector<Tensor> result() override {
-    return outputs_;
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    return future_;
-  }
-  uint64_t getSequencenumber() const override {
-    return sequence_;
-  }
+  bool isCompleted() override { return is_done(end_); }
+  bool isSuccess() const override { return is_done(end_); }
+  std::vector<Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  uint64_t getSequencenumber() const override { return sequence_; }
   void synchronize() override {
     wait_in_stream(current_queue(), end_);
     if (opType_ == OpType::BARRIER) {
@@ -100,9 +90,7 @@ class RefWork final : public c10d::Work {
     return true;
   }
 
-  const MarkPtr& end() const {
-    return end_;
-  }
+  const MarkPtr& end() const { return end_; }
 
  private:
   MarkPtr end_;
@@ -143,25 +131,13 @@ class RefBackend final : public c10d::Backend {
     shutdown();
   }
 
-  const std::string getBackendName() const override {
-    return "refccl";
-  }
-  c10::intrusive_ptr<Options> getBackendOptions() override {
-    return options_;
-  }
-  void setTimeout(Milliseconds timeout) override {
-    options_->timeout = timeout;
-  }
-  bool supportsCoalescing() const override {
-    return true;
-  }
+  const std::string getBackendName() const override { return "refccl"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setTimeout(Milliseconds timeout) override { options_->timeout = timeout; }
+  bool supportsCoalescing() const override { return true; }
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override {
-    return sequence_;
-  }
-  void abort() override {
-    shutdown();
-  }
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  void abort() override { shutdown(); }
   void shutdown() override {
     health_->over = true;
     WithoutPython waiting;
@@ -171,9 +147,7 @@ class RefBackend final : public c10d::Backend {
     }
   }
 
-  void startCoalescing() override {
-    coalescing_ = true;
-  }
+  void startCoalescing() override { coalescing_ = true; }
   WorkPtr endCoalescing() override {
     coalescing_ = false;
     std::vector<Step> steps = std::exchange(coalesced_, {});
@@ -490,8 +464,31 @@ std::map<std::string, int64_t> read_counters() {
   return counted;
 }
 
+// Kernels that take as long as the host wants, at most some seconds.
+struct Gate {
+  std::mutex mutex;
+  std::condition_variable opened;
+  int64_t closed = 0;
+  int64_t open = 0;
+};
+
+Gate& gate() {
+  static auto* only = new Gate();
+  return *only;
+}
+
 void occupy(double seconds) {
-  launch(current_queue(), [seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); });
+  std::unique_lock<std::mutex> lock(gate().mutex);
+  launch(current_queue(), [ticket = ++gate().closed, seconds] {
+    std::unique_lock<std::mutex> lock(gate().mutex);
+    gate().opened.wait_for(lock, std::chrono::duration<double>(seconds), [ticket] { return gate().open >= ticket; });
+  });
+}
+
+void release_all() {
+  std::lock_guard<std::mutex> lock(gate().mutex);
+  gate().open = gate().closed;
+  gate().opened.notify_all();
 }
 
 const at::Generator& generator(int device) {
@@ -509,6 +506,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize", &synchronize_device);
   m.def("counters", &read_counters);
   m.def("occupy", &occupy);
+  m.def("release", &release_all);
   m.def("memory_allocated", [](int device) { return memory_use(device).now; });
   m.def("manual_seed", [](int device, uint64_t seed) { at::Generator(generator(device)).set_current_seed(seed); });
   m.def("get_rng_state", [](int device) { return generator(device).get_state(); });

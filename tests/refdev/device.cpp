@@ -28,46 +28,28 @@ MarkPtr& mark_of(void* event) {
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override {
-    return kDevice;
-  }
+  c10::DeviceType type() const override { return kDevice; }
   Device exchangeDevice(Device device) const override {
     return Device(kDevice, DeviceIndex(exchange_device(index_of(device))));
   }
-  Device getDevice() const override {
-    return Device(kDevice, DeviceIndex(current_device()));
-  }
-  void setDevice(Device device) const override {
-    exchange_device(index_of(device));
-  }
-  void uncheckedSetDevice(Device device) const noexcept override {
-    exchange_device(index_of(device));
-  }
-  DeviceIndex deviceCount() const noexcept override {
-    return DeviceIndex(device_count());
-  }
+  Device getDevice() const override { return Device(kDevice, DeviceIndex(current_device())); }
+  void setDevice(Device device) const override { exchange_device(index_of(device)); }
+  void uncheckedSetDevice(Device device) const noexcept override { exchange_device(index_of(device)); }
+  DeviceIndex deviceCount() const noexcept override { return DeviceIndex(device_count()); }
 
   Stream getStream(Device device) const override {
     return torch_stream(index_of(device), current_stream(index_of(device)));
   }
-  Stream getDefaultStream(Device device) const override {
-    return torch_stream(index_of(device), 0);
-  }
-  Stream getStreamFromGlobalPool(Device device, bool) const override {
-    return getNewStream(device, 0);
-  }
+  Stream getDefaultStream(Device device) const override { return torch_stream(index_of(device), 0); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
   Stream getNewStream(Device device, int) const override {
     return torch_stream(index_of(device), new_stream(index_of(device)));
   }
   Stream exchangeStream(Stream stream) const override {
     return torch_stream(stream.device_index(), exchange_stream(stream.device_index(), stream.id()));
   }
-  bool queryStream(const Stream& stream) const override {
-    return is_done(refdev::record(queue_of(stream)));
-  }
-  void synchronizeStream(const Stream& stream) const override {
-    synchronize(queue_of(stream));
-  }
+  bool queryStream(const Stream& stream) const override { return is_done(refdev::record(queue_of(stream))); }
+  void synchronizeStream(const Stream& stream) const override { synchronize(queue_of(stream)); }
   void synchronizeDevice(const DeviceIndex device) const override {
     synchronize_device(device < 0 ? current_device() : device);
   }
@@ -83,9 +65,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       wait_in_stream(queue_of(stream), mark_of(event));
     }
   }
-  bool queryEvent(void* event) const override {
-    return event == nullptr || is_done(mark_of(event));
-  }
+  bool queryEvent(void* event) const override { return event == nullptr || is_done(mark_of(event)); }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
       wait_on_host(mark_of(event));
@@ -95,9 +75,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(start != nullptr && end != nullptr, "Both events must be recorded before calculating elapsed time.");
     return milliseconds(mark_of(start), mark_of(end));
   }
-  void destroyEvent(void* event, const DeviceIndex) const noexcept override {
-    delete static_cast<MarkPtr*>(event);
-  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<MarkPtr*>(event); }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -108,16 +86,12 @@ struct Allocator final : c10::DeviceAllocator {
     void* address = refdev::allocate(bytes, device);
     return {address, address, &release, Device(kDevice, DeviceIndex(device))};
   }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return &release;
-  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* target, const void* source, size_t bytes) const override {
     synchronize_device(device_of(source));
     std::memcpy(host_alias(target), host_alias(source), bytes);
   }
-  bool initialized() override {
-    return true;
-  }
+  bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr&, Stream) override {} // each queued task holds the storages it needs
 
@@ -129,9 +103,7 @@ struct Allocator final : c10::DeviceAllocator {
     return stats;
   }
   void resetAccumulatedStats(DeviceIndex) override {}
-  void resetPeakStats(DeviceIndex device) override {
-    memory_use(device).peak = memory_use(device).now;
-  }
+  void resetPeakStats(DeviceIndex device) override { memory_use(device).peak = memory_use(device).now; }
 };
 
 struct PinnedAllocator final : c10::Allocator {
@@ -139,9 +111,7 @@ struct PinnedAllocator final : c10::Allocator {
     void* address = allocate_pinned(bytes);
     return {address, address, &release_pinned, Device(c10::kCPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return &release_pinned;
-  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
   void copy_data(void* target, const void* source, size_t bytes) const override {
     std::memcpy(target, source, bytes);
   }
@@ -156,27 +126,13 @@ struct Generator final : c10::GeneratorImpl {
       : c10::GeneratorImpl(Device(kDevice, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         engine(c10::make_intrusive<at::CPUGeneratorImpl>(c10::default_rng_seed_val)) {}
 
-  void set_current_seed(uint64_t seed) override {
-    engine->set_current_seed(seed);
-  }
-  void set_offset(uint64_t) override {
-    TORCH_CHECK(false, "refdev's generator has no offset");
-  }
-  uint64_t get_offset() const override {
-    TORCH_CHECK(false, "refdev's generator has no offset");
-  }
-  uint64_t current_seed() const override {
-    return engine->current_seed();
-  }
-  uint64_t seed() override {
-    return engine->seed();
-  }
-  void set_state(const c10::TensorImpl& state) override {
-    engine->set_state(state);
-  }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    return engine->get_state();
-  }
+  void set_current_seed(uint64_t seed) override { engine->set_current_seed(seed); }
+  void set_offset(uint64_t) override { TORCH_CHECK(false, "refdev's generator has no offset"); }
+  uint64_t get_offset() const override { TORCH_CHECK(false, "refdev's generator has no offset"); }
+  uint64_t current_seed() const override { return engine->current_seed(); }
+  uint64_t seed() override { return engine->seed(); }
+  void set_state(const c10::TensorImpl& state) override { engine->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return engine->get_state(); }
   Generator* clone_impl() const override {
     auto* copy = new Generator(device_.index());
     copy->engine->set_state(*engine->get_state());
@@ -187,30 +143,14 @@ struct Generator final : c10::GeneratorImpl {
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override {
-    return true;
-  }
-  bool isAvailable() const override {
-    return true;
-  }
-  bool hasPrimaryContext(DeviceIndex) const override {
-    return true;
-  }
-  DeviceIndex deviceCount() const override {
-    return DeviceIndex(device_count());
-  }
-  void setCurrentDevice(DeviceIndex device) const override {
-    exchange_device(device);
-  }
-  DeviceIndex getCurrentDevice() const override {
-    return DeviceIndex(current_device());
-  }
-  DeviceIndex exchangeDevice(DeviceIndex device) const override {
-    return DeviceIndex(exchange_device(device));
-  }
-  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
-    return exchangeDevice(device);
-  }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return DeviceIndex(device_count()); }
+  void setCurrentDevice(DeviceIndex device) const override { exchange_device(device); }
+  DeviceIndex getCurrentDevice() const override { return DeviceIndex(current_device()); }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override { return DeviceIndex(exchange_device(device)); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
   const at::Generator& getDefaultGenerator(DeviceIndex device) const override {
     static auto* generators = new std::vector<at::Generator>([] {
       std::vector<at::Generator> made;
@@ -224,15 +164,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(DeviceIndex device) const override {
     return at::make_generator<Generator>(DeviceIndex(device < 0 ? current_device() : device));
   }
-  Device getDeviceFromPtr(void* address) const override {
-    return Device(kDevice, DeviceIndex(device_of(address)));
-  }
-  bool isPinnedPtr(const void* address) const override {
-    return is_pinned(address);
-  }
-  at::Allocator* getPinnedMemoryAllocator() const override {
-    return &pinned_allocator;
-  }
+  Device getDeviceFromPtr(void* address) const override { return Device(kDevice, DeviceIndex(device_of(address))); }
+  bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     resize_storage(storage, bytes);
   }
@@ -250,19 +184,17 @@ c10::Allocator* device_allocator() {
   return &allocator;
 }
 
-// The bytes move in the stream: nothing waits, and the old block lives until they have moved.
+// The bytes move in the stream, and the old block is given back there: kernels that were launched before still use it.
 void resize_storage(const c10::Storage& storage, size_t bytes) {
   auto* impl = storage.unsafeGetStorageImpl();
-  c10::DataPtr fresh = allocator.allocate(bytes);
   const size_t kept = std::min(bytes, impl->nbytes());
-  if (kept > 0) {
-    auto old = std::make_shared<c10::DataPtr>(impl->set_data_ptr(std::move(fresh)));
-    char* target = host_alias(impl->data());
-    launch(current_queue(), [old, target, kept] { std::memcpy(target, host_alias(old->get()), kept); });
-  } else {
-    impl->set_data_ptr_noswap(std::move(fresh));
-  }
+  auto old = std::make_shared<c10::DataPtr>(impl->set_data_ptr(allocator.allocate(bytes)));
   impl->set_nbytes(bytes);
+  launch(current_queue(), [old, target = host_alias(impl->data()), kept] {
+    if (kept > 0) {
+      std::memcpy(target, host_alias(old->get()), kept);
+    }
+  });
 }
 
 uint64_t draw_seed(const std::optional<at::Generator>& generator) {

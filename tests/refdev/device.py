@@ -42,8 +42,13 @@ def counters() -> dict[str, int]:
 
 
 def occupy(seconds: float) -> None:
-    """Queue a kernel on the current stream that takes this long."""
+    """Queue a kernel on the current stream that takes this long, or until `release`."""
     native.occupy(seconds)
+
+
+def release() -> None:
+    """Let the kernels end that `occupy` has queued so far."""
+    native.release()
 
 
 class _CurrentDevice:

@@ -281,6 +281,24 @@ void convolution_backward(const OperatorHandle&, Stack* stack) {
   call(operation, stack);
 }
 
+// A layer norm's mean and deviation are float32, as on other devices: the CPU has them in the precision of its input.
+void layer_norm(const OperatorHandle& operation, Stack* stack) {
+  const size_t number = operation.schema().arguments().size();
+  const Tensor input = torch::jit::peek(*stack, 0, number).toTensor();
+  if (!at::isReducedFloatingType(input.scalar_type())) {
+    return call(operation, stack);
+  }
+  for (IValue& argument : torch::jit::last(*stack, number).vec()) {
+    stack->push_back(exchanged(argument, [](const Tensor& tensor) { return tensor.to(at::kFloat); }));
+  }
+  stack->erase(stack->end() - 2 * int64_t(number), stack->end() - int64_t(number));
+  call(operation, stack);
+  const size_t statistics = operation.schema().name() == "aten::native_layer_norm" ? 2 : 0;
+  for (size_t index = stack->size() - 3; index < stack->size() - statistics; index++) {
+    (*stack)[index] = exchanged((*stack)[index], [&input](const Tensor& tensor) { return tensor.to(input.scalar_type()); });
+  }
+}
+
 // Memory, views and copies
 
 Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -416,6 +434,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", record_stream);
   m.impl("native_dropout", native_dropout);
   m.impl("_foreach_norm.Scalar", foreach_norm);
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&layer_norm>());
+  m.impl("native_layer_norm_backward", torch::CppFunction::makeFromBoxedFunction<&layer_norm>());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpstats._observe.groups import default_store
 
-BUSY_SEC = 2.0
-"""How long the device is kept busy: far longer than what must not wait for it takes on a loaded machine."""
+LIMIT_SEC = 60.0
+"""How long the device is kept busy at most: a test that waits for it takes as long, and fails."""
 
 
 def register() -> Any:
@@ -47,15 +47,14 @@ def join(timeout_sec: float = 60.0) -> Any:
 
 @contextlib.contextmanager
 def busy(refdev: Any) -> Iterator[None]:
-    """Keep the current stream busy, and raise if the body waited for it."""
-    torch.accelerator.synchronize()
+    """Keep the current stream busy as long as the body takes, and raise if the body waited for it."""
     start = time.monotonic()
-    refdev.occupy(BUSY_SEC)
-    yield
-    elapsed = time.monotonic() - start
-    torch.accelerator.synchronize()
-    assert elapsed < BUSY_SEC, f"{elapsed:.1f} s: the host waited for the device"
-    assert time.monotonic() - start >= BUSY_SEC  # it was busy
+    refdev.occupy(LIMIT_SEC)
+    try:
+        yield
+    finally:
+        refdev.release()
+    assert time.monotonic() - start < LIMIT_SEC, "the host waited for the device"
 
 
 @contextlib.contextmanager
@@ -309,4 +308,4 @@ def collective_that_never_ends() -> None:
     if dist.get_rank() == 0:
         dist.all_reduce(tensor)
         tensor.sum().item()
-    time.sleep(30)
+    time.sleep(10)

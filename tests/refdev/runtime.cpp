@@ -53,9 +53,7 @@ struct Arena {
     return static_cast<char*>(address);
   }
 
-  bool contains(const void* address) const {
-    return address >= device && address < device + kArena;
-  }
+  bool contains(const void* address) const { return address >= device && address < device + kArena; }
 };
 
 // Everything that threads may still use while the process ends is never destroyed.
