@@ -1,7 +1,7 @@
 // "refccl": collectives of the device over gloo, each in its turn on a stream of the group's own, as NCCL has them.
 //
-// A call returns at once. wait() lets the current stream wait, not the host. A watchdog ends the process, in NCCL's words,
-// where a collective takes longer than the group's timeout, or a peer is gone.
+// A call returns at once. wait() lets the current stream wait, not the host. A watchdog ends the process, in NCCL's
+// words, where a collective takes longer than the group's timeout, or a peer is gone.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -14,7 +14,7 @@
 #include <cstdlib>
 #include <list>
 #include <mutex>
-#include <set>
+#include <numeric>
 #include <thread>
 
 #include "device.h"
@@ -47,11 +47,10 @@ Tensors host_views(const Tensors& tensors) {
   return views;
 }
 
-std::string upper(std::string text) {
-  for (char& letter : text) {
-    letter = char(std::toupper(letter));
-  }
-  return text;
+int64_t elements(const Tensors& tensors) {
+  return std::accumulate(tensors.begin(), tensors.end(), int64_t(0), [](int64_t sum, const Tensor& tensor) {
+    return sum + tensor.numel();
+  });
 }
 
 class RefWork final : public c10d::Work {
@@ -65,7 +64,6 @@ class RefWork final : public c10d::Work {
   }
 
   bool isCompleted() override { return is_done(end_); }
-  bool isSuccess() const override { return is_done(end_); }
   std::vector<Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   uint64_t getSequencenumber() const override { return sequence_; }
@@ -174,7 +172,7 @@ class RefBackend final : public c10d::Backend {
     return queue(OpType::REDUCE, tensors, tensors, {step});
   }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    Step step{[gloo = gloo_, views = host_views(tensors), options]() mutable { return gloo->broadcast(views, options); }};
+    Step step{[gloo = gloo_, to = host_views(tensors), options]() mutable { return gloo->broadcast(to, options); }};
     return queue(OpType::BROADCAST, tensors, tensors, {step});
   }
 
@@ -188,7 +186,8 @@ class RefBackend final : public c10d::Backend {
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
     return queue(OpType::_ALLGATHER_BASE, {input}, {output}, {gather_step(output, input, options)});
   }
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override {
     std::vector<Step> steps;
     for (size_t index = 0; index < inputs.size(); index++) {
       steps.push_back(gather_step(outputs[index], inputs[index], options));
@@ -216,47 +215,16 @@ class RefBackend final : public c10d::Backend {
     return queue(OpType::SCATTER, inputs.empty() ? Tensors{} : inputs[0], outputs, {step});
   }
 
-  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
-    return queue(OpType::REDUCE_SCATTER, inputs.at(0), outputs, {scatter_step(outputs.at(0), inputs.at(0), options)});
-  }
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    return queue(OpType::_REDUCE_SCATTER_BASE, {input}, {output}, {scatter_step(output, {input}, options)});
+    return queue(OpType::_REDUCE_SCATTER_BASE, {input}, {output}, {scatter_step(output, input, options)});
   }
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    std::vector<Step> steps;
-    for (size_t index = 0; index < inputs.size(); index++) {
-      steps.push_back(scatter_step(outputs[index], {inputs[index]}, options));
-    }
-    return queue(OpType::COALESCED, inputs, outputs, std::move(steps));
-  }
-
-  WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
+  WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& received, std::vector<int64_t>& sent,
                         const c10d::AllToAllOptions& options) override {
-    Step step{[gloo = gloo_, to = host_view(output), from = host_view(input), output_splits, input_splits, options]() mutable {
-      return gloo->alltoall_base(to, from, output_splits, input_splits, options);
+    Step step{[gloo = gloo_, to = host_view(output), from = host_view(input), received, sent, options]() mutable {
+      return gloo->alltoall_base(to, from, received, sent, options);
     }};
     return queue(OpType::ALLTOALL_BASE, {input}, {output}, {step});
   }
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    auto received = std::make_shared<Tensor>();
-    Step step;
-    step.begin = [gloo = gloo_, to = host_views(outputs), from = host_views(inputs), received, options] {
-      auto output_splits = sizes_of(to);
-      auto input_splits = sizes_of(from);
-      Tensor sent = flat(from);
-      *received = at::empty_like(flat(to));
-      return gloo->alltoall_base(*received, sent, output_splits, input_splits, options);
-    };
-    step.finish = [to = host_views(outputs), received] {
-      int64_t offset = 0;
-      for (const Tensor& target : to) {
-        target.copy_(received->narrow(0, offset, target.numel()).view(target.sizes()));
-        offset += target.numel();
-      }
-    };
-    return queue(OpType::ALLTOALL, inputs, outputs, {step});
-  }
-
   WorkPtr send(Tensors& tensors, int target, int) override { // NCCL has no tags
     Step step{[gloo = gloo_, views = host_views(tensors), target]() mutable { return gloo->send(views, target, 0); }};
     return queue(OpType::SEND, tensors, {}, {step});
@@ -277,25 +245,8 @@ class RefBackend final : public c10d::Backend {
     operation = c10d::ReduceOp::SUM;
     return true;
   }
-  static std::vector<int64_t> sizes_of(const Tensors& tensors) {
-    std::vector<int64_t> sizes;
-    for (const Tensor& tensor : tensors) {
-      sizes.push_back(tensor.numel());
-    }
-    return sizes;
-  }
-  static Tensor flat(const Tensors& tensors) {
-    Tensors parts;
-    for (const Tensor& tensor : tensors) {
-      parts.push_back(tensor.reshape({-1}));
-    }
-    return at::cat(parts);
-  }
-
-  template <class Options>
-  Step sum_step(const Tensors& tensors, const Options& options) {
-    c10d::AllreduceOptions inner;
-    inner.reduceOp = options.reduceOp;
+  Step sum_step(const Tensors& tensors, const c10d::AllreduceOptions& options) {
+    auto inner = options;
     const bool averages = without_average(inner.reduceOp);
     Tensors views = host_views(tensors);
     return {
@@ -316,14 +267,14 @@ class RefBackend final : public c10d::Backend {
   }
 
   // gloo sums the whole, and this rank keeps its part.
-  Step scatter_step(const Tensor& output, const Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  Step scatter_step(const Tensor& output, const Tensor& input, const c10d::ReduceScatterOptions& options) {
     c10d::AllreduceOptions inner;
     inner.reduceOp = options.reduceOp;
     const bool averages = without_average(inner.reduceOp);
     auto whole = std::make_shared<Tensors>();
     return {
-        [gloo = gloo_, from = host_views(inputs), whole, inner] {
-          *whole = {flat(from)};
+        [gloo = gloo_, from = host_view(input), whole, inner] {
+          *whole = {from.reshape({-1}).clone()};
           return gloo->allreduce(*whole, inner);
         },
         [to = host_view(output), whole, averages, rank = rank_, size = size_] {
@@ -347,7 +298,8 @@ class RefBackend final : public c10d::Backend {
       coalesced_tensors_.insert(coalesced_tensors_.end(), inputs.begin(), inputs.end());
       return c10::make_intrusive<c10d::Work>(rank_, type);
     }
-    const int device = inputs.empty() ? outputs.empty() ? current_device() : outputs[0].device().index() : inputs[0].device().index();
+    const Tensors& tensors = inputs.empty() ? outputs : inputs;
+    const int device = tensors.empty() ? current_device() : tensors[0].device().index();
     Queue& own = stream(device, stream_id_);
     wait_in_stream(own, record(current_queue()));
     launch(own, [steps = std::move(steps), health = health_] { run(steps, *health); });
@@ -380,15 +332,9 @@ class RefBackend final : public c10d::Backend {
   }
 
   std::string describe(OpType type, const Tensors& inputs, const Tensors& outputs) const {
-    const auto elements = [](const Tensors& tensors) {
-      int64_t number = 0;
-      for (const Tensor& tensor : tensors) {
-        number += tensor.numel();
-      }
-      return number;
-    };
-    return c10::str("WorkNCCL(SeqNum=", sequence_, ", OpType=", upper(c10d::opTypeToString(type)), ", NumelIn=",
-                    elements(inputs), ", NumelOut=", elements(outputs), ", Timeout(ms)=", options_->timeout.count(), ")");
+    return c10::str("WorkNCCL(SeqNum=", sequence_, ", OpType=", c10d::opTypeToString(type),
+                    ", NumelIn=", elements(inputs), ", NumelOut=", elements(outputs),
+                    ", Timeout(ms)=", options_->timeout.count(), ")");
   }
 
   // Ends the process, as NCCL's watchdog does.
@@ -415,9 +361,9 @@ class RefBackend final : public c10d::Backend {
   std::string find_error() {
     const std::string broken = health_->reported();
     if (!broken.empty()) {
-      return "Process group watchdog thread terminated with exception: NCCL error: remote process exited or there was a "
-             "network error, ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
-             "prematurely. Last error: " + broken;
+      return "Process group watchdog thread terminated with exception: NCCL error: remote process exited or there "
+             "was a network error, ncclRemoteError: A call failed possibly due to a network error or a remote "
+             "process exiting prematurely. Last error: " + broken;
     }
     std::lock_guard<std::mutex> lock(pending_mutex_);
     while (!pending_.empty() && is_done(pending_.front().end)) {
@@ -453,16 +399,6 @@ class RefBackend final : public c10d::Backend {
   std::mutex joining_;
   std::thread watchdog_;
 };
-
-std::map<std::string, int64_t> read_counters() {
-  static const std::vector<std::string> names{"launches", "host_reads", "copies_to_host", "copies_to_device", "synchronizations", "allocations"};
-  std::map<std::string, int64_t> counted;
-  const auto values = counters();
-  for (size_t index = 0; index < values.size(); index++) {
-    counted[names[index]] = values[index];
-  }
-  return counted;
-}
 
 // Kernels that take as long as the host wants, at most some seconds.
 struct Gate {
@@ -504,7 +440,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("current_device", &current_device);
   m.def("exchange_device", &exchange_device);
   m.def("synchronize", &synchronize_device);
-  m.def("counters", &read_counters);
+  m.def("counters", &counters);
   m.def("occupy", &occupy);
   m.def("release", &release_all);
   m.def("memory_allocated", [](int device) { return memory_use(device).now; });

@@ -36,9 +36,12 @@ INNER_TIMEOUT = timedelta(hours=1)
 """How long gloo waits below refccl, which itself waits as long as the watchdog lets it."""
 
 
+_COUNTERS = ("launches", "host_reads", "copies_to_host", "copies_to_device", "synchronizations", "allocations")
+
+
 def counters() -> dict[str, int]:
-    """Return what the driver counted so far, by name: launches, host_reads, copies_to_host, synchronizations, ..."""
-    return dict(native.counters())
+    """Return what the driver counted so far, by name."""
+    return dict(zip(_COUNTERS, native.counters(), strict=True))
 
 
 def occupy(seconds: float) -> None:

@@ -1,6 +1,6 @@
 // Runs the kernels of the CPU in the device's streams.
 //
-// One fallback carries nearly all operations: shapes come from a call on the device "meta", and the CPU's kernel is queued.
+// One fallback carries nearly all operations: shapes come from a call on "meta", and the CPU's kernel is queued.
 // What has no shapes without its values (nonzero, for example) waits for the stream, as it does on other devices.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -10,9 +10,6 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
-#include <ATen/ops/unfold_native.h>
-#include <ATen/ops/view_as_complex_native.h>
-#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
@@ -105,8 +102,8 @@ int common_device(const OperatorHandle& operation, const Stack& arguments) {
     for_each_tensor(argument, [&](const Tensor& tensor) {
       const bool fits = is_ours(tensor) ? device < 0 || device == tensor.device().index()
                                         : tensor.dim() == 0 || at::isIntegralType(tensor.scalar_type(), true);
-      TORCH_CHECK(fits, "Expected all tensors to be on the same device, but got ", tensor.device(), " beside another in ",
-                  operation.schema().name());
+      TORCH_CHECK(fits, "Expected all tensors to be on the same device, but got ", tensor.device(),
+                  " beside another in ", operation.schema().name());
       if (is_ours(tensor)) {
         device = tensor.device().index();
       }
@@ -126,9 +123,6 @@ bool infer_shapes(const OperatorHandle& operation, const Stack& arguments, Stack
   try {
     operation.callBoxed(shapes);
   } catch (const std::exception&) {
-    if (std::getenv("REFDEV_TRACE") != nullptr) {
-      std::fprintf(stderr, "refdev: %s waits for values\n", operation.schema().name().c_str());
-    }
     return false; // wrong arguments, too: then the CPU's kernel says so
   }
   for (const IValue& shape : shapes) {
@@ -165,15 +159,16 @@ Stack on_the_host(const OperatorHandle& operation, const Stack& arguments) {
   return converted;
 }
 
-// The results of a call: an argument where the schema says that it is written, else new tensors of these shapes.
-Stack make_results(const OperatorHandle& operation, const Stack& arguments, const Stack& shapes) {
+// The results of a call: an argument where the schema says that it is written, else what `make` makes.
+template <class Make>
+Stack results_of(const OperatorHandle& operation, const Stack& arguments, const Stack& templates, const Make& make) {
   const auto& schema = operation.schema();
   Stack results;
   size_t next_written = 0;
-  for (size_t index = 0; index < shapes.size(); index++) {
+  for (size_t index = 0; index < templates.size(); index++) {
     const auto* alias_info = schema.returns()[index].alias_info();
     if (alias_info == nullptr) {
-      results.push_back(exchanged(shapes[index], empty_like_shape));
+      results.push_back(exchanged(templates[index], make));
       continue;
     }
     TORCH_CHECK(alias_info->isWrite(), "refdev has no kernel for the view ", schema.name());
@@ -219,28 +214,16 @@ Stack run_at_once(const OperatorHandle& operation, const Stack& arguments) {
   Stack made = on_the_host(operation, arguments);
   synchronize(current_queue());
   operation.callBoxed(made);
-  Stack results;
-  size_t next_written = 0;
-  for (size_t index = 0; index < made.size(); index++) {
-    const auto* alias_info = operation.schema().returns()[index].alias_info();
-    if (alias_info != nullptr && alias_info->isWrite()) {
-      while (!is_written(operation.schema().arguments()[next_written])) {
-        next_written++;
-      }
-      const Tensor target = arguments[next_written++].toTensor();
-      const Tensor source = made[index].toTensor();
-      if (target.sizes() != source.sizes()) {
-        target.resize_(source.sizes());
-        host_view(target).copy_(source);
-      }
-      results.push_back(target);
-      continue;
+  const Stack results = results_of(operation, arguments, made, [](const Tensor& tensor) {
+    Tensor result = empty_like_shape(tensor);
+    host_view(result).copy_(tensor);
+    return result;
+  });
+  for (size_t index = 0; index < made.size(); index++) { // an output that was given may have got another size
+    if (made[index].isTensor() && made[index].toTensor().sizes() != results[index].toTensor().sizes()) {
+      results[index].toTensor().resize_(made[index].toTensor().sizes());
+      host_view(results[index].toTensor()).copy_(made[index].toTensor());
     }
-    results.push_back(exchanged(made[index], [](const Tensor& tensor) {
-      Tensor result = empty_like_shape(tensor);
-      host_view(result).copy_(tensor);
-      return result;
-    }));
   }
   return results;
 }
@@ -252,17 +235,13 @@ void call(const OperatorHandle& operation, Stack* stack) {
   Stack shapes;
   Stack results;
   if (infer_shapes(operation, arguments, shapes)) {
-    results = make_results(operation, arguments, shapes);
+    results = results_of(operation, arguments, shapes, empty_like_shape);
     queue_kernel(operation, arguments, results);
   } else {
     results = run_at_once(operation, arguments);
   }
   exchange_device(previous);
   stack->insert(stack->end(), results.begin(), results.end());
-}
-
-void fallback(const OperatorHandle& operation, Stack* stack) {
-  call(operation, stack);
 }
 
 OperatorHandle operation_named(const char* name) {
@@ -295,7 +274,8 @@ void layer_norm(const OperatorHandle& operation, Stack* stack) {
   call(operation, stack);
   const size_t statistics = operation.schema().name() == "aten::native_layer_norm" ? 2 : 0;
   for (size_t index = stack->size() - 3; index < stack->size() - statistics; index++) {
-    (*stack)[index] = exchanged((*stack)[index], [&input](const Tensor& tensor) { return tensor.to(input.scalar_type()); });
+    IValue& result = (*stack)[index];
+    result = exchanged(result, [&input](const Tensor& tensor) { return tensor.to(input.scalar_type()); });
   }
 }
 
@@ -304,16 +284,17 @@ void layer_norm(const OperatorHandle& operation, Stack* stack) {
 Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
              std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), device_allocator(),
-                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), at::dtype_or_default(dtype), format);
+  const c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), device_allocator(), keys,
+                                   at::dtype_or_default(dtype), format);
 }
 
 Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   c10::OptionalDeviceGuard guard(device);
+  const c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
   return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
-                                           device_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                           at::dtype_or_default(dtype));
+                                           device_allocator(), keys, at::dtype_or_default(dtype));
 }
 
 const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef sizes, std::optional<at::MemoryFormat> format) {
@@ -333,7 +314,8 @@ const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef sizes, std::option
   return self;
 }
 
-Tensor& set_source(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
+Tensor& set_source(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef sizes,
+                   c10::SymIntArrayRef strides) {
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(source));
   impl->set_storage_offset(offset.expect_int());
@@ -343,11 +325,6 @@ Tensor& set_source(Tensor& self, at::Storage source, c10::SymInt offset, c10::Sy
     impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides));
   }
   return self;
-}
-
-Tensor& set_empty(Tensor& self) {
-  c10::Storage storage(c10::Storage::use_byte_size_t(), 0, device_allocator()->allocate(0), device_allocator(), true);
-  return set_source(self, storage, 0, c10::SymIntArrayRef{c10::SymInt(0)}, {});
 }
 
 Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
@@ -366,20 +343,16 @@ Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
   const Tensor source = from_host ? self : host_view(self);
   const Tensor destination = to_host ? target : host_view(target);
   // Pageable memory is read before the call returns, and the host waits until the device has it.
-  launch(current_queue(), [source = from_host && waits ? source.clone() : source.detach(), destination = destination.detach()] {
+  const Tensor read = from_host && waits ? source.clone() : source.detach();
+  launch(current_queue(), [read, destination = destination.detach()] {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    destination.copy_(source);
+    destination.copy_(read);
   });
   if (waits) {
     synchronize(current_queue());
   }
   exchange_device(previous);
   return target;
-}
-
-Tensor copy_from_and_resize(const Tensor& self, const Tensor& target) {
-  target.resize_(self.sizes());
-  return copy_from(self, target, false);
 }
 
 at::Scalar local_scalar_dense(const Tensor& self) {
@@ -403,7 +376,8 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double probabilit
 std::vector<Tensor> foreach_norm(at::TensorList tensors, const at::Scalar& order, std::optional<at::ScalarType> dtype) {
   for (const Tensor& tensor : tensors) {
     TORCH_CHECK(tensor.numel() > 0 || !std::isinf(order.toDouble()),
-                "_foreach_norm cannot compute the infinity norm on an empty tensor because the operation does not have an identity");
+                "_foreach_norm cannot compute the infinity norm on an empty tensor because the operation does not "
+                "have an identity");
   }
   return at::native::foreach_tensor_norm_slow(tensors, order, dtype);
 }
@@ -411,7 +385,7 @@ std::vector<Tensor> foreach_norm(at::TensorList tensors, const at::Scalar& order
 } // namespace
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&call>());
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -421,15 +395,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
-  m.impl("unfold", at::native::unfold);
-  m.impl("view_as_real", at::native::view_as_real);
-  m.impl("view_as_complex", at::native::view_as_complex);
-  m.impl("set_", set_empty);
   m.impl("set_.source_Tensor", at::native::set_tensor_);
   m.impl("set_.source_Storage", at::native::set_);
   m.impl("set_.source_Storage_storage_offset", set_source);
   m.impl("_copy_from", copy_from);
-  m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("record_stream", record_stream);
   m.impl("native_dropout", native_dropout);

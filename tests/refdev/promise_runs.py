@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,12 @@ def waits_of_checks(dirpath: str, what: str) -> list[int]:
         ddpstats.collective_guard("step") as guard,
     ):
         checks = StepChecks(capture=capture, sentinel=sentinel, guard=guard)
-        check = {"capture": capture.check, "sentinel": sentinel.step, "guard": guard.step, "all": checks.step}[what]
+        parts: dict[str, Callable[[], object]] = {
+            "capture": capture.check,
+            "sentinel": sentinel.step,
+            "guard": guard.step,
+        }
+        check = parts.get(what, checks.step)
 
         def judge(step: int) -> bool:
             torch.accelerator.synchronize()
@@ -132,7 +138,7 @@ def dumped_step(dirpath: str) -> tuple[dict[str, int], int]:
     refdev = register()
     model, x = training.make_model().to("refdev"), torch.ones(4, 6, device="refdev")
     dump = StatsDump({"dump_path": dirpath, "level": "mix", "async_dump": True}, model=model)
-    training.loss_of(model, _batch("refdev", 0)).backward()
+    training.loss_of(model, _batch("refdev", 0)).backward()  # type: ignore[no-untyped-call]
     with busy(refdev), counted(refdev) as changes:
         dump.start()
         model(x).square().sum().backward()
@@ -148,10 +154,14 @@ def bundle_of_a_nan(dirpath: str) -> tuple[str, float]:
         batch = _batch("refdev", 0)
         batch["x"][0, 0] = torch.nan
         with capture.micro_batch(batch):
-            training.loss_of(model, batch).backward()
+            training.loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
         verdict = capture.check()
     assert verdict.bundle is not None
     return str(verdict.bundle), torch.rand((), device="refdev").item()
+
+
+def _judge(checks: StepChecks) -> Callable[[int], bool]:
+    return lambda step: checks.step().ok
 
 
 def same_weights_with_all_checks(dirpath: str) -> bool:
@@ -164,8 +174,7 @@ def same_weights_with_all_checks(dirpath: str) -> bool:
         hooks = Hooks()
         if is_checked:
             capture, sentinel = NaNCapture(dirpath, model=model), Sentinel(model, mode=2, digest_every_steps=1)
-            checks = StepChecks(capture=capture, sentinel=sentinel)
-            hooks = Hooks(capture.micro_batch, judge=lambda step, checks=checks: checks.step().ok)
+            hooks = Hooks(capture.micro_batch, judge=_judge(StepChecks(capture=capture, sentinel=sentinel)))
         training.train(model, 3, batch_of=lambda step, micro: _batch("refdev", step), hooks=hooks)
         weights = [parameter.detach().cpu() for parameter in model.parameters()]
         ends.append([*weights, torch.rand(3, device="refdev").cpu(), torch.rand(3)])
@@ -184,7 +193,7 @@ def overflow_and_nan(dtype: torch.dtype, dirpath: str) -> list[str]:
     model = nn.parallel.DistributedDataParallel(training.make_model().to("refdev"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("refdev", init_scale=256.0)
-    kinds = []
+    kinds: list[str] = []
     with NaNCapture(dirpath, model=model, scaler=scaler, max_scaler_skips=2, on_nonfinite="skip") as capture:
         for case in ("right", "overflow", "right", "NaN", "NaN"):
             batch = _batch("refdev", 0)
@@ -195,7 +204,7 @@ def overflow_and_nan(dtype: torch.dtype, dirpath: str) -> list[str]:
                     loss = training.loss_of(model, batch)
                 if case == "overflow":
                     loss = loss * float("inf")
-                scaler.scale(loss).backward()
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             scaler.unscale_(optimizer)
             kinds.append(capture.check().kind)
             scaler.step(optimizer)

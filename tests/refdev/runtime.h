@@ -13,7 +13,7 @@
 
 namespace refdev {
 
-// What a device's driver counts. Python reads it as a dict, in this order.
+// What a device's driver counts. device.py has the names, in this order.
 enum Counter { kLaunches, kHostReads, kCopiesToHost, kCopiesToDevice, kSynchronizations, kAllocations, kCounters };
 void count(Counter counter);
 std::vector<int64_t> counters();
