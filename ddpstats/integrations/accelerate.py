@@ -16,7 +16,8 @@ exactly; the result has the dtype that the ranks' dtypes promote to. A mean of i
 torch's default dtype. Python numbers give a Python number. Gather: concatenated along dimension 0, whose size may
 differ; each rank's Python number is one element (float64, int64 or bool). Results have no grad.
 
-Raises on every rank, with one text: `SchemaConflict` for a container against a leaf, or shapes that do not fit;
+Raises on every rank, with one text: `SchemaConflict` for a container against a leaf, or shapes that do not fit (in
+accelerate's debug mode it is a ``DistributedOperationException``, too, as accelerate's own error about shapes);
 `InvalidStats` for a leaf that is neither a dense tensor nor a number; `ProtocolMismatch` for a reduce against a gather,
 or for two different reductions.
 
@@ -62,6 +63,7 @@ import torch
 
 from ddpstats._base.paths import Index, Path, format_path
 from ddpstats._ranks.gather import CannotEncode, can_encode
+from ddpstats.errors import SchemaConflict
 from ddpstats.integrations.matching import Matching, pack, unite
 from ddpstats.integrations.patches import Patches, in_place_of
 
@@ -195,8 +197,16 @@ def _united(matching: Matching, trees: dict[int, Any], path: Path, combine: Comb
         return items if isinstance(first, list) else tuple(items)
     leaf = combine(list(trees.values())) if fits else None
     if leaf is None:
-        raise matching.conflict(path, {rank: _text(tree) for rank, tree in trees.items()})
+        conflict = matching.conflict(path, {rank: _text(tree) for rank, tree in trees.items()})
+        raise _as_accelerates(conflict) if _state().debug else conflict
     return leaf
+
+
+def _as_accelerates(conflict: SchemaConflict) -> SchemaConflict:
+    """Return the same error as one that is also of the class which accelerate raises in its debug mode."""
+    bases = (SchemaConflict, _operations().DistributedOperationException)
+    both: type[SchemaConflict] = type("SchemaConflict", bases, {"__module__": SchemaConflict.__module__})
+    return both(str(conflict), ranks=conflict.ranks, path=conflict.path, group=conflict.group)
 
 
 def _text(tree: Any) -> str:

@@ -228,6 +228,20 @@ def conflicts() -> dict[str, Failure]:
         return {case: failure_of(*call) for case, call in cases.items()}
 
 
+def conflict_in_debug_mode() -> tuple[str, bool]:
+    """Return the text of a conflict in accelerate's debug mode, and whether it is of accelerate's class, too."""
+    tree = {"a": of_this_rank(torch.ones(2), torch.ones(3))}
+    with accelerator() as it:
+        operations.PartialState().debug = True
+        try:
+            it.reduce(tree)
+        except ddpstats.SchemaConflict as conflict:
+            return str(conflict), isinstance(conflict, operations.DistributedOperationException)
+        finally:
+            operations.PartialState().debug = False
+    raise AssertionError("nothing was raised")
+
+
 # -- what goes over the wire ------------------------------------------------------------------------------------------
 
 

@@ -188,6 +188,12 @@ def test_conflicts_are_the_same_error_on_every_rank(two_ranks: RankPool) -> None
     assert "rank 1 at 'a': an object of type NoneType; leaves must be dense tensors or numbers" in found["object"][3]
 
 
+def test_in_accelerates_debug_mode_a_conflict_is_accelerates_own_error_too(two_ranks: RankPool) -> None:
+    text, is_accelerates = same(two_ranks.run(runs.conflict_in_debug_mode).values())
+    assert is_accelerates
+    assert "under 'a':\n  rank 0: a tensor of shape (2,)\n  rank 1: a tensor of shape (3,)\n" in text
+
+
 def test_collectives_do_not_grow_with_the_keys(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.counts, True).values() == [[(4, 0), (4, 0)]] * 2
     assert two_ranks.run(runs.counts, False).values() == [[(2, 2), (80, 80)]] * 2
