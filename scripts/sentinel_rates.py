@@ -1,13 +1,15 @@
 """Measure what the sentinel finds: bits that flip in a small transformer, and steps in which none does.
 
-    scripts/launch.sh dev python scripts/sentinel_rates.py [--flips N] [--clean N] [--json PATH]
+    scripts/launch.sh dev python scripts/sentinel_rates.py [--dtypes NAME...] [--flips N] [--clean N] [--json PATH]
+
+In each dtype, which all of the model is in (float16 with a GradScaler):
 
 1. Three gloo ranks train a transformer with every layer looking at every step. In every other step one bit flips, of
    one element, on one rank, in turn in a weight, an activation, its gradient, a parameter's gradient before and after
-   the reduce, and inside a matrix product (`ddpstats.testing.inject_bit_flips`). All 32 bits are equally likely.
+   the reduce, and inside a matrix product (`ddpstats.testing.inject_bit_flips`). All bits are equally likely.
 2. Two ranks train it without any fault.
-3. Layers 2 and 3 look now and then, as they would: steps from a fault to the alarm that names its rank.
-4. A part of the flips once more in bfloat16.
+
+In float32 layers 2 and 3 also look now and then, as they would: steps from a fault to the alarm that names its rank.
 
 A layer has found a flip if it named that rank, and no other, in that step.
 """
@@ -45,10 +47,19 @@ REACH: dict[str, Sequence[str]] = {
     "matmul checksum": ("matmul",),
 }
 """Layer -> the kinds of flips that it is there for."""
-_BITS = {"0-7": range(8), "8-15": range(8, 16), "16-22": range(16, 23), "23-29": range(23, 30), "30": [30], "31": [31]}
-_BITS_OF_BFLOAT16 = {"0-6": range(7), "7-13": range(7, 14), "14": [14], "15": [15]}
-"""The last one is the sign, those from 23 or 7 on the exponent."""
-_BFLOAT16_SHARE = 5  # of the flips, one in so many once more in bfloat16
+_BITS: dict[torch.dtype, dict[str, Sequence[int]]] = {
+    torch.float32: {
+        "0-7": range(8),
+        "8-15": range(8, 16),
+        "16-22": range(16, 23),
+        "23-29": range(23, 30),
+        "30": [30],
+        "31": [31],
+    },
+    torch.bfloat16: {"0-6": range(7), "7-13": range(7, 14), "14": [14], "15": [15]},
+    torch.float16: {"0-9": range(10), "10-13": range(10, 14), "14": [14], "15": [15]},
+}
+"""dtype -> its bits: those of the fraction, of the exponent without its highest, that one, and the sign."""
 _EVERY = 20  # steps between the exams of layers 2 and 3, where they look now and then
 _WARM_UP_STEPS = 130  # the jump test of "v2" begins after 100
 _LIMIT_SEC = 7200.0
@@ -111,15 +122,19 @@ def logging_off() -> None:
 class Trainer:
     """A model in training, watched by every layer in every step, and by both detectors."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         logging_off()
         torch.manual_seed(0)
         self.model = DistributedDataParallel(Transformer(32, 2).to(dtype))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        # Adam divides the scale out again; squares of small gradients are 0 in float16, so eps has to bound its steps.
+        is_scaled = dtype is torch.float16
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=is_scaled)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, eps=1e-2 if is_scaled else 1e-8)
         replays = {"digest_every_steps": 1, "replay_every_steps": 1, "replay_fn": step_fn}
-        self.all_layers = Sentinel(self.model, mode=2, matmul_checksum=True, checksum_steps=10**9, **replays)
+        options: dict[str, Any] = {"mode": 2, "scaler": self.scaler}
+        self.all_layers = Sentinel(self.model, matmul_checksum=True, checksum_steps=10**9, **replays, **options)
         self.all_layers.check_matmuls(10**9)
-        self.sentinels = {"v2": self.all_layers, "v3": Sentinel(self.model, mode=2, detector="v3")}
+        self.sentinels = {"v2": self.all_layers, "v3": Sentinel(self.model, detector="v3", **options)}
         self.number = 0
         torch.manual_seed(1 + dist.get_rank())
 
@@ -128,7 +143,7 @@ class Trainer:
         batch = tokens_of(self.number)
         self.number += 1
         with self.all_layers.micro_batch(batch):
-            step_fn(self.model, batch).backward()  # type: ignore[no-untyped-call]
+            self.scaler.scale(step_fn(self.model, batch)).backward()  # type: ignore[no-untyped-call]
         culprits: dict[str, tuple[int, ...]] = {}
         for detector, sentinel in self.sentinels.items():
             try:
@@ -170,7 +185,7 @@ def _flips(seed: int, count: int, model: nn.Module, bits: int) -> list[BitFlip]:
     return flips
 
 
-def flip_bits(seed: int, count: int, dtype: torch.dtype = torch.float32) -> tuple[list[Trial], Counter[str]]:
+def flip_bits(seed: int, count: int, dtype: torch.dtype) -> tuple[list[Trial], Counter[str]]:
     """Return trials, and false alarms by layer in the clean steps between them.
 
     A step with a flip is not applied; each is followed by a clean step, which is.
@@ -198,9 +213,9 @@ def flip_bits(seed: int, count: int, dtype: torch.dtype = torch.float32) -> tupl
     return trials, false_alarms
 
 
-def train_cleanly(steps: int) -> Counter[str]:
+def train_cleanly(steps: int, dtype: torch.dtype) -> Counter[str]:
     """Train without a fault, and return alarms by layer."""
-    trainer, alarms = Trainer(), Counter[str]()
+    trainer, alarms = Trainer(dtype), Counter[str]()
     for _ in range(steps):
         alarms.update(trainer.step().keys())
         trainer.apply()
@@ -281,25 +296,31 @@ def show_delays(what: str, kind: Where, layer: str, sticky: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in _BITS}
     parser = argparse.ArgumentParser(prog="sentinel_rates", description="What the sentinel finds.")
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=list(dtypes), help="default: all of them")
     parser.add_argument("--flips", type=int, default=5400, metavar="N", help="bits to flip (default 5,400)")
     parser.add_argument("--clean", type=int, default=20_000, metavar="N", help="steps without a fault (default 20,000)")
     parser.add_argument("--json", metavar="PATH", help="write every flip and what found it")
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(line_buffering=True)  # each part takes minutes
-    trials, false_alarms = on_ranks(flip_bits, 3, 0, args.flips)
-    print(report(trials, _BITS))
-    print(f"false alarms in the {args.flips:,} clean steps between: {dict(false_alarms) or 0}\n")
-    if args.json:
-        Path(args.json).write_text(json.dumps([dataclasses.asdict(trial) for trial in trials], indent=1) + "\n")
-    show_delays("a weight, layer 2", "weight", "replica digests", False)
-    show_delays("a gradient before the reduce, a stuck bit, layer 3", "gradient", "peer replay", True)
-    if args.clean:
-        alarms = on_ranks(train_cleanly, 2, args.clean)
-        print(f"alarms in {args.clean:,} steps without a fault: { ({layer: alarms[layer] for layer in REACH}) }\n")
-    if args.flips >= _BFLOAT16_SHARE:
-        trials, _ = on_ranks(flip_bits, 3, 1, args.flips // _BFLOAT16_SHARE, torch.bfloat16)
-        print(f"bfloat16\n\n{report(trials, _BITS_OF_BFLOAT16)}")
+    rows: list[dict[str, Any]] = []
+    for name in args.dtypes:
+        dtype = dtypes[name]
+        print(f"{name}\n")
+        if args.flips:
+            trials, false_alarms = on_ranks(flip_bits, 3, 0, args.flips, dtype)
+            print(report(trials, _BITS[dtype]))
+            print(f"false alarms in the {args.flips:,} clean steps between: {dict(false_alarms) or 0}\n")
+            rows += [{"dtype": name, **dataclasses.asdict(trial)} for trial in trials]
+        if args.json:
+            Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
+        if args.clean:
+            alarms = on_ranks(train_cleanly, 2, args.clean, dtype)
+            print(f"alarms in {args.clean:,} steps without a fault: { ({layer: alarms[layer] for layer in REACH}) }\n")
+    if "float32" in args.dtypes:
+        show_delays("a weight, layer 2", "weight", "replica digests", False)
+        show_delays("a gradient before the reduce, a stuck bit, layer 3", "gradient", "peer replay", True)
     return 0
 
 
