@@ -7,7 +7,6 @@ is about one of these is started with ``fresh=True``.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import json
@@ -20,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -63,19 +61,25 @@ class Program:
             command = [*prefix, sys.executable, *arguments]
             self._process = subprocess.Popen(command, env=own, stdout=out, stderr=err, cwd=cwd, start_new_session=True)
         else:
-            self._process = forkserver.fork(
-                _become, self.arguments, paths, environ=own, stdout=out, stderr=err, cwd=cwd
+            self._process = forkserver.Fork(
+                *(_become, self.arguments, paths), environ=own, stdout=out, stderr=err, cwd=cwd
             )
+            self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
         """Return the exit status, or None while it runs; negative for a signal."""
-        return self._process.poll()
+        return self._process.exitcode if isinstance(self._process, forkserver.Fork) else self._process.poll()
 
     def wait(self, timeout_sec: float = LIMIT_SEC) -> int:
         """Return the exit status. Raises `subprocess.TimeoutExpired`."""
-        return self._process.wait(timeout_sec)
+        if not isinstance(self._process, forkserver.Fork):
+            return self._process.wait(timeout_sec)
+        self._process.join(timeout_sec)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.arguments, timeout_sec)
+        return self._process.exitcode
 
     def output(self) -> str:
         """Return what it has written to stdout so far."""
@@ -100,7 +104,7 @@ class Program:
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait(20)
+        self.wait(20)
         for file in self._files:
             file.close()
 
@@ -260,9 +264,7 @@ def _become(arguments: Sequence[str], paths: Sequence[str]) -> None:
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, traceback
         sys.excepthook(type(error), error, traceback)
         status = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    forkserver.end(status)
+    sys.exit(status)
 
 
 def _run_as_main(arguments: Sequence[str], paths: Sequence[str]) -> None:

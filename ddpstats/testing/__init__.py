@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ddpstats.testing.outcomes import (
         RankDied as RankDied,
         RankError as RankError,
-        RankNotRun as RankNotRun,
         RankOutcome as RankOutcome,
         RankOutcomes as RankOutcomes,
         RanksFailed as RanksFailed,
@@ -51,7 +50,7 @@ _HOMES = {
     "faults": ("CollectiveCount", "count_collectives", "die", "sleep_past"),
     "flips": ("AppliedFlip", "BitFlip", "FlipInjector", "inject_bit_flips"),
     "outcomes": (
-        *("RankDied", "RankError", "RankNotRun", "RankOutcome", "RankOutcomes"),
+        *("RankDied", "RankError", "RankOutcome", "RankOutcomes"),
         *("RanksFailed", "RankTimedOut", "RankUnpicklable"),
     ),
     "ranks": ("PerRank", "RankPool", "run_ranks"),

@@ -2,7 +2,7 @@
 
 An interpreter that imports torch costs seconds of a core; a fork of one that has imported it costs milliseconds.
 
-1. The first `fork` starts the server: it imports torch and the modules that `preload` names, and then only forks.
+1. The first `Fork` starts the server: it imports torch and the modules that `preload` names, and then only forks.
 2. A fork becomes the leader of a session of its own, takes the given streams, environment and directory, and calls one
    function.
 3. The end of the parent, by SIGKILL too, ends the forks with their process groups, and the server.
@@ -19,10 +19,8 @@ import fcntl
 import gc
 import multiprocessing
 import os
-import pickle
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,12 +28,11 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import reduction
 from multiprocessing.context import ForkServerProcess
-from typing import Any, NoReturn
+from typing import Any
 
 from ddpstats._base import config
 
 _LONG_PATH = 60
-_NO_ANSWER = "the process that forks ranks has ended: see what it wrote to the stderr of this process"
 
 _preloaded = ["torch", "torch.distributed", "ddpstats.testing.rank"]
 _lock = threading.Lock()
@@ -46,37 +43,72 @@ def preload(modules: Sequence[str]) -> None:
     _preloaded.extend(name for name in modules if name not in _preloaded)
 
 
-def fork(
-    function: Callable[..., None],
-    *args: Any,
-    environ: Mapping[str, str],
-    stdout: int,
-    stderr: int,
-    cwd: str | os.PathLike[str] = ".",
-    **fds: int,
-) -> Fork:
-    """Call ``function(*args, **fds)`` in a new process, with the ``sys.path`` of this one.
+class Fork(ForkServerProcess):
+    """A forked process, with the ``sys.path`` of this one. It ends with this process.
 
     Args:
         function: a function at the top level of an importable module.
-        args: arguments that pickle.
+        args: its arguments, which pickle; a `multiprocessing.connection.Connection` may be one of them.
         environ: all environment variables of the process.
         stdout, stderr: file descriptors for its standard streams; stdin is empty.
         cwd: its current directory.
-        fds: file descriptors. The function gets them under numbers of the new process.
     """
-    sent = {name: _SentDescriptor(fd) for name, fd in {"stdout": stdout, "stderr": stderr, **fds}.items()}
-    process = Fork(pickle.dumps((function, args)), dict(environ), os.path.abspath(cwd), sent)
-    with _lock, _state_for_the_server():
-        _start(process)
-    return process
 
+    def __init__(
+        self,
+        function: Callable[..., None],
+        *args: Any,
+        environ: Mapping[str, str],
+        stderr: int,
+        stdout: int = 1,
+        cwd: str | os.PathLike[str] = ".",
+    ) -> None:
+        super().__init__(target=function, args=args)
+        self._environ, self._cwd, self._streams = dict(environ), os.path.abspath(cwd), (stdout, stderr)
 
-def _start(process: Fork) -> None:
-    try:
-        process.start()
-    except (ConnectionError, EOFError) as error:
-        raise RuntimeError(_NO_ANSWER) from error
+    def start(self) -> None:
+        """Start it. Raises `RuntimeError` if there is no server to fork it from."""
+        with _lock, _state_for_the_server():
+            try:
+                super().start()
+            except (ConnectionError, EOFError) as error:
+                raise RuntimeError("the process that forks ranks has ended: its own stderr says why") from error
+
+    def kill(self) -> None:
+        """Kill it with its process group, which outlives it where it left processes of its own."""
+        assert self.pid is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        super().kill()  # where it does not lead a group yet
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_streams": [reduction.DupFd(fd) for fd in self._streams]}
+
+    def run(self) -> None:
+        """Call the function, in the new process, and end as an interpreter ends."""
+        os.setsid()
+        _die_with_parent()
+        gc.freeze()  # no collection is to look at what the server imported
+        for standard_fd, stream in enumerate(self._streams, 1):
+            received_fd = stream.detach()
+            os.dup2(received_fd, standard_fd)
+            os.close(received_fd)
+        os.chdir(self._cwd)
+        os.environ.clear()
+        os.environ.update(self._environ)
+        multiprocessing.set_start_method(None, force=True)
+        tempfile.tempdir = None  # the server may have looked for the directory of its own TMPDIR
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.default_generator.seed()  # every process draws numbers of its own
+            if self._environ.get("OMP_NUM_THREADS", "").isdecimal():
+                torch.set_num_threads(int(self._environ["OMP_NUM_THREADS"]))
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()
+        try:
+            super().run()
+        finally:
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
+            atexit._run_exitfuncs()
 
 
 @contextlib.contextmanager
@@ -101,91 +133,6 @@ def _state_for_the_server() -> Iterator[None]:
             os.environ[config.GUARD] = guard
         if not start_method:
             multiprocessing.set_start_method(None, force=True)
-
-
-class _SentDescriptor:
-    """A file descriptor that a process object takes along."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __reduce__(self) -> Any:
-        return _received, (reduction.DupFd(self.fd),)
-
-
-def _received(duplicate: Any) -> _SentDescriptor:
-    return _SentDescriptor(duplicate.detach())
-
-
-class Fork(ForkServerProcess):
-    """A forked process, with the part of `subprocess.Popen` that its owners use. It ends with this process."""
-
-    def __init__(self, call: bytes, environ: dict[str, str], cwd: str, fds: dict[str, _SentDescriptor]) -> None:
-        super().__init__()
-        self._call, self._environ, self._cwd, self._fds = call, environ, cwd, fds
-
-    def poll(self) -> int | None:
-        """Return the exit status, or None while the process runs; negative for a signal."""
-        return self.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status. Raises `subprocess.TimeoutExpired`."""
-        self.join(timeout)
-        if self.exitcode is None:
-            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
-        return self.exitcode
-
-    def kill(self) -> None:
-        """Kill it with its process group, which outlives it where it left processes of its own."""
-        assert self.pid is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            try:
-                os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                if self.exitcode is None:  # it does not lead a group yet
-                    os.kill(self.pid, signal.SIGKILL)
-
-    def run(self) -> NoReturn:
-        """Call the function, in the new process."""
-        os.setsid()
-        _die_with_parent()
-        gc.freeze()  # no collection is to look at what the server imported
-        fds = {name: sent.fd for name, sent in self._fds.items()}
-        for name, standard_fd in (("stdout", 1), ("stderr", 2)):
-            fd = fds.pop(name)
-            os.dup2(fd, standard_fd)
-            os.close(fd)
-        for fd in fds.values():
-            os.set_inheritable(fd, False)
-        os.chdir(self._cwd)
-        os.environ.clear()
-        os.environ.update(self._environ)
-        multiprocessing.set_start_method(None, force=True)
-        tempfile.tempdir = None  # the server may have looked for the directory of its own TMPDIR
-        if (torch := sys.modules.get("torch")) is not None:
-            torch.default_generator.seed()  # every process draws numbers of its own
-            if self._environ.get("OMP_NUM_THREADS", "").isdecimal():
-                torch.set_num_threads(int(self._environ["OMP_NUM_THREADS"]))
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()
-        status = 0
-        try:
-            function, args = pickle.loads(self._call)  # here, where an error goes to the process's own stderr
-            function(*args, **fds)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            status = 1
-        end(status)
-
-
-def end(status: int) -> NoReturn:
-    """End this fork as an interpreter ends, without clearing its modules, which takes ten times as long as the fork."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)
 
 
 def _die_with_parent() -> None:

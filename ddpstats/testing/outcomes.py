@@ -2,9 +2,8 @@
 
 RankError
 +-- RankTimedOut      still running at the time limit; carries its Python stack
-+-- RankDied          its process ended without a word; carries the exit code and the end of its stderr
-+-- RankNotRun        the function was never called there, because another rank failed to start
-+-- RankUnpicklable   its return value or exception could not travel; carries the repr
++-- RankDied          its process ended without an answer; carries the exit code and the end of its stderr
++-- RankUnpicklable   its return value or exception could not travel; carries the type, and why
 +-- RanksFailed       some rank failed: one block per failed rank
 """
 
@@ -12,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+from collections.abc import Callable
+from traceback import format_exception
 from typing import Any
 
 
@@ -43,18 +44,6 @@ class RankDied(RankError):
         return f"rank {self.rank} died without an answer: {describe_exit(self.exit_code)}. {said}"
 
 
-class RankNotRun(RankError):
-    """Raised for a healthy rank on which nothing was called, because `failed_ranks` failed to start."""
-
-    def __init__(self, rank: int, failed_ranks: tuple[int, ...]) -> None:
-        super().__init__(rank, failed_ranks)
-        self.rank, self.failed_ranks = rank, failed_ranks
-
-    def __str__(self) -> str:
-        failed = ", ".join(map(str, self.failed_ranks))
-        return f"rank {self.rank} was stopped before the function was called: rank {failed} did not start"
-
-
 class RankUnpicklable(RankError):
     """Raised in place of a return value or an exception that pickle cannot carry to the parent unchanged."""
 
@@ -75,7 +64,8 @@ class RanksFailed(RankError):
 
     def __str__(self) -> str:
         failed = [outcome for outcome in self.outcomes if not outcome.ok]
-        blocks = [f"--- rank {bad.rank} ---\n{(bad.traceback or _headline(bad)).rstrip()}" for bad in failed]
+        texts = [bad.traceback or f"{type(bad.error).__name__}: {bad.error}" for bad in failed]
+        blocks = [f"--- rank {bad.rank} ---\n{text.rstrip()}" for bad, text in zip(failed, texts, strict=True)]
         return "\n".join([f"{len(failed)} of {len(self.outcomes)} ranks failed", *blocks])
 
 
@@ -89,10 +79,18 @@ class RankOutcome:
     """
 
     rank: int
-    value: Any
-    error: BaseException | None
-    traceback: str
-    exit_code: int | None
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+    exit_code: int | None = None
+
+    @classmethod
+    def of(cls, rank: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> RankOutcome:
+        """Call ``fn``. `SystemExit` and pytest's outcomes are errors as others are."""
+        try:
+            return cls(rank, fn(*args, **kwargs))
+        except BaseException as error:
+            return cls(rank, error=error, traceback="".join(format_exception(error)))
 
     @property
     def ok(self) -> bool:
@@ -127,7 +125,3 @@ def describe_exit(exit_code: int | None) -> str:
         return f"killed by {signal.Signals(-exit_code).name} (exit code {exit_code})"
     except ValueError:
         return f"killed by signal {-exit_code} (exit code {exit_code})"
-
-
-def _headline(outcome: RankOutcome) -> str:
-    return f"{type(outcome.error).__name__}: {outcome.error}"
