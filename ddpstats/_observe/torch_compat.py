@@ -246,6 +246,9 @@ is_functorch_tensor: Callable[[Tensor], bool] = find("_C._functorch.is_functorch
 # This thread's `TorchFunctionMode`s, innermost last. Without it a dump's mode stays on the stack, and does nothing.
 function_modes: Callable[[], list[Any]] = find("overrides._get_current_function_mode_stack", list)
 
+# Reaches every tensor that a module returns. Without it bits are flipped where a module returns a tensor alone.
+tree_map: Callable[[Callable[[Any], Any], Any], Any] = find("utils._pytree.tree_map", lambda change, leaf: change(leaf))
+
 # Sees every operation of a step, forward and backward; and every leaf in the arguments of one. Without them no origin
 # of a value is traced in a replay.
 tree_leaves: Callable[[Any], Iterable[Any]] = find("utils._pytree.tree_leaves")

@@ -15,7 +15,7 @@ A transient flip falls due once in its step. A sticky one forces the bit to the 
 each occasion from that step on; that of a matmul also when the same operands are multiplied once more.
 
 Of matmuls those on the CPU are reached; no other thread may multiply matrices in the moment in which the block begins
-or ends (`inject_bit_flips`).
+or ends (`inject_bit_flips`). Gradients of a parameter that replaces another one inside the block have no faults.
 
 Of a sparse gradient the values are flipped: ``element`` and `AppliedFlip.index` count in these. A copy of the model
 made inside the block (``copy.deepcopy``, ``torch.save``) has no faults.
@@ -24,25 +24,24 @@ made inside the block (``copy.deepcopy``, ``torch.save``) has no faults.
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpstats._base.text import shorten
 from ddpstats._observe.gradients import ModuleHook, unwrapped
-from ddpstats._observe.torch_compat import Kernels, kernel_at, keys_of_device, queue_callback, stored_values
+from ddpstats._observe.torch_compat import Kernels, kernel_at, keys_of_device, queue_callback, stored_values, tree_map
 from ddpstats.errors import ConfigError
 
 Where = Literal["weight", "activation", "activation_gradient", "gradient", "reduced_gradient", "matmul"]
 
 _BITS: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,7 @@ class FlipInjector:
     def __init__(self) -> None:
         self.applied: list[AppliedFlip] = []
         self._step = 0
+        self._is_over = False
 
     def step(self) -> None:
         """The training step is over: call it after ``optimizer.step()``."""
@@ -105,20 +105,18 @@ class FlipInjector:
 
 
 class Fault:
-    """One flip on this rank: whether it is due, and its deed."""
+    """One flip: whether it is due on this rank, and its deed. ``hooks`` takes its hooks away at the end."""
 
-    def __init__(self, flip: BitFlip, rank: int, injector: FlipInjector, hooks: contextlib.ExitStack) -> None:
-        self.flip, self.rank, self.injector, self.hooks = flip, rank, injector, hooks
-        self.is_over = False
+    def __init__(
+        self, flip: BitFlip, rank: int, model: nn.Module, injector: FlipInjector, hooks: contextlib.ExitStack
+    ) -> None:
+        self.flip, self.rank, self.model, self.module = flip, rank, model, unwrapped(model)
+        self._injector, self._hooks = injector, hooks
         self._stuck_at: bool | None = None
-        hooks.callback(self._end)
-
-    def _end(self) -> None:
-        self.is_over = True
 
     def keep(self, handle: Any) -> None:
         """Take a hook away at the end."""
-        self.hooks.callback(handle.remove)
+        self._hooks.callback(handle.remove)
 
     def before_forward(self, module: nn.Module, act: Callable[..., Any], *, prepend: bool = False) -> None:
         """Call ``act`` before each forward pass of ``module``, until the end."""
@@ -129,10 +127,17 @@ class Fault:
         self.keep(module.register_forward_hook(_FlipHook(module, act), always_call=always))
 
     def is_due(self) -> bool:
-        step = self.injector._step
-        if self.flip.sticky:
-            return not self.is_over and step >= self.flip.step
-        return not self.is_over and step == self.flip.step and self._stuck_at is None
+        step, flip = self._injector._step, self.flip
+        if self._injector._is_over or flip.rank not in (None, self.rank):
+            return False
+        return step >= flip.step if flip.sticky else step == flip.step and self._stuck_at is None
+
+    def checked(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``. Raises `ConfigError` where its numbers have no such bit."""
+        width = 8 * tensor.dtype.itemsize
+        if tensor.dtype.is_complex or self.flip.bit >= width:
+            raise ConfigError(f"{self.flip}: the bits of {tensor.dtype} are 0 to {width - 1}, unless it is complex")
+        return tensor
 
     @torch.no_grad()
     def strike(self, tensor: Tensor) -> None:
@@ -141,35 +146,26 @@ class Fault:
             tensor = stored_values(tensor) if tensor.layout is torch.sparse_coo else tensor.values()
         if tensor.numel() == 0:
             return
-        check_bit(self.flip, tensor.dtype)
-        index = _index(self.flip.element, tensor.shape)
+        flat_index = torch.tensor(self.flip.element % self.checked(tensor).numel())
+        index = tuple(map(int, torch.unravel_index(flat_index, tensor.shape)))
         element = tensor.detach()[index]
         before = float(element.item())
-        bits, mask = element.view(_BITS[tensor.dtype.itemsize]), _mask(self.flip.bit, tensor.dtype.itemsize)
+        bits = element.view(_BITS[tensor.dtype.itemsize])
+        mask = torch.ones_like(bits) << self.flip.bit
         if self._stuck_at is None:
-            self._stuck_at = not int(bits.item()) & mask
+            self._stuck_at = not int(bits & mask)
         bits.copy_(bits | mask if self._stuck_at else bits & ~mask)
         after = float(element.item())
-        self.injector.applied.append(AppliedFlip(self.flip, self.injector._step, self.rank, index, before, after))
+        self._injector.applied.append(AppliedFlip(self.flip, self._injector._step, self.rank, index, before, after))
 
     def struck(self, tensor: Tensor) -> Tensor:
-        """A copy with the bit flipped."""
-        copied = tensor.detach().clone()
+        """Return a copy with the bit flipped, through which gradients pass as through ``tensor``."""
+        copied = tensor.clone()
         self.strike(copied)
         return copied
 
-
-def _index(element: int, shape: Sequence[int]) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        element, at = divmod(element, size)
-        index.insert(0, at)
-    return tuple(index)  # what is left of `element` counts whole tensors
-
-
-def _mask(bit: int, itemsize: int) -> int:
-    """As a number of the signed dtype of that size."""
-    return -(1 << bit) if bit == 8 * itemsize - 1 else 1 << bit
+    def struck_if_due(self, gradient: Tensor) -> Tensor | None:
+        return self.struck(gradient) if self.is_due() else None
 
 
 class _FlipHook(ModuleHook):
@@ -182,72 +178,47 @@ class _FlipHook(ModuleHook):
         return self._act(*args) if module is self._module() else None
 
 
-def check_bit(flip: BitFlip, dtype: torch.dtype) -> None:
-    """Raises `ConfigError` where numbers of ``dtype`` have no such bit."""
-    if dtype.is_complex:
-        raise ConfigError(f"{flip}: bits of complex numbers cannot be flipped")
-    if flip.bit >= 8 * dtype.itemsize:
-        raise ConfigError(f"{flip}: the bits of {dtype} are 0 to {8 * dtype.itemsize - 1}")
+def in_weight(fault: Fault) -> None:
+    path, _, name = fault.flip.name.rpartition(".")
 
-
-def in_weight(fault: Fault, model: nn.Module) -> None:
-    module = unwrapped(model)
+    def weight() -> Tensor:
+        tensor: Tensor = getattr(fault.module.get_submodule(path), name).data
+        return tensor
 
     def before_forward(*_: Any) -> None:
-        weight = named_tensors(module).get(fault.flip.name) if fault.is_due() else None
-        if weight is not None:
-            fault.strike(weight.data)
-
-    fault.before_forward(module, before_forward, prepend=True)
-
-
-def in_activation(fault: Fault, model: nn.Module) -> None:
-    def after_forward(inputs: Any, output: Any) -> Any:
         if fault.is_due():
-            return _with_first_tensor(output, lambda tensor: _Struck.apply(tensor, fault))  # type: ignore[no-untyped-call]
-        return None
+            fault.strike(weight())
 
-    module = unwrapped(model).get_submodule(fault.flip.name)
-    fault.after_forward(module, after_forward)
-
-
-class _Struck(torch.autograd.Function):
-    """Flips a bit forward, and nothing backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, fault: Fault) -> Tensor:
-        return fault.struck(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    fault.checked(weight())
+    fault.before_forward(fault.module, before_forward, prepend=True)
 
 
-def in_activation_gradient(fault: Fault, model: nn.Module) -> None:
-    def arrived(gradient: Tensor) -> Tensor | None:
-        return fault.struck(gradient) if fault.is_due() else None
+def in_activation(fault: Fault) -> None:
+    def after_forward(inputs: Any, output: Any) -> Any:
+        return _with_first_tensor(output, fault.struck) if fault.is_due() else None
 
+    fault.after_forward(fault.module.get_submodule(fault.flip.name), after_forward)
+
+
+def in_activation_gradient(fault: Fault) -> None:
     def hooked(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
-            tensor.register_hook(arrived)  # type: ignore[no-untyped-call]  # goes with the graph
+            tensor.register_hook(fault.struck_if_due)  # type: ignore[no-untyped-call]  # goes with the graph
         return tensor
 
     def after_forward(inputs: Any, output: Any) -> None:
         if fault.is_due():
             _with_first_tensor(output, hooked)
 
-    module = unwrapped(model).get_submodule(fault.flip.name)
-    fault.after_forward(module, after_forward)
+    fault.after_forward(fault.module.get_submodule(fault.flip.name), after_forward)
 
 
-def in_gradient(fault: Fault, model: nn.Module) -> None:
-    def arrived(gradient: Tensor) -> Tensor | None:
-        return fault.struck(gradient) if fault.is_due() else None
-
-    _hook_parameter(fault, unwrapped(model), lambda parameter: parameter.register_hook(arrived))
+def in_gradient(fault: Fault) -> None:
+    parameter: Any = fault.checked(fault.module.get_parameter(fault.flip.name))
+    fault.keep(parameter.register_hook(fault.struck_if_due))
 
 
-def in_reduced_gradient(fault: Fault, model: nn.Module) -> None:
+def in_reduced_gradient(fault: Fault) -> None:
     queue = queue_callback
     if queue is None:
         raise ConfigError(f"{fault.flip}: this torch does not say when a backward pass ends (torch 2.13 does)")
@@ -257,141 +228,63 @@ def in_reduced_gradient(fault: Fault, model: nn.Module) -> None:
             fault.strike(parameter.grad)
 
     def arrived(parameter: Tensor) -> None:
-        if fault.is_due() and getattr(model, "require_backward_grad_sync", True):
+        if fault.is_due() and getattr(fault.model, "require_backward_grad_sync", True):
             # DDP asks for its end of the pass while this runs, or, with a static graph, at the first one. What is asked
             # for at that time comes after it.
             queue(lambda: queue(lambda: reduced(parameter)))
 
-    _hook_parameter(fault, unwrapped(model), lambda parameter: parameter.register_post_accumulate_grad_hook(arrived))
-
-
-def _hook_parameter(fault: Fault, module: nn.Module, hook: Callable[[Any], Any]) -> None:
-    """Hook the parameter of the flip; one that replaces it under its name is hooked at the next forward pass."""
-    hooked: list[Any] = []
-
-    def before_forward(*_: Any) -> None:
-        parameter = dict(module.named_parameters(remove_duplicate=False)).get(fault.flip.name)
-        if parameter is not None and parameter.requires_grad and not any(parameter is known for known in hooked):
-            hooked.append(parameter)
-            fault.keep(hook(parameter))
-
-    before_forward()
-    fault.before_forward(module, before_forward)
+    parameter: Any = fault.checked(fault.module.get_parameter(fault.flip.name))
+    fault.keep(parameter.register_post_accumulate_grad_hook(arrived))
 
 
 def _with_first_tensor(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``output`` with its first floating-point tensor changed; a module may return tuples, lists and dicts of them."""
-    if _can_be_struck(output):
-        return change(output)
-    if not isinstance(output, (dict, list, tuple)):
-        return output
-    items: Iterable[Any] = output.items() if isinstance(output, dict) else enumerate(output)
-    for key, value in items:
-        if _can_be_struck(value):
-            return _replaced(output, key, change(value))
-    return output
+    """Return ``output`` with its first floating-point tensor changed, at any depth of tuples, lists and dicts."""
+    changed = False
+
+    def change_first(leaf: Any) -> Any:
+        nonlocal changed
+        if changed or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta:
+            return leaf
+        changed = True
+        return change(leaf)
+
+    return tree_map(change_first, output)
 
 
-def _can_be_struck(value: Any) -> bool:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return False
-    return value.layout is torch.strided and not value.is_nested and not value.is_meta
-
-
-def _replaced(output: Any, key: Any, value: Tensor) -> Any:
-    if isinstance(output, tuple):
-        values = [*output[:key], value, *output[key + 1 :]]
-        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
-    changed = copy.copy(output)
-    changed[key] = value
-    return changed
-
-
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, under each of their names."""
-    buffers: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
-    return buffers | dict(module.named_parameters(remove_duplicate=False))
-
-
-def in_matmul(fault: Fault, model: nn.Module) -> None:
-    running: list[_Target] = []
-
-    def before_forward(*_: Any) -> None:
-        if fault.is_due():
-            running.append(_Target(fault))
-            _targets.append(running[-1])
-
-    def after_forward(*_: Any) -> None:
-        while running:
-            _targets.remove(running.pop())
-
-    _begin()
-    fault.hooks.callback(_end)
-    module = unwrapped(model).get_submodule(fault.flip.name)
-    fault.before_forward(module, before_forward)
-    fault.after_forward(module, after_forward, always=True)
-    fault.hooks.callback(after_forward)
-
-
-class _Target:
-    """The first product of this thread from now on, and the same product each time it is repeated."""
-
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
-        self._thread = threading.get_ident()
-        self._first: Any = None
-
-    def is_hit(self, operands: Any) -> bool:
-        if threading.get_ident() != self._thread or not self.fault.is_due():
-            return False
-        if self._first is None:
-            self._first = operands
-        return bool(self._first == operands)
-
-
-_OPS = ("mm", "addmm", "bmm", "baddbmm")
-_targets: list[_Target] = []  # of modules that run
-_users = 0
-_kernels: Kernels | None = None
-
-
-def _begin() -> None:
-    global _users, _kernels
-    if _kernels is None:
-        _kernels = Kernels("aten", "CPU", {op: _kernel(op) for op in _OPS}, replaces=True)
-    _users += 1
-
-
-def _end() -> None:
-    global _users, _kernels
-    _users -= 1
-    if not _users and _kernels is not None:
-        _kernels.remove()
-        _kernels = None
-
-
-def _kernel(op: str) -> Callable[..., Tensor]:
+def in_matmul(fault: Fault) -> None:
+    """Flip a bit in the first product of this thread while the module runs, and in the same product when repeated."""
     if kernel_at is None:
         raise ConfigError(f"torch {torch.__version__} does not tell its kernels: bits in products cannot be flipped")
-    compute = kernel_at(f"aten::{op}", "CPU").call_boxed
-    cpu = keys_of_device("cpu", False)
+    kernel_of, cpu = kernel_at, keys_of_device("cpu", False)
+    running: list[Any] = []  # the thread in which the module runs, then the operands of its first product
 
-    def kernel(*args: Tensor, **kwargs: Any) -> Tensor:
-        result: Tensor = compute(cpu, *args, **kwargs)
-        if _targets:
-            operands = (op, *((operand.data_ptr(), operand.shape, operand.stride()) for operand in args))
-            for target in list(_targets):
-                if target.is_hit(operands):
-                    target.fault.strike(result)
-        return result
+    def kernel(op: str) -> Callable[..., Tensor]:
+        compute = kernel_of(f"aten::{op}", "CPU").call_boxed
 
-    return kernel
+        def multiply(*args: Tensor, **kwargs: Any) -> Tensor:
+            result: Tensor = compute(cpu, *args, **kwargs)
+            if running and running[0] == threading.get_ident() and fault.is_due():
+                operands = (op, *((operand.data_ptr(), operand.shape, operand.stride()) for operand in args))
+                if len(running) == 1:
+                    running.append(operands)
+                if running[1] == operands:
+                    fault.strike(result)
+            return result
+
+        return multiply
+
+    def before_forward(*_: Any) -> None:
+        running[:] = [threading.get_ident()]
+
+    module = fault.module.get_submodule(fault.flip.name)
+    fault.keep(Kernels("aten", "CPU", {op: kernel(op) for op in _PRODUCTS}, replaces=True))
+    fault.before_forward(module, before_forward)
+    fault.after_forward(module, lambda *_: running.clear(), always=True)
 
 
-_IN_PARAMETERS = ("weight", "gradient", "reduced_gradient")
-_SHOWN_NAMES = 8
-
-_ATTACH: dict[str, Callable[[Fault, nn.Module], None]] = {
+_ATTACH: dict[str, Callable[[Fault], None]] = {
     "weight": in_weight,
     "activation": in_activation,
     "activation_gradient": in_activation_gradient,
@@ -420,15 +313,18 @@ def inject_bit_flips(model: nn.Module, flips: Sequence[BitFlip]) -> Iterator[Fli
         >>> faults.applied  # on rank 2
         [AppliedFlip(flip=..., step=5, rank=2, index=(0, 7), before=0.0123, after=4.2e+36)]
     """
-    injector = FlipInjector()
-    rank, world_size = _rank_and_world_size()
-    for flip in flips:
-        _validate(flip, unwrapped(model), world_size)
+    injector, (rank, world_size) = FlipInjector(), _rank_and_world_size()
     with contextlib.ExitStack() as hooks:
         for flip in flips:
-            if flip.rank in (None, rank):
-                _ATTACH[flip.where](Fault(flip, rank, injector, hooks), model)
-        yield injector
+            _check_numbers(flip, world_size)
+            try:
+                _ATTACH[flip.where](Fault(flip, rank, model, injector, hooks))
+            except (AttributeError, RuntimeError) as error:  # torch's, of a name that is not there or gets no gradient
+                raise ConfigError(f"{flip}: {error}") from error
+        try:
+            yield injector
+        finally:
+            injector._is_over = True
 
 
 def _rank_and_world_size() -> tuple[int, int | None]:
@@ -438,27 +334,10 @@ def _rank_and_world_size() -> tuple[int, int | None]:
     return 0, None
 
 
-def _validate(flip: BitFlip, module: nn.Module, world_size: int | None) -> None:
-    if flip.where not in get_args(Where):
-        raise ConfigError(f"{flip}: where must be one of {', '.join(get_args(Where))}")
-    for what in ("element", "bit", "step", "rank"):
-        value = getattr(flip, what)
-        if not (what == "rank" and value is None) and (type(value) is not int or value < 0):
-            raise ConfigError(f"{flip}: {what} must be a whole number, 0 or more")
+def _check_numbers(flip: BitFlip, world_size: int | None) -> None:
+    if flip.where not in _ATTACH:
+        raise ConfigError(f"{flip}: where must be one of {', '.join(_ATTACH)}")
+    if min(flip.element, flip.bit, flip.step, flip.rank or 0) < 0:
+        raise ConfigError(f"{flip}: element, bit, step and rank are whole numbers, 0 or more")
     if world_size is not None and flip.rank is not None and flip.rank >= world_size:
         raise ConfigError(f"{flip}: the ranks are 0 to {world_size - 1}")
-    if flip.where not in _IN_PARAMETERS:
-        _named(flip, "module", dict(module.named_modules()))
-        return
-    parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    tensor = _named(flip, "parameter", named_tensors(module) if flip.where == "weight" else parameters)
-    check_bit(flip, tensor.dtype)
-    if flip.where != "weight" and not tensor.requires_grad:
-        raise ConfigError(f"{flip}: this parameter is frozen and gets no gradient")
-
-
-def _named(flip: BitFlip, kind: str, found: dict[str, Any]) -> Any:
-    if flip.name not in found:
-        names = shorten(map(repr, found), _SHOWN_NAMES)
-        raise ConfigError(f"{flip}: there is no such {kind}; there are {names}")
-    return found[flip.name]

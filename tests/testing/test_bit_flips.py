@@ -181,12 +181,12 @@ def test_an_activations_gradient_passes_back_unchanged() -> None:
 def test_the_first_floating_point_tensor_of_several_outputs_is_flipped() -> None:
     class Several(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Any]:
-            return {"n": torch.tensor(3), "pair": None, "x": x, "y": x}
+            return {"n": torch.tensor(3), "pair": (None, [x]), "y": x}
 
     model = Several()
     with inject_bit_flips(model, [BitFlip("", "activation", 1, 31, 0)]):
         out = model(torch.ones(2))
-    assert out["x"].tolist() == [1, -1]
+    assert out["pair"][1][0].tolist() == [1, -1]
     assert out["y"].tolist() == [1, 1]
     assert out["n"] == 3
     lstm = nn.LSTM(2, 2)
@@ -269,9 +269,8 @@ class Holding:
         lambda x: x.argmax(-1),
         lambda x: x > 0,
         lambda x: x.to_sparse(),
-        lambda x: (None, [x]),
     ],
-    ids=["none", "float", "str", "dataclass", "integers", "bools", "sparse", "deeper"],
+    ids=["none", "float", "str", "dataclass", "integers", "bools", "sparse"],
 )
 def test_a_module_that_returns_no_floating_point_tensor_is_left_alone(where: Any, made: Any) -> None:
     model = Returning(made)
@@ -297,25 +296,6 @@ def test_of_a_sparse_gradient_a_value_is_flipped(where: Any) -> None:
     assert model.weight.grad.to_dense()[2].tolist() == [1, -1, 1, 1]
     assert model.weight.grad.to_dense().sum() == 6
     assert [(one.index, one.before, one.after) for one in faults.applied] == [((1, 1), 1.0, -1.0)]
-
-
-@pytest.mark.parametrize("where", ["weight", "gradient", "reduced_gradient"])
-def test_a_parameter_put_in_place_of_the_one_at_entry_is_flipped(where: Any) -> None:
-    model = nn.Sequential(nn.Linear(3, 3))
-    old = model[0].weight
-    with inject_bit_flips(model, [BitFlip("0.weight", where, 4, 31, 1)]) as faults:
-        model(torch.ones(2, 3)).sum().backward()
-        faults.step()
-        model[0].weight = nn.Parameter(torch.ones(3, 3))
-        model(torch.ones(2, 3)).sum().backward()
-    new = model[0].weight
-    flipped = new if where == "weight" else new.grad
-    assert flipped is not None
-    assert [at for at, x in enumerate(flipped.flatten().tolist()) if x < 0] == [4]
-    assert [one.index for one in faults.applied] == [(1, 1)]
-    for one in (old, new):
-        assert not one._backward_hooks
-        assert not one._post_accumulate_grad_hooks
 
 
 @flips_products
@@ -401,14 +381,14 @@ def test_a_weight_under_ddp_is_flipped_on_one_rank(two_ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("flip", "words"),
     [
-        (BitFlip("3.weight", "weight", 0, 0, 0), "no such parameter; there are '0.weight', '0.bias', '2.weight'"),
-        (BitFlip("0.weight", "activation", 0, 0, 0), "no such module; there are '', '0', '1', '2'"),
-        (BitFlip("0", "gradient", 0, 0, 0), "no such parameter"),
+        (BitFlip("3.weight", "weight", 0, 0, 0), "Sequential has no attribute `3`"),
+        (BitFlip("0.weight", "activation", 0, 0, 0), "`weight` is not an nn.Module"),
+        (BitFlip("0", "gradient", 0, 0, 0), "`0` is not an nn.Parameter"),
         (BitFlip("0.weight", "gradient", 0, 32, 0), r"the bits of torch\.float32 are 0 to 31"),
-        (BitFlip("0.weight", "weight", 0, -1, 0), "bit must be a whole number, 0 or more"),
-        (BitFlip("0.weight", "weight", -1, 0, 0), "element must be"),
-        (BitFlip("0.weight", "weight", 0, 0, -1), "step must be"),
-        (BitFlip("0.weight", "weight", 0, 0, 0, rank=-1), "rank must be"),
+        (BitFlip("0.weight", "weight", 0, -1, 0), "element, bit, step and rank are whole numbers, 0 or more"),
+        (BitFlip("0.weight", "weight", -1, 0, 0), "element, bit, step and rank"),
+        (BitFlip("0.weight", "weight", 0, 0, -1), "element, bit, step and rank"),
+        (BitFlip("0.weight", "weight", 0, 0, 0, rank=-1), "element, bit, step and rank"),
         (BitFlip("0.weight", "weights", 0, 0, 0), "where must be one of weight, activation"),  # type: ignore[arg-type]
     ],
 )
@@ -426,7 +406,10 @@ def test_a_rank_outside_of_the_world_is_refused(two_ranks: RankPool) -> None:
 def test_a_frozen_parameter_has_no_gradient_to_flip() -> None:
     model = runs.make_model()
     model.requires_grad_(False)
-    with pytest.raises(ConfigError, match="frozen"), inject_bit_flips(model, [BitFlip(WEIGHT, "gradient", 0, 0, 0)]):
+    with (
+        pytest.raises(ConfigError, match="require gradient"),
+        inject_bit_flips(model, [BitFlip(WEIGHT, "gradient", 0, 0, 0)]),
+    ):
         raise AssertionError("the block ran")
 
 
