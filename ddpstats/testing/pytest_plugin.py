@@ -18,6 +18,7 @@ import contextlib
 import inspect
 import json
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -25,7 +26,7 @@ import unittest
 import warnings
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import pytest
 
@@ -99,10 +100,6 @@ _MergedReport = dict[str, Any]  # attributes of a `TestReport`
 
 
 def _read_mark(n: int, *, timeout: float = _TIMEOUT_SEC) -> tuple[int, float]:
-    if type(n) is not int:
-        raise TypeError(f"n must be a whole number, not {n!r}")
-    if type(timeout) not in (int, float):
-        raise TypeError(f"timeout must be a number of seconds, not {timeout!r}")
     return n, timeout
 
 
@@ -118,65 +115,37 @@ def _run(item: pytest.Function, world_size: int, timeout_sec: float) -> _MergedR
         outcomes = run_ranks(
             _run_pytest, world_size, test, arguments, str(invocation.dir), scratch, timeout_sec=timeout_sec
         )
-        ends = [_RankEnd(outcome, Path(scratch), item.config) for outcome in outcomes]
+        ends = [_read_end(outcome, Path(scratch), item) for outcome in outcomes]
     for end in ends:
         end.warn()
-    sections = [section for end in ends for section in end.sections]
-    return {**_merge(ends), "sections": sections}
+    return {**_merge(ends), "sections": [section for end in ends for section in end.sections]}
 
 
-class _RankEnd:
-    """The end of the test on one rank. ``report``: the first that did not pass, or the last one; None without any."""
+class _RankEnd(NamedTuple):
+    """The end of the test on one rank.
 
-    def __init__(self, outcome: RankOutcome, scratch: Path, config: pytest.Config) -> None:
-        self.rank, self.error = outcome.rank, outcome.error
-        lines = _lines_of(scratch / f"reports{self.rank}")
-        reports = [
-            config.hook.pytest_report_from_serializable(config=config, data=line["report"])
-            for line in lines
-            if "report" in line
-        ]
-        self.warnings = [line["warning"] for line in lines if "warning" in line]
-        self.report = next((report for report in reports if not _has_passed(report)), (reports or [None])[-1])
-        output, stack = _end_of(scratch / f"output{self.rank}"), getattr(self.error, "stack", "")
-        texts = ((f"Captured rank {self.rank} call", output), (f"Captured rank {self.rank} stack", stack))
-        self.sections = [(title, text) for title, text in texts if text]
+    ``report``: the first that did not pass, or the last one. ``kind``: "passed", "failed", "skipped", "xfailed",
+    "xpassed", "died" or "late".
+    """
+
+    rank: int
+    kind: str
+    report: Any
+    warnings: list[Any]
+    sections: list[tuple[str, str]]
 
     @property
-    def kind(self) -> str:
-        """Return one word for this rank: "passed", "failed", "skipped", "xfailed", "xpassed", "died" or "late"."""
-        from ddpstats.testing.outcomes import RankDied
-
-        if self.error is not None and (self.report is None or _has_passed(self.report)):
-            return "died" if isinstance(self.error, RankDied) else "late"
-        report: Any = self.report
-        if str(report.longrepr).startswith("[XPASS(strict)]"):
-            return "xpassed"
-        if hasattr(report, "wasxfail"):
-            return "xfailed" if report.skipped else "xpassed"
-        return str(report.outcome)
-
-    @property
-    def blame_order(self) -> tuple[int, float]:
+    def blame_order(self) -> tuple[bool, float]:
         """Sort key: deaths first, then failures by time, then ranks that still ran."""
-        rank = ("died", "failed").index(self.kind) if self.kind in ("died", "failed") else 2
-        return rank, getattr(self.report, "stop", 0.0)
+        return self.kind not in ("died", "failed"), getattr(self.report, "stop", 0.0)
 
     def describe(self) -> str:
         """Say in one line how the rank ended."""
-        from ddpstats.testing.outcomes import RankDied, RankTimedOut, describe_exit
-
-        kind = self.kind
-        if isinstance(self.error, RankDied) and kind == "died":
-            return f"rank {self.rank} died: {describe_exit(self.error.exit_code)}"
-        if isinstance(self.error, RankTimedOut) and kind == "late":
-            return f"rank {self.rank} still ran after {self.error.timeout_sec:g} s, and was ended"
-        if kind == "late":
-            return f"rank {self.rank} failed before the test: {self.error}"
-        report: Any = self.report
-        crash = getattr(report.longrepr, "reprcrash", None)
-        why = crash.message if crash else report.longrepr[2] if report.skipped else str(report.longrepr)
-        ending = kind if kind == "failed" else f"{kind}, and not all ranks did"
+        if self.kind in ("died", "late"):
+            return f"rank {self.rank} {self.report.longrepr}"
+        crash = getattr(self.report.longrepr, "reprcrash", None)
+        why = crash.message if crash else self.report.longrepr[2] if self.report.skipped else str(self.report.longrepr)
+        ending = self.kind if self.kind == "failed" else f"{self.kind}, and not all ranks did"
         return f"rank {self.rank} {ending}: {why.removeprefix('Skipped: ').partition(chr(10))[0]}"
 
     def warn(self) -> None:
@@ -186,6 +155,34 @@ class _RankEnd:
             for message, category, filename, line_number in self.warnings:
                 kind = getattr(builtins, category, UserWarning)
                 warnings.warn_explicit(f"rank {self.rank}: {message}", kind, filename, line_number)
+
+
+def _read_end(outcome: RankOutcome, scratch: Path, item: pytest.Function) -> _RankEnd:
+    from ddpstats.testing.outcomes import RankDied, RankTimedOut, describe_exit
+
+    rank, error = outcome.rank, outcome.error
+    lines = _lines_of(scratch / f"reports{rank}")
+    read = item.config.hook.pytest_report_from_serializable
+    reports: list[Any] = [read(config=item.config, data=line["report"]) for line in lines if "report" in line]
+    report = next((report for report in reports if not _has_passed(report)), (reports or [None])[-1])
+    if error is None or (report is not None and not _has_passed(report)):
+        kind = _kind_of(report)
+    else:
+        kind, text, stop = "late", f"failed before the test: {error}", math.inf
+        if isinstance(error, RankDied):
+            kind, text, stop = "died", f"died: {describe_exit(error.exit_code)}", 0.0
+        elif isinstance(error, RankTimedOut):
+            text = f"still ran after {error.timeout_sec:g} s, and was ended"
+        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call", stop=stop)
+    texts = {"call": _end_of(scratch / f"output{rank}"), "stack": getattr(error, "stack", "")}
+    sections = [(f"Captured rank {rank} {name}", text) for name, text in texts.items() if text]
+    return _RankEnd(rank, kind, report, [line["warning"] for line in lines if "warning" in line], sections)
+
+
+def _kind_of(report: Any) -> str:
+    if hasattr(report, "wasxfail"):
+        return "xfailed" if report.skipped else "xpassed"
+    return "xpassed" if str(report.longrepr).startswith("[XPASS(strict)]") else str(report.outcome)
 
 
 def _has_passed(report: Any) -> bool:
@@ -205,7 +202,7 @@ def _merge(ends: Sequence[_RankEnd]) -> _MergedReport:
         return merged
     bad = sorted((end for end in ends if end.kind not in ("passed", "xpassed")), key=lambda end: end.blame_order)
     texts = [f"\nrank {end.rank}:\n{end.report.longreprtext}" for end in bad if end.kind == "failed"]
-    phases = {"call" if end.kind in ("died", "late") else getattr(end.report, "when", "setup") for end in bad}
+    phases = {getattr(end.report, "when", "setup") for end in bad}
     return {
         "outcome": "failed",
         "longrepr": "\n".join([*(end.describe() for end in bad), *texts[:1]]),
@@ -309,9 +306,14 @@ class _OnRank:
         def verdict() -> Exception | None:
             return guard.verdict if guard is not None else ending.verdict()
 
+        def write(record: logging.LogRecord) -> bool:
+            if record.levelno >= logging.WARNING:  # for pytest's summary of warnings
+                self._write_warning(record.getMessage(), "UserWarning", record.pathname, record.lineno)
+            return True
+
         result = None
-        logger, handler = logging.getLogger("ddpstats"), _LoggedWarnings(self._write_warning)
-        logger.addHandler(handler)
+        logger = logging.getLogger("ddpstats")
+        logger.addFilter(write)
         try:
             with guard or contextlib.nullcontext():
                 result = yield
@@ -319,18 +321,7 @@ class _OnRank:
             if verdict() is None:
                 raise
         finally:
-            logger.removeHandler(handler)
+            logger.removeFilter(write)
         if (error := verdict()) is not None:
             raise error
         return result
-
-
-class _LoggedWarnings(logging.Handler):
-    """Passes on what ddpstats logs as a warning, for pytest's summary of warnings."""
-
-    def __init__(self, write: Any) -> None:
-        super().__init__(logging.WARNING)
-        self._write = write
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._write(record.getMessage(), "UserWarning", record.pathname, record.lineno)
