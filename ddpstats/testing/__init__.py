@@ -2,7 +2,7 @@
 
 - `run_ranks`, `RankPool`, `PerRank`: a function on real gloo processes, with a hard time limit; no rank is left behind.
 - `run_threads`: the same for reductions of this library over hundreds of ranks in one process.
-- `count_collectives`, `die`, `sleep_past`: what really went over the wire, and how ranks fail.
+- `count_collectives`, `die`: what really went over the wire, and how ranks fail.
 - `inject_bit_flips`, `BitFlip`: what faulty hardware does, one bit of a named weight, activation, gradient or matrix
   product, before or after the reduce, once or stuck.
 - `ddpstats.testing.strategies`: hypothesis strategies for stats that differ between ranks (needs
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         CollectiveCount as CollectiveCount,
         count_collectives as count_collectives,
         die as die,
-        sleep_past as sleep_past,
     )
     from ddpstats.testing.flips import (
         AppliedFlip as AppliedFlip,
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from ddpstats.testing.threads import ThreadGroup as ThreadGroup, run_threads as run_threads
 
 _HOMES = {
-    "faults": ("CollectiveCount", "count_collectives", "die", "sleep_past"),
+    "faults": ("CollectiveCount", "count_collectives", "die"),
     "flips": ("AppliedFlip", "BitFlip", "FlipInjector", "inject_bit_flips"),
     "outcomes": (
         *("RankDied", "RankError", "RankOutcome", "RankOutcomes"),

@@ -8,7 +8,6 @@ import functools
 import os
 import signal as signals
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -28,13 +27,6 @@ def die(signal: int = signals.SIGKILL) -> NoReturn:
     """
     os.kill(os.getpid(), signal)
     raise RuntimeError(f"this process survived signal {signal}")
-
-
-def sleep_past(seconds: float, *, margin_sec: float = 0.5) -> None:
-    """Block until a limit of `seconds` that starts now has surely passed on the other ranks: `margin_sec` longer."""
-    until = time.monotonic() + seconds + margin_sec
-    while (left := until - time.monotonic()) > 0:
-        time.sleep(left)
 
 
 class CollectiveCount:

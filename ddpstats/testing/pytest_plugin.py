@@ -81,10 +81,9 @@ class _RunsOnRanks:
         if mark is None:
             return None
         try:
-            world_size, timeout_sec = _read_mark(*mark.args, **mark.kwargs)
-            self.merged = _run(pyfuncitem, world_size, timeout_sec)
+            self.merged = _run(pyfuncitem, *mark.args, **mark.kwargs)
         except (TypeError, ValueError) as error:
-            _fail(f"@pytest.mark.ranks: {str(error).replace('_read_mark()', 'ranks(n, timeout=60)')}")
+            _fail(f"@pytest.mark.ranks: {str(error).replace('_run()', 'ranks(n, timeout=60)')}")
         return True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -99,11 +98,7 @@ class _RunsOnRanks:
 _MergedReport = dict[str, Any]  # attributes of a `TestReport`
 
 
-def _read_mark(n: int, *, timeout: float = _TIMEOUT_SEC) -> tuple[int, float]:
-    return n, timeout
-
-
-def _run(item: pytest.Function, world_size: int, timeout_sec: float) -> _MergedReport:
+def _run(item: pytest.Function, n: int, *, timeout: float = _TIMEOUT_SEC) -> _MergedReport:
     from ddpstats.testing.forkserver import preload
     from ddpstats.testing.ranks import run_ranks
 
@@ -112,9 +107,7 @@ def _run(item: pytest.Function, world_size: int, timeout_sec: float) -> _MergedR
     test = f"{item.path}::{item.nodeid.partition('::')[2]}"
     arguments = [*map(str, invocation.args), "--capture=no", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
     with tempfile.TemporaryDirectory(prefix="ddpstats-ranks-") as scratch:
-        outcomes = run_ranks(
-            _run_pytest, world_size, test, arguments, str(invocation.dir), scratch, timeout_sec=timeout_sec
-        )
+        outcomes = run_ranks(_run_pytest, n, test, arguments, str(invocation.dir), scratch, timeout_sec=timeout)
         ends = [_read_end(outcome, Path(scratch), item) for outcome in outcomes]
     for end in ends:
         end.warn()

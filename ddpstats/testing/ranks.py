@@ -226,7 +226,7 @@ class RankPool:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, not {world_size}")
         self.world_size = world_size
-        self._timeout_sec = _positive(timeout_sec)
+        self._timeout_sec = timeout_sec
         self._env = dict(env or {})
         self._store: TCPStore | None = None
         self._processes: list[RankProcess] = []
@@ -242,8 +242,7 @@ class RankPool:
         """
         if self._closed:
             raise RuntimeError("this RankPool is closed")
-        limit_sec = self._timeout_sec if timeout_sec is None else _positive(timeout_sec)
-        outcomes, in_step = self._call(fn, args, kwargs, limit_sec)
+        outcomes, in_step = self._call(fn, args, kwargs, self._timeout_sec if timeout_sec is None else timeout_sec)
         if outcomes.errors() or not in_step:
             self._stop(grace_sec=0)
         return outcomes
@@ -266,21 +265,23 @@ class RankPool:
         self.close()
 
     def _call(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], limit_sec: float
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_sec: float
     ) -> tuple[RankOutcomes, bool]:
         """Return the outcomes, and whether the ranks are in step. Ranks of which one does not answer are killed."""
+        if not timeout_sec > 0:
+            raise ValueError(f"timeout_sec must be positive, not {timeout_sec}")
         payloads = _payloads(fn, args, kwargs, self.world_size)
         try:
             if not self._processes:
                 self._store = serve_store()
                 for rank in range(self.world_size):
                     self._processes.append(RankProcess(rank, self.world_size, self._store.port, self._env))
-            deadline = time.monotonic() + limit_sec
+            deadline = time.monotonic() + timeout_sec
             for process, payload in zip(self._processes, payloads, strict=True):
                 process.send(payload)
             answers = [process.receive(deadline) for process in self._processes]
             outcomes = [
-                RankOutcome(process.rank, error=process.explain_silence(limit_sec))
+                RankOutcome(process.rank, error=process.explain_silence(timeout_sec))
                 if answer is None
                 else pickle.loads(answer.outcome)
                 for process, answer in zip(self._processes, answers, strict=True)
@@ -329,9 +330,3 @@ def _payloads(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def _with_exit(outcome: RankOutcome, exit_code: int | None) -> RankOutcome:
     return dataclasses.replace(outcome, exit_code=exit_code)
-
-
-def _positive(timeout_sec: float) -> float:
-    if not timeout_sec > 0:
-        raise ValueError(f"timeout_sec must be positive, not {timeout_sec}")
-    return timeout_sec

@@ -19,8 +19,6 @@ from ddpstats._reduction.ops import All, Any as AnyFlag, Max, Mean, Min, Sum
 
 __all__ = ["RankStats", "keys", "leaf_values", "uneven_stats"]
 
-_MARKERS = {"sum": Sum, "min": Min, "max": Max, "any": AnyFlag, "all": All, "own": Mean}
-
 
 @dataclass(frozen=True)
 class RankStats:
@@ -59,51 +57,41 @@ def uneven_stats(
 
     ``nonfinite``: also NaN and infinities. ``markers``: also Sum, Min, Max, Any, All and Mean with its own weight.
     """
-    tree = draw(_dicts(_trees(max_depth - 1, markers)))
+    values, flags = leaf_values(nonfinite=nonfinite), st.booleans()
+    own = st.builds(Mean, values, st.sampled_from([0.0, 2.0, 5.0]))
+    marked = [*(st.builds(op, values) for op in (Sum, Min, Max)), *(st.builds(op, flags) for op in (AnyFlag, All)), own]
+    leaves = st.sampled_from([values] * 3 + marked * markers).map(_or_none)
+    part = draw(_dicts(_trees(max_depth - 1, leaves)))
     weights = st.sampled_from([0.0, 0.5, 1.0, 3.0, 8.0, 100.0])
-    return [RankStats(draw(_part(tree, nonfinite)), draw(weights)) for _ in range(world_size)]
+    return [RankStats(draw(part), draw(weights)) for _ in range(world_size)]
 
 
-# A tree is ("leaf", op), ("dict" | "OrderedDict", {key: tree}) or ("list" | "tuple", [tree, ...]).
-_Tree = tuple[str, Any]
+# A drawn tree is a strategy itself, which draws the part of it that one rank holds.
+_Tree = st.SearchStrategy[Any]
 
 
-def _trees(depth: int, markers: bool) -> st.SearchStrategy[_Tree]:
-    ops = ["mean", "mean", "mean", *(_MARKERS if markers else ())]
-    leaves = st.sampled_from(ops).map(lambda op: ("leaf", op))
+def _or_none(tree: _Tree) -> _Tree:
+    return st.integers(0, 9).flatmap(lambda chance: tree if chance else st.none())
+
+
+def _trees(depth: int, leaves: st.SearchStrategy[_Tree]) -> st.SearchStrategy[_Tree]:
     if depth == 0:
         return leaves
-    inner = _trees(depth - 1, markers)
-    sequences = st.tuples(st.sampled_from(["list", "tuple"]), st.lists(inner, max_size=3))
-    return st.one_of(leaves, leaves, _dicts(inner), sequences)
+    inner = _trees(depth - 1, leaves)
+    sequences = st.builds(_sequence, st.sampled_from([list, tuple]), st.lists(inner, max_size=3))
+    return st.one_of(leaves, _dicts(inner), sequences)
 
 
 def _dicts(inner: st.SearchStrategy[_Tree]) -> st.SearchStrategy[_Tree]:
-    return st.tuples(st.sampled_from(["dict", "dict", "OrderedDict"]), st.dictionaries(keys(), inner, max_size=4))
+    return st.builds(_dict, st.sampled_from([dict, dict, OrderedDict]), st.dictionaries(keys(), inner, max_size=4))
 
 
-@st.composite
-def _part(draw: st.DrawFn, tree: _Tree, nonfinite: bool) -> Any:
-    """One rank's part of ``tree``."""
-    kind, content = tree
-    if draw(st.integers(0, 9)) == 0:
-        return None
-    if kind == "leaf":
-        return draw(_leaf(content, nonfinite))
-    if kind in ("dict", "OrderedDict"):
-        held = draw(st.permutations([key for key in content if draw(st.integers(0, 3))]))
-        items = [(key, draw(_part(content[key], nonfinite))) for key in held]
-        return dict(items) if kind == "dict" else OrderedDict(items)
-    length = draw(st.integers(0, len(content)))
-    values = [draw(_part(child, nonfinite)) for child in content[:length]]
-    return values if kind == "list" else tuple(values)
+def _dict(kind: type, children: dict[str | int, _Tree]) -> _Tree:
+    """Draw some of the keys, in any order."""
+    return _or_none(st.fixed_dictionaries({}, optional=children).map(kind))
 
 
-@st.composite
-def _leaf(draw: st.DrawFn, op: str, nonfinite: bool) -> Any:
-    if op == "mean":
-        return draw(leaf_values(nonfinite=nonfinite))
-    if op in ("any", "all"):
-        return _MARKERS[op](draw(st.booleans()))
-    value = draw(leaf_values(nonfinite=nonfinite))
-    return Mean(value, draw(st.sampled_from([0.0, 2.0, 5.0]))) if op == "own" else _MARKERS[op](value)
+def _sequence(kind: type, children: list[_Tree]) -> _Tree:
+    """Draw the first few."""
+    lengths = st.integers(0, len(children))
+    return _or_none(lengths.flatmap(lambda length: st.tuples(*children[:length])).map(kind))

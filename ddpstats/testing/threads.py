@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch
@@ -46,16 +46,14 @@ def in_process(store: Any) -> BoundedStore:
 
 
 class ThreadWorld:
-    """The rendezvous of ``world_size`` threads. A rank that is too late, or `leave`s, breaks it for all."""
+    """The rendezvous of ``world_size`` threads. A rank that `leave`s breaks it for all."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.store = in_process(dist.HashStore())  # type: ignore[attr-defined]
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._parts: dict[int, Any] = {}
-        self._round = 0
-        self._result: Any = None
-        self._broken: str | None = None
+        self._result: Future[Any] = Future()  # of this round; it stays where it is an error
 
     def comm(self, rank: int) -> ThreadComm:
         """Return the `Comm` of one rank."""
@@ -63,39 +61,28 @@ class ThreadWorld:
 
     def leave(self, rank: int) -> None:
         """Fail all ranks that wait for this one, now or later: it is gone."""
-        with self._changed:
-            self._break(f"Connection closed by peer {rank}")
+        with self._lock:
+            if not self._result.done():
+                self._result.set_exception(CommFailed(f"Connection closed by peer {rank}"))
 
     def meet(self, rank: int, part: Any, combine: Combine, timeout_sec: float, watch: Watch) -> Any:
         """Hand in ``part``; return ``combine`` of all parts in rank order once the last one has come."""
-        with self._changed:
-            this_round = self._round
-            if self._broken is None:
-                self._parts[rank] = part
-                if len(self._parts) == self.world_size:
-                    self._finish(combine)
-
-            def done_within(seconds: float) -> bool:
-                return bool(self._changed.wait_for(lambda: self._round > this_round or self._broken, seconds))
-
-            wait_in_slices(done_within, timeout_sec, watch)
-            if self._round == this_round:
-                raise CommFailed(self._broken or "broken", is_broken=True)
-            return self._result
+        with self._lock:
+            result = self._result
+            self._parts[rank] = part
+            if len(self._parts) == self.world_size and not result.done():
+                self._finish(combine)
+        wait_in_slices(lambda seconds: bool(wait([result], seconds).done), timeout_sec, watch)
+        if (error := result.exception()) is not None:
+            raise CommFailed(str(error), is_broken=True)
+        return result.result()
 
     def _finish(self, combine: Combine) -> None:
         try:
-            self._result = combine([self._parts[rank] for rank in range(self.world_size)])
+            self._result.set_result(combine([self._parts[rank] for rank in range(self.world_size)]))
+            self._parts, self._result = {}, Future()
         except (RuntimeError, ValueError) as error:
-            self._break(f"ranks disagree on the wire: {error}")
-            return
-        self._parts = {}
-        self._round += 1
-        self._changed.notify_all()
-
-    def _break(self, why: str) -> None:
-        self._broken = self._broken or why
-        self._changed.notify_all()
+            self._result.set_exception(CommFailed(f"ranks disagree on the wire: {error}"))
 
 
 class ThreadComm:
@@ -175,11 +162,7 @@ def run_threads(
     outcomes: dict[int, RankOutcome] = {}
 
     def run(rank: int) -> None:
-        try:
-            value = fn(ThreadGroup(world, rank), *args, **kwargs)
-            outcomes[rank] = RankOutcome(rank, value, None, "", None)
-        except BaseException as error:
-            outcomes[rank] = RankOutcome(rank, None, error, "".join(traceback.format_exception(error)), None)
+        outcomes[rank] = RankOutcome.of(rank, lambda: fn(ThreadGroup(world, rank), *args, **kwargs))
 
     ranks = range(world_size)
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in ranks]
@@ -188,8 +171,5 @@ def run_threads(
     deadline = time.monotonic() + timeout_sec
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return RankOutcomes(outcomes.get(rank) or _late(rank, timeout_sec) for rank in ranks)
-
-
-def _late(rank: int, timeout_sec: float) -> RankOutcome:
-    return RankOutcome(rank, None, RankTimedOut(rank, timeout_sec, ""), "", None)
+    late = {rank: RankOutcome(rank, error=RankTimedOut(rank, timeout_sec, "")) for rank in ranks}
+    return RankOutcomes((late | outcomes).values())

@@ -32,7 +32,7 @@ from ddpstats._ranks.gloo import own_connection, part_of
 from ddpstats._ranks.grid import GridComm, gloo_comm, sides_of
 from ddpstats._ranks.store import BoundedStore, bounded
 from ddpstats.errors import ConfigError
-from ddpstats.testing import RankPool, sleep_past
+from ddpstats.testing import RankPool
 from ddpstats.testing.threads import ThreadWorld
 
 LIMIT_SEC = 60.0
@@ -194,7 +194,7 @@ def test_a_broadcast_brings_the_sources_bytes_to_every_rank(doorway: tuple[Doorw
 def without_the_last(comm: Comm, operation: str) -> tuple[str, float, float] | None:
     """(the error, seconds until it came, seconds that `close` took) on the ranks that call."""
     if comm.rank == comm.ranks[-1]:
-        sleep_past(SHORT_SEC, margin_sec=1.0)
+        time.sleep(SHORT_SEC + 1.0)
         return None
     started = time.monotonic()
     try:

@@ -1,16 +1,15 @@
-"""`die` and `sleep_past` do what they say, and `count_collectives` counts each call and leaves torch as it was."""
+"""`die` ends the process, and `count_collectives` counts each call and leaves torch as it was."""
 
 from __future__ import annotations
 
 import signal
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ddpstats.testing.faults import count_collectives, die, sleep_past
+from ddpstats.testing.faults import count_collectives, die
 from ddpstats.testing.outcomes import RankDied
 from ddpstats.testing.ranks import run_ranks
 
@@ -80,9 +79,3 @@ def test_die_says_so_when_it_fails() -> None:
             die(signal.SIGUSR2)
     finally:
         signal.signal(signal.SIGUSR2, before)
-
-
-def test_sleep_past_sleeps_longer_than_asked() -> None:
-    started = time.monotonic()
-    sleep_past(0.1, margin_sec=0.1)
-    assert 0.2 <= time.monotonic() - started < 5
