@@ -64,7 +64,8 @@ class Fork(ForkServerProcess):
         cwd: str | os.PathLike[str] = ".",
     ) -> None:
         super().__init__(target=function, args=args)
-        self._environ, self._cwd, self._streams = dict(environ), os.path.abspath(cwd), (stdout, stderr)
+        self._environ, self._cwd = dict(environ), os.path.abspath(cwd)
+        self._streams: tuple[Any, ...] = (stdout, stderr)
 
     def start(self) -> None:
         """Start it. Raises `RuntimeError` if there is no server to fork it from."""

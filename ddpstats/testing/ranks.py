@@ -113,7 +113,6 @@ class RankProcess:
 
 def rank_environ(rank: int, world_size: int, store_port: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment, with what torchrun would set for the rank, and with ``env`` on top of both."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         **os.environ,
         "RANK": str(rank),
@@ -125,7 +124,7 @@ def rank_environ(rank: int, world_size: int, store_port: int, env: Mapping[str, 
         # The parent serves the store: a second `init_process_group` by env:// connects to it, as under torchrun.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": loopback,
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         **env,
     }
 
@@ -142,9 +141,8 @@ def serve_store() -> TCPStore:
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     # Left to itself TCPStore would listen on every interface. It owns the descriptor from here on, which torch 2.6 has
     # only without libuv.
-    return TCPStore(
-        *listener.getsockname(), None, True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=False
-    )
+    host, port = listener.getsockname()
+    return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=False)
 
 
 def _end(processes: list[RankProcess]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch
@@ -51,9 +50,10 @@ class ThreadWorld:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.store = in_process(dist.HashStore())  # type: ignore[attr-defined]
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._parts: dict[int, Any] = {}
-        self._result: Future[Any] = Future()  # of this round; it stays where it is an error
+        self._round, self._broken = 0, ""
+        self._result: Any = None
 
     def comm(self, rank: int) -> ThreadComm:
         """Return the `Comm` of one rank."""
@@ -61,28 +61,38 @@ class ThreadWorld:
 
     def leave(self, rank: int) -> None:
         """Fail all ranks that wait for this one, now or later: it is gone."""
-        with self._lock:
-            if not self._result.done():
-                self._result.set_exception(CommFailed(f"Connection closed by peer {rank}"))
+        with self._changed:
+            self._break(f"Connection closed by peer {rank}")
 
     def meet(self, rank: int, part: Any, combine: Combine, timeout_sec: float, watch: Watch) -> Any:
         """Hand in ``part``; return ``combine`` of all parts in rank order once the last one has come."""
-        with self._lock:
-            result = self._result
+        with self._changed:
+            this_round = self._round
             self._parts[rank] = part
-            if len(self._parts) == self.world_size and not result.done():
+            if len(self._parts) == self.world_size and not self._broken:
                 self._finish(combine)
-        wait_in_slices(lambda seconds: bool(wait([result], seconds).done), timeout_sec, watch)
-        if (error := result.exception()) is not None:
-            raise CommFailed(str(error), is_broken=True)
-        return result.result()
+
+            def done_within(seconds: float) -> bool:
+                return bool(self._changed.wait_for(lambda: self._round > this_round or self._broken, seconds))
+
+            wait_in_slices(done_within, timeout_sec, watch)
+            if self._round == this_round:
+                raise CommFailed(self._broken, is_broken=True)
+            return self._result
 
     def _finish(self, combine: Combine) -> None:
         try:
-            self._result.set_result(combine([self._parts[rank] for rank in range(self.world_size)]))
-            self._parts, self._result = {}, Future()
+            self._result = combine([self._parts[rank] for rank in range(self.world_size)])
         except (RuntimeError, ValueError) as error:
-            self._result.set_exception(CommFailed(f"ranks disagree on the wire: {error}"))
+            self._break(f"ranks disagree on the wire: {error}")
+            return
+        self._parts = {}
+        self._round += 1
+        self._changed.notify_all()
+
+    def _break(self, why: str) -> None:
+        self._broken = self._broken or why
+        self._changed.notify_all()
 
 
 class ThreadComm:
