@@ -19,7 +19,6 @@ import fcntl
 import gc
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import reduction
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ddpstats._base import config
@@ -151,13 +151,11 @@ def _die_with_parent() -> None:
         fcntl.fcntl(pipe_fd, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(pipe_fd, fcntl.F_SETFL, fcntl.fcntl(pipe_fd, fcntl.F_GETFL) | os.O_ASYNC)
     else:
-        threading.Thread(target=_end_with_pipe, args=(pipe_fd,), daemon=True).start()
-    poll = select.poll()  # not select(): the number may be beyond 1024
-    poll.register(pipe_fd)
-    if poll.poll(0):  # the parent died before any of this was in place
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    if not parent.is_alive():  # it died before any of this was in place
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _end_with_pipe(pipe_fd: int) -> None:
-    os.read(pipe_fd, 1)
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
     os.killpg(os.getpgrp(), signal.SIGKILL)
