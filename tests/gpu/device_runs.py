@@ -1,9 +1,8 @@
-"""Reductions, guard, capture and sentinel on one device: what `test_device` and `test_nccl` run on all ranks."""
+"""Reductions, guard, capture, sentinel, dumps and windows on one device: what the tests of this folder run on ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpstats
-from ddpstats import CollectiveMismatch, Max, NaNCapture, Sentinel, SentinelAlarm, StepChecks, collective_guard
+from ddpstats import (
+    CollectiveMismatch,
+    Max,
+    NaNCapture,
+    Sentinel,
+    SentinelAlarm,
+    StatsWindow,
+    StepChecks,
+    collective_guard,
+)
+from ddpstats.dump import StatsDump
 from ddpstats.testing import BitFlip, inject_bit_flips
 from tests import training
-from tests.gpu import nccl
+from tests.dump import collecting
+from tests.gpu import accelerator
+from tests.reduction import window_runs
 from tests.training import Batch, Hooks, loss_of
 
 t = torch.tensor
@@ -52,36 +63,54 @@ def averaged(device: str, dtype: torch.dtype) -> Any:
     return found, total.item(), total.device.type
 
 
-def stats_of_a_step() -> dict[str, Any]:
-    return {
-        f"loss_{i}": t(float(i), device="cuda", dtype=dtype) for i, dtype in enumerate([torch.float32, torch.half] * 4)
-    }
-
-
-def without_waiting() -> Any:
-    """Nothing but our one copy may make the host wait for the card; and how many copies there are."""
+def without_waiting(device: str) -> Any:
+    """Nothing but our one copy may make the host wait for the device; and how many copies there are."""
     reducer = ddpstats.StatsReducer()
-    stats = stats_of_a_step()
+    dtypes = [torch.float32, torch.half] * 4
+    stats = {f"loss_{i}": t(float(i), device=device, dtype=dtype) for i, dtype in enumerate(dtypes)}
     for _ in range(2):  # what is set up the first time may wait
         reducer(stats)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with accelerator.no_waits(device, events=1):
         found = reducer(stats).values
-        try:
-            stats["loss_0"].item()
-        except RuntimeError as error:
-            refused = "synchroniz" in str(error)
-        else:
-            refused = False
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        reducer(stats)
-        torch.cuda.synchronize()
-    seen = [event.name.lower() for event in profile.events()]
-    copies = sum("memcpy dtoh" in name for name in seen) if seen else None  # None: it may not look at the card here
+    is_noticed = accelerator.is_noticed(device, stats["loss_0"].item)
+    copies = accelerator.copies_to_host(device, lambda: reducer(stats))
     reducer.close()
-    return list(found.values()), refused, copies
+    return list(found.values()), is_noticed, copies
+
+
+def windows(device: str, nonfinite: Any, kind: str) -> list[dict[str, Any]]:
+    """Return the figures of a window of the CPU, and of one whose values are on the device."""
+    figures = []
+    for place in ("cpu", device):
+        weights = {"number": 8.0, "scalar": t(8.0, device=place), "vector": torch.ones(3, device=place)}
+        with StatsWindow(nonfinite=nonfinite) as window:
+            window_runs.train(window, place, weights[kind])
+            flat = window.flush().flat()
+        figures.append({name: value for name, value in flat.items() if not name.startswith("time/")})
+    return figures
+
+
+def adds_without_waiting(device: str, kind: str) -> tuple[bool, float, float]:
+    weight = 8.0 if kind == "number" else t(8.0, device=device)
+    step, window = window_runs.training_step(device), StatsWindow(nonfinite="skip")
+    for number in range(2):  # what is set up the first time may wait
+        step(window, number, weight)
+    window.flush()
+    with accelerator.no_waits(device):
+        for number in range(50):
+            step(window, number, weight)
+    is_noticed = accelerator.is_noticed(device, torch.ones((), device=device).item)
+    reduced = window.flush()
+    return is_noticed, reduced.weights["tokens"], reduced.values["time"]["step"]
+
+
+def adds_on_two_streams(device: str) -> set[float]:
+    other, window = torch.Stream(device), StatsWindow()
+    for number in range(200):
+        with other if number % 2 else contextlib.nullcontext():
+            window.add({f"k{i}": torch.full((), float(number), device=device) for i in range(20)}, weight=2)
+    torch.accelerator.synchronize()
+    return set(window.flush().values.values())
 
 
 # -- the guard --------------------------------------------------------------------------------------------------------
@@ -161,7 +190,8 @@ def watched(device: str, dtype: torch.dtype, flips: list[BitFlip]) -> Any:
 def judged(device: str, dirpath: str, together: bool) -> Any:
     """Return whether all is well in steps under all checks, in one call or three, and how often each waits."""
     ddp = make_model(device)
-    waits, are_ok = [], []
+    are_ok: list[bool] = []
+    waits: list[int] = []
     with (
         NaNCapture(dirpath, model=ddp) as capture,
         Sentinel(ddp, mode=2) as sentinel,
@@ -175,18 +205,13 @@ def judged(device: str, dirpath: str, together: bool) -> Any:
                 yield
 
         def judge(step: int) -> bool:
-            if device == "cuda":
-                torch.cuda.set_sync_debug_mode("warn")
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with accelerator.count_waits(device) as counted:
                 if together:
                     are_ok.append(checks.step().ok)
                 else:
                     guard.step()
                     are_ok.append(capture.check().ok and sentinel.step().ok)
-            if device == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
-            waits.append(sum("synchroniz" in str(warning.message) for warning in caught))
+            waits.extend(counted)
             return False
 
         hooks = Hooks(micro_batch, judge=judge)
@@ -197,10 +222,8 @@ def judged(device: str, dirpath: str, together: bool) -> Any:
 # -- one rank, and its backend ----------------------------------------------------------------------------------------
 
 
-def alone(device: str, backend: str, dirpath: str) -> Any:
-    """All of it in a group of one rank, whose backend knows tensors of this device only, as NCCL does."""
-    dist.destroy_process_group()
-    dist.init_process_group(backend, store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)  # type: ignore[attr-defined]
+def alone(device: str, dirpath: str) -> Any:
+    """All of it in a group of one rank, whose backend knows tensors of this device only."""
     value = torch.ones(2, device=device)
     with collective_guard("strict") as guard:
         dist.all_reduce(value)
@@ -213,6 +236,38 @@ def alone(device: str, backend: str, dirpath: str) -> Any:
         "capture": [kind for kind, *_ in captured(device, torch.bfloat16, dirpath)[0]],
         "sentinel": watched(device, torch.float32, []),
     }
+
+
+# -- dumps ------------------------------------------------------------------------------------------------------------
+
+
+def dump_without_waiting(device: str, dirpath: str) -> bool:
+    """Return whether all statistics of a layer are there."""
+    model = collecting.make_model().to(device)
+    x = torch.randn(3, 4, device=device)
+    model(x).square().sum().backward()  # what a device sets up the first time may wait
+    dump = StatsDump({"dump_path": dirpath, "level": "mix", "async_dump": True}, model=model)
+    with accelerator.no_waits(device):
+        dump.start()
+        model(x).square().sum().backward()
+    dump.step()
+    entry = collecting.data(Path(dirpath), rank="rank0")["Functional.linear.3.forward"]
+    return all(leaf["Max"] is not None for leaf in collecting.leaves(entry))
+
+
+def dumped(device: str, dirpath: str, is_async: bool) -> tuple[dict[str, Any], set[Any], int | None]:
+    """Return the means of all entries, their streams, and the stream that the program computes on."""
+    model, x = collecting.make_model().to(device), torch.ones(3, 4, device=device)
+    model.eval()  # generators of devices draw other numbers
+    dump = StatsDump({"dump_path": dirpath, "level": "mix", "async_dump": is_async}, model=model)
+    dump.start()
+    model(x).square().sum().backward()
+    dump.step()
+    entries = collecting.data(Path(dirpath), rank="rank0")
+    leaves = {name: list(collecting.leaves(entry)) for name, entry in entries.items()}
+    means = {name: [leaf["Mean"] for leaf in entry] for name, entry in leaves.items()}
+    streams = {leaf["stream"] for entry in leaves.values() for leaf in entry}
+    return means, streams, None if device == "cpu" else torch.accelerator.current_stream().stream_id
 
 
 # -- FSDP2 ------------------------------------------------------------------------------------------------------------
@@ -230,12 +285,11 @@ class Scaled(nn.Module):
         return out
 
 
-def sharded(dirpath: str) -> list[bool]:
-    """Return whether capture and sentinel found each of three steps right; in the second, rank 1 has a NaN."""
-    nccl.use_nccl()
+def sharded(device: str, dirpath: str) -> list[bool]:
+    """Return whether capture and guard found each of three steps right; in the second, rank 1 has a NaN."""
     torch.manual_seed(0)
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    model: Any = nn.Sequential(Scaled(), Scaled())
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    model: Any = nn.Sequential(Scaled(), Scaled()).to(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -243,7 +297,7 @@ def sharded(dirpath: str) -> list[bool]:
     with NaNCapture(dirpath, model=model, on_nonfinite="skip") as capture, collective_guard("step") as guard:
         checks = StepChecks(capture=capture, guard=guard)
         for step in range(3):
-            x = torch.ones(4, 8)
+            x = torch.ones(4, 8, device=device)
             if step == 1 and dist.get_rank() == 1:
                 x[0, 0] = torch.nan
             with capture.micro_batch({"x": x}):

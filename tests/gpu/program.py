@@ -1,4 +1,4 @@
-"""``program.py DEVICE CASE``: a training program of two ranks, right or with one fault, for `test_programs`."""
+"""``program.py DEVICE CASE``: a training program of two ranks, right or with one fault, for `test_guard`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 
-from tests.gpu.nccl import name_hosts
+from tests.gpu.accelerator import backend_of, keep_busy, name_hosts, register
 
 DEVICE, CASE = sys.argv[1:]
 RANK = int(os.environ["RANK"])
-BUSY_MATMULS = 60
 
 
 def join(timeout_sec: float) -> None:
     timeout = timedelta(seconds=timeout_sec)
-    if DEVICE == "cpu":
-        dist.init_process_group("gloo", timeout=timeout)
+    register(DEVICE)
+    if DEVICE == "cuda":
+        name_hosts(RANK)
+        torch.cuda.set_device(0)
+        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda:0"))
         return
-    name_hosts(RANK)
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda:0"))
+    dist.init_process_group(backend_of(DEVICE), timeout=timeout)
 
 
 def train(steps: int = 6) -> None:
@@ -98,10 +98,7 @@ def meet_late() -> None:
     for turn in range(2):
         if turn == RANK:
             time.sleep(2.5)
-            if DEVICE != "cpu":
-                matrix = torch.randn(8000, 8000, device=DEVICE)
-                for _ in range(BUSY_MATMULS):
-                    matrix = (matrix @ matrix).clamp_(-1, 1)
+            keep_busy(DEVICE)
         dist.barrier()
     value = torch.ones(3, device=DEVICE)
     dist.all_reduce(value)

@@ -4,6 +4,7 @@
 // What has no shapes without its values (nonzero, for example) waits for the stream, as it does on other devices.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_foreach_norm_native.h>
@@ -11,6 +12,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
+#include <torch/csrc/utils/torch_dispatch_mode.h>
 #include <torch/library.h>
 
 #include "device.h"
@@ -112,6 +114,21 @@ int common_device(const OperatorHandle& operation, const Stack& arguments) {
   return device < 0 ? current_device() : device;
 }
 
+// Hides what the device calls for itself from modes of Python: a dump would record it.
+class WithoutModes {
+ public:
+  WithoutModes() {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::ALL_DISABLED);
+  }
+  ~WithoutModes() {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(before_);
+  }
+
+ private:
+  at::impl::TorchFunctionDisabledState before_ = at::impl::PythonTorchFunctionTLS::get_disabled_state();
+  torch::torch_dispatch_mode::StashTorchDispatchStackGuard stashed_;
+};
+
 // Calls the operation with the shapes alone. False where it cannot be known without the values.
 bool infer_shapes(const OperatorHandle& operation, const Stack& arguments, Stack& shapes) {
   for (const IValue& argument : arguments) {
@@ -121,6 +138,7 @@ bool infer_shapes(const OperatorHandle& operation, const Stack& arguments, Stack
   }
   const Stack written = shapes;
   try {
+    const WithoutModes without_modes;
     operation.callBoxed(shapes);
   } catch (const std::exception&) {
     return false; // wrong arguments, too: then the CPU's kernel says so

@@ -1,4 +1,4 @@
-"""The guard on NCCL: its scenarios and whole programs on two ranks that share one card; and FSDP2 under all checks.
+"""The guard on accelerators: its scenarios and whole programs on ranks that share one; and FSDP2 under all checks.
 
 What a program waits for is a device there: a rank that waits in ``loss.item()`` can raise nothing, and its watchdog
 prints the verdict.
@@ -7,22 +7,21 @@ prints the verdict.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from ddpstats.testing import RankPool
-from tests.gpu import device_runs, nccl
-from tests.gpu.conftest import REASON
+from tests import programs
+from tests.gpu import accelerator, device_runs
+from tests.gpu.conftest import Ranks
 from tests.guard.scenarios import DIES, SCENARIOS
 from tests.guard.test_scenarios import UNMARKED_IN_STEP
-from tests.programs import on_ranks
 
 pytestmark = pytest.mark.slow
 PROGRAM = str(Path(__file__).with_name("program.py"))
-NOT_ON_NCCL = {
+NOT_ON_ACCELERATORS = {
     "in_a_thread": "the default device belongs to a thread",
     "fsdp2": "the model is on the CPU",
     "message_from_anybody": "NCCL has no receive from any rank",
@@ -37,31 +36,23 @@ WAITS_FOR_DEVICE = {
 }
 
 
-@pytest.fixture(scope="module")
-def nccl_ranks() -> Iterator[dict[int, RankPool]]:
-    if not torch.cuda.is_available():
-        pytest.skip(REASON)
-    with RankPool(2, timeout_sec=60) as two, RankPool(3, timeout_sec=60) as three:
-        yield {2: two, 3: three}
-
-
 def scenarios(excluded: set[str]) -> list[tuple[str, str]]:
-    names = [name for name in SCENARIOS if name not in NOT_ON_NCCL.keys() | excluded]
+    names = [name for name in SCENARIOS if name not in NOT_ON_ACCELERATORS.keys() | excluded]
     return [(name, "step" if name in UNMARKED_IN_STEP else "strict") for name in names]
 
 
 @pytest.mark.parametrize(("name", "mode"), scenarios(set()))
-def test_legal_twin_is_silent(nccl_ranks: dict[int, RankPool], name: str, mode: str) -> None:
-    endings = nccl_ranks[SCENARIOS[name].ranks].run(nccl.probe, name, mode, False).values()
+def test_legal_twin_is_silent(ranks: Ranks, gpu: str, name: str, mode: str) -> None:
+    endings = ranks.of(gpu, SCENARIOS[name].ranks).run(accelerator.probe, gpu, name, mode, False).values()
     assert {ending.error for ending in endings} == {"silent"}
 
 
 @pytest.mark.parametrize(("name", "mode"), scenarios(WAITS_FOR_DEVICE))
-def test_fault_is_named_on_every_rank(nccl_ranks: dict[int, RankPool], name: str, mode: str) -> None:
+def test_fault_is_named_on_every_rank(ranks: Ranks, gpu: str, name: str, mode: str) -> None:
     row = SCENARIOS[name]
-    pool = nccl_ranks[row.ranks]
+    pool = ranks.of(gpu, row.ranks)
     try:
-        endings = [outcome.value for outcome in pool.run(nccl.probe, name, mode, True)]
+        endings = [outcome.value for outcome in pool.run(accelerator.probe, gpu, name, mode, True)]
     finally:
         pool.restart()
     errors = [DIES if ending is None else ending.error for ending in endings]
@@ -84,7 +75,7 @@ def test_fault_is_named_on_every_rank(nccl_ranks: dict[int, RankPool], name: str
     ],
 )
 def test_fault_of_a_program_is_named(device: str, case: str, text: str, mode: str) -> None:
-    done = on_ranks("-m", "ddpstats", "run", "--guard", mode, PROGRAM, device, case)
+    done = programs.on_ranks("-m", "ddpstats", "run", "--guard", mode, PROGRAM, device, case)
     assert 0 not in done.statuses
     assert done.stderr.count(text) >= 1, done.stderr
 
@@ -93,13 +84,12 @@ def test_fault_of_a_program_is_named(device: str, case: str, text: str, mode: st
 def test_program_that_is_right_trains_to_the_same_bits(device: str, case: str) -> None:
     weights = set()
     for mode in ("off", "strict", "step"):
-        done = on_ranks("-m", "ddpstats", "run", "--guard", mode, PROGRAM, device, case)
+        done = programs.on_ranks("-m", "ddpstats", "run", "--guard", mode, PROGRAM, device, case)
         assert done.statuses == [0, 0], done.stderr
         assert mode == "off" or "2 ranks agree" in done.stderr
         weights.update(re.findall(r"weights (.*)", done.stdout))
     assert len(weights) == 1
 
 
-def test_fsdp2_with_empty_shards_under_all_checks(nccl_ranks: dict[int, RankPool], tmp_path: Path) -> None:
-    outcomes = nccl_ranks[2].run(device_runs.sharded, str(tmp_path)).values()
-    assert outcomes[0] == outcomes[1] == [True, False, True]
+def test_fsdp2_with_empty_shards_under_all_checks(on_ranks: Callable[..., Any], gpu: str, tmp_path: Path) -> None:
+    assert on_ranks(device_runs.sharded, gpu, str(tmp_path)) == [True, False, True]
