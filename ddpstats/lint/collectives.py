@@ -4,9 +4,7 @@ The tables have the functions of torch.distributed and of libraries that are bui
 file makes, and a few methods by name. A function of the same file that always runs a collective counts as a collective.
 A collective of a process group other than all ranks is left out: its members cannot be read from the text.
 
-``backward()`` is one on a loss for which the text shows, on each way to the call, that a model in a
-DistributedDataParallel was called: what went through ``detach()`` or ``no_grad()``, is a number or a shape, or was made
-by ``model.module``, by a copy or by a model that is frozen, needs no other rank.
+``backward()`` is one where `origins` has seen that it reduces; never through a function that calls it.
 """
 
 from __future__ import annotations
@@ -16,25 +14,9 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 
-from ddpstats.lint.program import (
-    Definition,
-    Function,
-    Position,
-    Program,
-    Table,
-    blocks_of,
-    calls_in,
-    dotted,
-    exits,
-    heads_of,
-    last_name,
-    parts_of,
-    sides_of,
-    stored_in,
-)
+from ddpstats.lint.program import Function, Program, blocks_of, calls_in, dotted, exits, heads_of, last_name
 
 # by operation: at which position the process group is passed
 _TORCH = {
@@ -67,7 +49,7 @@ _FUNCTIONS = {
 _WRAPPED = frozenset({"all_reduce", "all_gather", "all_gather_object", "barrier", "broadcast", "broadcast_object_list"})
 _WRAPPERS = re.compile(r".*(^|[._])(dist|distrib|distributed|comm)(_utils?)?")
 
-_ACCELERATOR = ("gather", "reduce", "pad_across_processes", "wait_for_everyone")
+_ACCELERATOR = ("gather", "reduce", "pad_across_processes", "wait_for_everyone", "backward")
 _FABRIC = ("barrier", "all_reduce", "all_gather", "broadcast", "backward")
 _METHODS_OF_MADE = {  # by how the maker's name begins
     "accelerate.Accelerator": _ACCELERATOR,
@@ -87,7 +69,10 @@ _METHODS_OF_NAMED = {  # by the last word of what they are called on
     "strategy": ("barrier", "reduce", "broadcast", "all_gather", "reduce_boolean_decision"),
 }
 _METHODS = frozenset({"wait_for_everyone", "gather_for_metrics", "reduce_boolean_decision"})
-_SYNCS_OTHERWISE = frozenset({"sync_on_compute", "process_group", "distributed_available_fn", "dist_sync_fn"})
+_SYNCS_OTHERWISE = frozenset(
+    {"sync_on_compute", "process_group", "distributed_available_fn", "dist_sync_fn"}
+    | {"rank_zero_only", "sync_dist_group"}
+)
 _LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
 _ASKS_FOR_WORLD = re.compile(
     r"(?i)is_(available|initialized|dist|distributed|parallel|multi)|world_?size|distributed|num_processes|n_?gpu|ddp"
@@ -101,17 +86,6 @@ _ONLY_ONE_RANK = re.compile(r"(rank_?(zero|0)|main_process|master|on_main)(_only
 
 SYNCED = re.compile(r"(?i)all_?reduce|broadcast|bcast|_reduce$|reduce_|sync|agree|gather|across")
 """What a function is called that makes its arguments equal on all ranks, or returns what is."""
-
-_WRAPS_MODEL = frozenset({"DistributedDataParallel", "DDP"})
-_LEAVES_UNSYNCED = re.compile(r"no_(backward_)?sync|require_backward_grad_sync|accumulate")
-_CUTS = re.compile(  # what a tensor says of itself, and what has no gradient or is not of the wrapped model
-    r"dtype|device|shape|n?dim|size|numel|nelement|stride|layout|requires_grad|element_size|is_(cuda|floating_point)|"
-    r"detach_?|item|data|grad|module|tolist|numpy|long|int|bool|arg(max|min)"
-)
-_CUTTING = re.compile(r"float|int|bool|len|(torch|np|numpy)\.(\w+_like|arg\w+|tensor|from_numpy)")
-_NO_GRADIENT = re.compile(r"no_grad|inference_mode|set_grad_enabled\((?!True)")
-_UNWRAPS = re.compile(r"\.module\b|unwrap|copy")
-_FREEZES = re.compile(r"(.+)\.requires_grad_\(False\)")
 
 _MOST_OPS = 100  # of one function, which others call in turn
 MOST_SEC = 30.0  # of this process, for one file
@@ -147,32 +121,38 @@ class TooLongError(Exception):
 
 
 class Collectives:
-    """The collectives of one file, looked up once for each call."""
+    """The collectives of one file, looked up once for each call.
+
+    ``reducing``: the calls of ``backward()`` that are known to reduce.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.reducing = set[ast.Call]()
         self._end = time.process_time() + MOST_SEC
         self._calls: dict[ast.AST, list[ast.Call]] = {}
         self._certain_of: dict[Function, tuple[str, ...]] = {}
         self._possible_of: dict[Function, str] = {}
         self._known: dict[ast.Call, tuple[Collective, ...]] = {}
 
-    def of(self, call: ast.Call, owner: ast.ClassDef | None) -> tuple[Collective, ...]:
+    def of(self, call: ast.Call) -> tuple[Collective, ...]:
         """Return the collectives that a call runs, in order. Raises `TooLongError`."""
+        if last_name(call.func) == "backward":
+            return (Collective("backward", call, agrees=False),) if call in self.reducing else ()
         if call not in self._known:
             if time.process_time() > self._end:
                 raise TooLongError
-            self._known[call] = self._through(call, owner) or self._direct(call)
+            self._known[call] = self._through(call) or self.of_library(call)
         return self._known[call]
 
-    def among(self, nodes: Sequence[ast.AST], owner: ast.ClassDef | None) -> list[Collective]:
+    def among(self, nodes: Sequence[ast.AST]) -> list[Collective]:
         """Return the collectives of all ranks in the nodes, in the order of the text."""
         calls = (call for node in nodes for call in self._calls_in(node))
-        return [collective for call in calls for collective in self.of(call, owner) if not collective.is_grouped]
+        return [collective for call in calls for collective in self.of(call) if not collective.is_grouped]
 
-    def syncs(self, call: ast.Call, owner: ast.ClassDef | None) -> bool:
+    def syncs(self, call: ast.Call) -> bool:
         """Return whether a call makes its arguments equal on all ranks: a collective, or one named like it."""
-        run = self.of(call, owner)
+        run = self.of(call)
         return any(collective.agrees for collective in run) if run else bool(SYNCED.search(last_name(call.func)))
 
     def _calls_in(self, node: ast.AST) -> list[ast.Call]:
@@ -180,66 +160,62 @@ class Collectives:
             self._calls[node] = list(calls_in(node))
         return self._calls[node]
 
-    def possible(self, call: ast.Call, owner: ast.ClassDef | None) -> str:
+    def possible(self, call: ast.Call) -> str:
         """Return an operation that the call may run, of any group and under any condition; empty if there is none."""
-        if run := self._direct(call):
+        if run := self.of_library(call):
             return run[0].op
-        function = self.program.function_called(call, owner)
+        function = self.program.function_called(call)
         if function is not None and function not in self._possible_of:
             self._possible_of[function] = ""  # of one that calls itself
-            inside = (self.possible(inner, self.program.owner[function]) for inner in calls_in(*function.body))
+            inside = map(self.possible, calls_in(*function.body))
             self._possible_of[function] = next((op for op in inside if op), "")
         return self._possible_of[function] if function is not None else ""
 
     # -- a function of the file ---------------------------------------------------------------------------------------
 
-    def _through(self, call: ast.Call, owner: ast.ClassDef | None) -> tuple[Collective, ...]:
-        function = self.program.function_called(call, owner)
+    def _through(self, call: ast.Call) -> tuple[Collective, ...]:
+        function = self.program.function_called(call)
         if function is None or is_for_one_rank(function):
             return ()
-        ops = self._certain(function)
-        passed = any(_names_group(keyword.arg or "") for keyword in call.keywords)
-        grouped = passed or any(_names_group(last_name(argument)) for argument in call.args)
-        return tuple(Collective(op, call, function.name, grouped) for op in ops)
-
-    def _certain(self, function: Function) -> tuple[str, ...]:
-        """Return the operations that a function runs whenever there is more than one rank."""
         if function not in self._certain_of:
             self._certain_of[function] = ()  # of one that calls itself
-            ops = self._of_block(function.body, self.program.owner[function])
+            ops = (op for op in self._certain(function.body) if op != "backward")
             self._certain_of[function] = tuple(islice(ops, _MOST_OPS))
-        return self._certain_of[function]
+        grouped = any(map(_names_group, _names_of_arguments(call)))
+        return tuple(Collective(op, call, function.name, grouped) for op in self._certain_of[function])
 
-    def _of_block(self, statements: Sequence[ast.stmt], owner: ast.ClassDef | None) -> Iterator[str]:
+    def _certain(self, statements: Sequence[ast.stmt]) -> Iterator[str]:
+        """Yield the operations that statements run whenever there is more than one rank."""
         for statement in statements:
+            yield from (collective.op for collective in self.among(heads_of(statement)))
             if isinstance(statement, ast.If):
-                yield from (collective.op for collective in self.among([statement.test], owner))
-                branches = [list(self._of_block(block, owner)) for block in (statement.body, statement.orelse)]
+                body, orelse = (list(self._certain(side)) for side in (statement.body, statement.orelse))
                 if is_about_world(statement.test):
-                    yield from branches[0] or branches[1]
+                    yield from body or orelse
                     continue
-                yield from branches[0] if branches[0] == branches[1] else ()
+                yield from body if body == orelse else ()
                 if any(exits([statement])):
                     return
-            elif blocks := list(blocks_of(statement)):
-                yield from (collective.op for collective in self.among(heads_of(statement), owner))
-                for block in blocks[:1] if isinstance(statement, ast.Try) else blocks:
-                    yield from self._of_block(block, owner)
-            else:
-                yield from (collective.op for collective in self.among([statement], owner))
-                if isinstance(statement, (ast.Return, ast.Raise)):
-                    return
+                continue
+            blocks = list(blocks_of(statement))
+            for block in blocks[:1] if isinstance(statement, ast.Try) else blocks:
+                yield from self._certain(block)
+            if isinstance(statement, (ast.Return, ast.Raise)):
+                return
 
     # -- a library's --------------------------------------------------------------------------------------------------
 
-    def _direct(self, call: ast.Call) -> tuple[Collective, ...]:
+    def of_library(self, call: ast.Call) -> tuple[Collective, ...]:
+        """Return the collective that a call runs where it is one of the tables."""
         name = self.program.resolve(call.func)
         home, _, op = name.rpartition(".")
         if home and op in _TORCH and _TORCH_HOMES.fullmatch(home):
             return self._of_torch(call, op, returns_result=bool(re.search(r"functional|\.nn", home)))
         for known, ops in _FUNCTIONS.items():
             if op in ops and (home == known or home.startswith(f"{known}.")):
-                return (Collective(op, call, "", _may_be_grouped(call), op != "barrier"),)
+                names = _names_of_arguments(call)
+                grouped = any(name in ("", "no_dist", "groups") or _names_group(name) for name in names)
+                return (Collective(op, call, "", grouped, op != "barrier"),)
         if op in _WRAPPED and _WRAPPERS.fullmatch(home) and not home.startswith("torch."):
             first = dotted(call.func).partition(".")[0]
             is_module = first in self.program.imports or first in self.program.modules  # and no communicator
@@ -267,35 +243,26 @@ class Collectives:
         made_by = self.program.resolve(maker.func) if maker else ""
         keywords = [node.arg for node in ast.walk(maker) if isinstance(node, ast.keyword)] if maker else []
         alone = not _SYNCS_OTHERWISE.isdisjoint(keywords)
-        known = not alone and any(op in ops and made_by.startswith(begin) for begin, ops in _METHODS_OF_MADE.items())
-        if known and op == "__call__":
-            return (Collective(made_by.rpartition(".")[2], call),)
+        if not alone and any(op in ops and made_by.startswith(begin) for begin, ops in _METHODS_OF_MADE.items()):
+            return (Collective(made_by.rpartition(".")[2] if op == "__call__" else op, call),)
         name = last_name(on).lstrip("_")
-        is_lightnings = self._has_lightning and isinstance(on, ast.Attribute)
-        named = op in _METHODS_OF_NAMED.get(name, ()) and (name != "strategy" or is_lightnings)
-        if op == "backward":
-            reduces = self._backwards.get(call)  # None of one that does not
-            is_sure = reduces is not None and (reduces or named or known or name == "accelerator")
-            return (Collective(op, call, agrees=False),) if is_sure else ()
-        if known or named or op in _METHODS or self._is_lightnings(call, op, on):
+        named = op in _METHODS_OF_NAMED.get(name, ()) and (
+            name != "strategy" or (self._has_lightning and isinstance(on, ast.Attribute))
+        )
+        if named or op in _METHODS or self._is_lightnings(call, op, on):
             return (Collective(op, call, agrees=op not in ("barrier", "wait_for_everyone")),)
         return ()
 
     def _is_lightnings(self, call: ast.Call, op: str, on: ast.expr) -> bool:
         if op in ("log", "log_dict"):
-            synced = [keyword.value for keyword in call.keywords if keyword.arg == "sync_dist"]
-            alone = any(keyword.arg in ("rank_zero_only", "sync_dist_group") for keyword in call.keywords)
-            return not alone and any(isinstance(value, ast.Constant) and value.value is True for value in synced)
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            return keywords.get("sync_dist") == "True" and keywords.keys().isdisjoint(_SYNCS_OTHERWISE)
         gathers = op == "all_gather" and dotted(on) in ("self", "pl_module")
         return self._has_lightning and (gathers or (op == "save_checkpoint" and last_name(on) == "trainer"))
 
     @property
     def _has_lightning(self) -> bool:
         return bool(self.program.modules & _LIGHTNING)
-
-    @cached_property
-    def _backwards(self) -> dict[ast.Call, bool]:
-        return backwards_of(self.program)
 
 
 def is_for_one_rank(function: Function) -> bool:
@@ -310,81 +277,11 @@ def is_about_world(test: ast.expr) -> bool:
     return bool(_ASKS_FOR_WORLD.search(text)) and not _ASKS_FOR_RANK.search(text)
 
 
-def _may_be_grouped(call: ast.Call) -> bool:
-    named = [*(keyword.arg for keyword in call.keywords), *map(last_name, call.args)]
-    return any(name in (None, "no_dist", "groups") or _names_group(name) for name in named)
+def _names_of_arguments(call: ast.Call) -> list[str]:
+    """Return the names of keywords, "" of ``**kwargs``, and of variables that are passed."""
+    positional = filter(None, map(last_name, call.args))
+    return [*(keyword.arg or "" for keyword in call.keywords), *positional]
 
 
 def _names_group(name: str) -> bool:
     return name in ("pg", "comm") or name.endswith(("group", "mesh", "process_set"))
-
-
-def backwards_of(program: Program) -> dict[ast.Call, bool]:
-    """Return the calls outside of no_sync(), with whether the text shows that a wrapped model computed the loss."""
-    assigned = [node for node in program.nodes if isinstance(node, ast.Assign) and _wraps(node.value)]
-    wrapped = {dotted(part) for node in assigned for target in node.targets for part in ast.walk(target)} - {""}
-    calls: dict[ast.Call, bool] = {}
-    for body, function, _ in program.scopes():
-        names = {last_name(part) for part in parts_of(*body)}
-        if "backward" in names and not any(map(_LEAVES_UNSYNCED.fullmatch, names)):
-            losses = _Losses(body, program.table(function), wrapped)
-            for node, position in losses.table.at.items():
-                for call in calls_in(node) if isinstance(node, ast.stmt) and not sides_of(node) else ():
-                    if last_name(call.func) == "backward":
-                        calls[call] = any(losses.is_made(part, position) for part in ast.iter_child_nodes(call))
-    return calls
-
-
-class _Losses:
-    """The losses of one function. ``wrapped``: the models that the file wraps anywhere."""
-
-    def __init__(self, body: Sequence[ast.stmt], table: Table, wrapped: set[str]) -> None:
-        self.table = table
-        self._wrapped = wrapped - {definition.name for definition in self.table.definitions}
-        self._frozen = {match[1] for call in calls_in(*body) if (match := _FREEZES.fullmatch(ast.unparse(call)))}
-        blocks = (node for node in self.table.at if isinstance(node, ast.With))
-        free = (block for block in blocks if any(_NO_GRADIENT.search(ast.unparse(item)) for item in block.items))
-        self._without_gradient = {part for block in free for part in parts_of(*block.body)}
-        self._known: dict[Definition, tuple[bool, bool]] = {}
-        for definition in self.table.definitions:  # in order, so that none waits for a long chain of others
-            self._of_definition(definition)
-
-    def _of_definition(self, definition: Definition) -> tuple[bool, bool]:
-        """Return whether a definition gives a wrapped model, and whether it gives what one has computed."""
-        if definition not in self._known:
-            name, value, before = definition.name, definition.value, definition.before
-            keeps = not _UNWRAPS.search(ast.unparse(value)) and name in map(dotted, ast.walk(value))
-            is_model = self._is_model(dotted(value), before) or (keeps and self._is_model(name, before))
-            sources = [value, definition.target] if definition.kind == "added" else [value]
-            made = any(self.is_made(source, before) for source in sources)
-            made &= definition.kind != "turn" and definition.target not in self._without_gradient
-            self._known[definition] = is_model or _wraps(value), made
-        return self._known[definition]
-
-    def _is_model(self, name: str, position: Position) -> bool:
-        """Return whether a name is a wrapped model, and on no way another value that has replaced one."""
-        reaching = [definition for definition in self.table.reaching(name, position) if definition]
-        others = [definition for definition in reaching if not self._of_definition(definition)[0]]
-        is_wrapped = len(others) < len(reaching) or (not reaching and name in self._wrapped)
-        is_replaced = any(self._is_model(name, other.before) for other in others)
-        return is_wrapped and not is_replaced and name not in self._frozen
-
-    def is_made(self, node: ast.AST, position: Position) -> bool:
-        if isinstance(node, ast.Call):
-            if self._is_model(dotted(node.func), position):
-                return True
-            if _CUTTING.fullmatch(dotted(node.func)):
-                return False
-        hides = hasattr(node, "generators") and any(self._is_model(name, position) for name in stored_in(node))
-        if hides or isinstance(node, (ast.Lambda, ast.Compare)) or _CUTS.fullmatch(getattr(node, "attr", "")):
-            return False
-        if isinstance(node, ast.IfExp):
-            return self.is_made(node.body, position) and self.is_made(node.orelse, position)
-        reaching = [definition for definition in self.table.reaching(f"{dotted(node)}[]", position) if definition]
-        if reaching and all(self._of_definition(definition)[1] for definition in reaching):
-            return True
-        return any(self.is_made(part, position) for part in ast.iter_child_nodes(node))
-
-
-def _wraps(value: ast.AST) -> bool:
-    return any(isinstance(node, ast.Call) and last_name(node.func) in _WRAPS_MODEL for node in ast.walk(value))

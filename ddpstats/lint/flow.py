@@ -12,30 +12,31 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ddpstats.lint.collectives import Collective, Collectives, is_about_world, is_for_one_rank
-from ddpstats.lint.findings import DICT_ORDER, EARLY_EXIT, RANK_BRANCH, SWALLOWED_ERROR
-from ddpstats.lint.origins import SAME, Differs, Origin, Origins, is_of_rank
+from ddpstats.lint.collectives import Collective, Collectives, is_for_one_rank
+from ddpstats.lint.origins import RANK_BRANCH, SAME, Differs, Origin, Origins, is_of_rank
 from ddpstats.lint.program import (
     COMPREHENSIONS,
     EXITS,
-    RANGES,
     Exit,
     Function,
-    Program,
     calls_in,
-    changed_by,
     exits,
     heads_of,
-    key_of,
     last_name,
     parts_of,
-    stored_in,
     text_of,
 )
 
+EARLY_EXIT = "early-exit"
+SWALLOWED_ERROR = "swallowed-error"
+DICT_ORDER = "dict-order"
+
+_RANGES = ("range", "trange")
+_ENDS_THE_RUN = frozenset({"exit", "_exit", "abort", "quit", "kill", "destroy_process_group"})
+_ONLY_TELLS = re.compile(r"(?i)(\w*print|log|warn|write)\w*|info|debug|error|exception|critical|len|str|repr|type")
 _ONE_AFTER_ANOTHER = re.compile(r".*(process|zero|rank)_first")
 _MAY_FAIL_ON_ONE = frozenset(
     {"", "Exception", "BaseException", "RuntimeError", "ValueError", "KeyError", "OSError", "OutOfMemoryError"}
@@ -88,28 +89,25 @@ class Accusation:
 class FlowWalk:
     """The walk through one function, or through a module's own statements."""
 
-    def __init__(self, collectives: Collectives, owner: ast.ClassDef | None) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._owner = owner
         self._accusations: list[Accusation] = []
         self._body: Sequence[ast.stmt] = ()
         self._origins: Origins
-        self._errors: Errors
 
     def walk(self, body: Sequence[ast.stmt], function: Function | None) -> list[Accusation]:
         ops = self._among(body)
         if function is not None and is_for_one_rank(function):
             if ops:
                 self._accuse(RANK_BRANCH, ops[0], f"a decorator lets only one rank run {function.name}()")
-        elif ops or any(isinstance(node, COMPREHENSIONS) for part in body for node in ast.walk(part)):
+        elif ops or any(isinstance(part, COMPREHENSIONS) or last_name(part) == "backward" for part in parts_of(*body)):
             self._body = body
-            self._errors = Errors(self._collectives.program, self._owner, function)
-            self._origins = Origins(self._collectives, self._owner, body, function)
+            self._origins = Origins(self._collectives, body, function)
             self._block(body, _Later())
         return self._accusations
 
     def _among(self, nodes: Sequence[ast.AST]) -> list[Collective]:
-        return self._collectives.among(nodes, self._owner)
+        return self._collectives.among(nodes)
 
     def _accuse(self, rule: str, first: Collective, why: str, test: str = "", ops: Sequence[Collective] = ()) -> None:
         reason = f"{first} needs all ranks: {why}."
@@ -175,7 +173,7 @@ class FlowWalk:
         for side in sides:
             if self._is_answered_elsewhere(side) and is_of_rank(origin):
                 return False
-            if (side and isinstance(side[-1], ast.Raise)) or self._errors.end_the_run(side) or self._hands_over(side):
+            if (side and isinstance(side[-1], ast.Raise)) or _ends_the_run(side) or self._hands_over(side):
                 return False
         runs = [self._among(side) for side in sides]
         leaving = [side[-1] if side and isinstance(side[-1], Exit) else None for side in sides]
@@ -198,7 +196,7 @@ class FlowWalk:
         named = re.compile(rf"(?<![\w.])(?<!dirname\(){re.escape(file)}(?!\w|\.(parent|name|stem)\b)")  # not its folder
         behind = [part for part in parts_of(*self._body) if getattr(part, "lineno", 0) > node.lineno]
         for part in behind:
-            if isinstance(part, ast.Call) and self._collectives.of(part, self._owner):
+            if isinstance(part, ast.Call) and self._collectives.of(part):
                 return False
             if isinstance(part, ast.If) and is_of_rank(self._origins.of(part.test)):
                 calls = [call for call in calls_in(*part.body) if not _HARMLESS.fullmatch(last_name(call.func))]
@@ -212,7 +210,7 @@ class FlowWalk:
         Which ranks run that, and how often, cannot be read from the text.
         """
         inner = [node for part in side for node in ast.walk(part) if isinstance(node, ast.FunctionDef)]
-        called = [self._collectives.program.function_called(call, self._owner) for call in calls_in(*side)]
+        called = [self._collectives.program.function_called(call) for call in calls_in(*side)]
         statements = (statement for function in called if function for statement in function.body)
         serves = any(isinstance(statement, ast.While) and _is_true(statement.test) for statement in statements)
         return serves or any(self._among(function.body) for function in inner)
@@ -271,7 +269,7 @@ class FlowWalk:
         Where both ends move with the rank, the parts are equal.
         """
         ends: list[ast.expr | None] = []
-        if isinstance(iterated, ast.Call) and last_name(iterated.func) in RANGES and len(iterated.args) > 1:
+        if isinstance(iterated, ast.Call) and last_name(iterated.func) in _RANGES and len(iterated.args) > 1:
             ends = [*iterated.args[:2]]
         elif isinstance(iterated, ast.Subscript) and isinstance(iterated.slice, ast.Slice):
             ends = [iterated.slice.lower, iterated.slice.upper]
@@ -293,7 +291,7 @@ class FlowWalk:
 
     def _iteration(self, loop: ast.For | ast.AsyncFor | ast.comprehension, body: Sequence[ast.AST]) -> None:
         """Report a loop whose turns run a collective in an order that ranks do not share."""
-        ops = ((call, self._collectives.possible(call, self._owner)) for call in calls_in(*body))
+        ops = ((call, self._collectives.possible(call)) for call in calls_in(*body))
         call, op = next(((call, op) for call, op in ops if op not in _IN_ANY_ORDER), (None, ""))
         is_same = self._origins.of(loop.iter) == SAME and not isinstance(loop.iter, ast.Set)
         if not call or is_same or self._is_agreed(loop.iter):
@@ -328,7 +326,7 @@ class FlowWalk:
     def _handler(self, node: ast.Try, handler: ast.ExceptHandler, ops: list[Collective], later: _Later) -> None:
         kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
         broad = any(kind is None or last_name(kind) in _MAY_FAIL_ON_ONE for kind in kinds)
-        if not broad or self._errors.is_raised(node, handler) or self._among(handler.body):
+        if not broad or node.finalbody or not _swallows(handler.body):
             return
         collectives = {id(collective.call) for collective in ops}
         calls = [call for call in calls_in(*node.body) if id(call) not in collectives]
@@ -358,6 +356,30 @@ def _is_true(test: ast.expr) -> bool:
     return isinstance(test, ast.Constant) and bool(test.value)
 
 
+def _swallows(statements: Sequence[ast.stmt]) -> bool:
+    """Return whether a handler surely goes on as if nothing had happened.
+
+    It prints, and sets variables or returns None. What keeps the error or a flag may raise it later, or end the run.
+    An ``if`` swallows where one of its sides does, and then leaves.
+    """
+    for node in statements:
+        if isinstance(node, ast.If):
+            leaving = (side for side in (node.body, node.orelse) if side and isinstance(side[-1], EXITS))
+            if any(map(_swallows, leaving)):
+                return True
+        calls = list(calls_in(node))
+        value = getattr(node, "value", None)
+        is_none = value is None or (isinstance(value, ast.Constant) and value.value is None)
+        only_tells = isinstance(node, ast.Expr) and all(_ONLY_TELLS.fullmatch(last_name(call.func)) for call in calls)
+        if not only_tells and not (is_none and isinstance(node, (*EXITS, ast.Pass, ast.Assign))):
+            return False
+    return True
+
+
+def _ends_the_run(statements: Sequence[ast.stmt]) -> bool:
+    return any(last_name(call.func) in _ENDS_THE_RUN for call in calls_in(*statements))
+
+
 def without_completed(accused: Sequence[Accusation]) -> list[Accusation]:
     """Drop what one function runs on rank 0 and another on the rest, as in ``__enter__`` and ``__exit__``."""
     sides: dict[tuple[str, ...], set[bool]] = {}
@@ -368,85 +390,3 @@ def without_completed(accused: Sequence[Accusation]) -> list[Accusation]:
         for accusation in accused
         if not (accusation.rule == RANK_BRANCH and accusation.ops and len(sides[accusation.ops]) > 1)
     ]
-
-
-_ENDS_THE_RUN = frozenset({"exit", "_exit", "abort", "quit", "kill", "destroy_process_group"})
-_HANDS_ON = frozenset({"put", "put_nowait", "send", "set_exception"})
-_IS_TEST = re.compile(r"_?test_\w+")
-_CHECKS = re.compile(r"\b(self|pytest)\.fail\(|\.(assert[A-Z]\w*|fail)\([^)]")  # of a test
-_ONLY_READS = re.compile(r"(?i)(\w*print|log|warn|write)\w*|info|debug|error|exception|critical|len|str|repr|type|bool")
-_SEVERAL = (ast.Tuple, ast.List, ast.Dict)
-
-
-class Errors:
-    """The exceptions that one function, or a module's own statements, catch."""
-
-    def __init__(self, program: Program, owner: ast.ClassDef | None, function: Function | None) -> None:
-        self._program = program
-        self._owner = owner
-        self._function = function
-
-    def is_raised(self, node: ast.Try, handler: ast.ExceptHandler) -> bool:
-        """Return whether a caught error is raised, ends the run, is expected by a test, or is kept to be raised."""
-        if _raises(handler) or self._is_expected(node, handler) or self._tells_status(node, handler):
-            return True
-        return self.end_the_run([*handler.body, *node.finalbody])
-
-    def end_the_run(self, statements: Sequence[ast.stmt], depth: int = 1) -> bool:
-        """Return whether statements end the run, by a call or by a function of this file."""
-        calls = list(calls_in(*statements))
-        if any(last_name(call.func) in _ENDS_THE_RUN for call in calls):
-            return True
-        called = (self._program.function_called(call, self._owner) for call in calls if depth)
-        return any(self.end_the_run(function.body, depth - 1) for function in called if function is not None)
-
-    def _is_expected(self, node: ast.Try, handler: ast.ExceptHandler) -> bool:
-        """Return whether a test expects the error on all ranks, or an assertion is about it."""
-        text = "\n".join(map(ast.unparse, [*handler.body, *node.orelse]))
-        if _CHECKS.search(text) or ("assert" in text and self._function and _IS_TEST.fullmatch(self._function.name)):
-            return True
-        own = stored_in(*handler.body) | {handler.name}
-        asserted = (node for part in parts_of(*handler.body) if isinstance(part, ast.Assert) for node in ast.walk(part))
-        return any(last_name(node) in own for node in asserted)
-
-    def _tells_status(self, node: ast.Try, handler: ast.ExceptHandler) -> bool:
-        """Return whether a handler sets the exit status, as main() of ``sys.exit(main())`` does, or keeps the error."""
-        scope = self._function or self._program.tree
-        calm = {part for statement in (*node.body, *node.orelse) for part in ast.walk(statement)}
-        around = [part for part in ast.walk(scope) if part not in calm]
-        ends = self._program.ends_of(around)
-        values = [part.value for part in around if isinstance(part, (ast.Return, ast.Assign))]
-        for call in (part for part in around if isinstance(part, ast.Call)):
-            if function := self._program.function_called(call, self._owner):
-                ends |= set(map(key_of, call.args)) if self._program.ends_of(ast.walk(function)) else set()
-            elif not _ONLY_READS.fullmatch(last_name(call.func)):
-                values += [*call.args, *(keyword.value for keyword in call.keywords)]
-        passed = {key_of(item) for value in values for item in _each(value)}  # to whoever may raise it
-        shared = {name for part in around if isinstance(part, (ast.Global, ast.Nonlocal)) for name in part.names}
-        for part in parts_of(*handler.body):
-            keys = set(map(key_of, changed_by(part)))
-            others = keys - (stored_in(*scope.body) - shared)  # which are read elsewhere
-            given = part.args if isinstance(part, ast.Call) else [part.value] if isinstance(part, ast.Assign) else []
-            keeps = any(last_name(item) == handler.name for value in given for item in _each(value))
-            hands_on = isinstance(part, ast.Call) and last_name(part.func) in _HANDS_ON
-            if keys & ends or others & self._program.statuses or (keeps and (hands_on or others or keys & passed)):
-                return True
-        returns = any(isinstance(exit_, ast.Return) for exit_ in exits(handler.body))
-        return returns and f"{getattr(scope, 'name', '')}()" in self._program.statuses
-
-
-def _each(value: ast.AST | None) -> Iterable[ast.AST]:
-    """Return the items of a tuple, list or dict, or the value itself."""
-    return ast.iter_child_nodes(value) if isinstance(value, _SEVERAL) else [value] if value else []
-
-
-def _raises(handler: ast.ExceptHandler) -> bool:
-    """Return whether a handler raises, whatever the error's text is."""
-    skips = [
-        statement.body
-        for statement in handler.body
-        if isinstance(statement, ast.If) and f"str({handler.name})" in ast.unparse(statement.test)
-        if isinstance(statement.body[-1], Exit) and not is_about_world(statement.test)
-    ]
-    blocks = [handler.body, *skips]
-    return all(any(isinstance(part, ast.Raise) for part in parts_of(*block)) for block in blocks)

@@ -4,6 +4,10 @@ A directory stands for the ``.py`` files in it, without those in hidden director
 or is no such file, or has a word of a collective and cannot be parsed, is named, and the others are checked.
 
 Exit status 0 if nothing is found, 1 if something is, 2 if nothing is found and some file could not be checked.
+
+``# ddpstats: ignore[rule-name]`` stands on a line of what is found, or alone on the line before; several rules have
+commas between them. A comment that suppresses nothing is a finding itself. SARIF is what code hosts and editors show
+beside the lines: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html
 """
 
 from __future__ import annotations
@@ -18,24 +22,161 @@ import stat
 import sys
 import tokenize
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from ddpstats._base.files import open_regular, read_at_most
 from ddpstats._base.text import VerbReport, check_writable, count_of, first_line, write_file
+from ddpstats._base.version import __version__
 from ddpstats.errors import DdpstatsError
 from ddpstats.lint.collectives import MAY_HOLD, Collectives, TooLongError
-from ddpstats.lint.findings import RULES, Finding, as_sarif, without_ignored
-from ddpstats.lint.flow import Accusation, FlowWalk, without_completed
-from ddpstats.lint.program import MatchAsIf, Program
+from ddpstats.lint.flow import DICT_ORDER, EARLY_EXIT, SWALLOWED_ERROR, Accusation, FlowWalk, without_completed
+from ddpstats.lint.origins import DATA_BRANCH, RANK_BRANCH
+from ddpstats.lint.program import Program
 
 EPILOG = """examples:
   ddpstats lint train.py
   ddpstats lint src --sarif lint.sarif
 
 exit status: 0 nothing found, 1 something found, 2 it could not run"""
+
+
+UNUSED_IGNORE = "unused-ignore"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``meaning`` is one sentence, ``fix`` says what to write in its place."""
+
+    meaning: str
+    fix: str
+
+
+RULES = {
+    RANK_BRANCH: Rule(
+        "A collective that only some ranks run, because a condition depends on the rank.",
+        "Move the collective out of the branch, so that each rank runs it; leave only printing and saving in it.",
+    ),
+    DATA_BRANCH: Rule(
+        "A collective under a condition that depends on this rank's data, clock or file system.",
+        "Let the ranks agree on the condition first (ddpstats.any_rank, or an all_reduce of the flag), or run the "
+        "collective on each rank, with weight 0 where there is nothing to add.",
+    ),
+    EARLY_EXIT: Rule(
+        "return, break or continue on some ranks only, before a collective that the others run.",
+        "Let the ranks agree on leaving (ddpstats.any_rank, or an all_reduce of the flag), and leave on all of them.",
+    ),
+    SWALLOWED_ERROR: Rule(
+        "An exception on one rank skips a collective, and is caught, so that the program goes on.",
+        "Catch only around what may fail, and run the collective after it on each rank; or let the error end the run.",
+    ),
+    DICT_ORDER: Rule(
+        "A collective for each entry, in an order that ranks do not share: that of a dict's insertions, or of a set.",
+        "Loop over sorted keys that all ranks agree on, or reduce the dict in one call: ddpstats.reduce_stats(stats).",
+    ),
+    UNUSED_IGNORE: Rule(
+        "A comment that suppresses a finding that is not there.",
+        "Remove the comment, or correct the rule's name in it.",
+    ),
+}
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """``line`` and ``column`` count from 1, in characters; ``reason`` is a sentence about this line."""
+
+    path: str
+    line: int
+    column: int
+    rule: str
+    reason: str
+    last_line: int = 0
+
+    @property
+    def fix(self) -> str:
+        return RULES[self.rule].fix
+
+    def as_text(self) -> str:
+        return f"{self.path}:{self.line}:{self.column}: {self.rule}: {self.reason}\n    fix: {self.fix}"
+
+    def as_dict(self) -> dict[str, str | int]:
+        return {**vars(self), "fix": self.fix}
+
+
+_COMMENT = re.compile(r"#\s*ddpstats:\s*ignore(?:\[([^\]]*)\])?")
+
+
+def _without_ignored(findings: Iterable[Finding], text: str, path: str) -> Iterator[Finding]:
+    """Yield the findings that no comment of the file suppresses, and the comments that suppress none."""
+    ignores = list(_ignores(text)) if "ddpstats" in text else []
+    used = set[_Ignore]()
+    for finding in findings:
+        covered = range(finding.line, finding.last_line + 1)
+        used_here = {ignore for ignore in ignores if ignore.rule == finding.rule and ignore.covers in covered}
+        used |= used_here
+        if not used_here:
+            yield finding
+    for ignore in ignores:
+        if ignore not in used:
+            why = "there is no such finding here" if ignore.rule in RULES else f"the rules are {', '.join(RULES)}"
+            yield Finding(path, ignore.line, ignore.column, UNUSED_IGNORE, f"ignore[{ignore.rule}]: {why}.")
+
+
+class _Ignore(NamedTuple):
+    """A rule in a comment. ``covers`` is the line it is for: the next one if the comment is alone."""
+
+    line: int
+    column: int
+    rule: str
+    covers: int
+
+
+def _ignores(text: str) -> Iterator[_Ignore]:
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and (match := _COMMENT.search(token.string)):
+            line, column = token.start
+            is_alone = not token.line[:column].strip()
+            for rule in sorted(set((match[1] or "").split(","))):
+                yield _Ignore(line, column + 1, rule.strip(), line + is_alone)
+
+
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
+def as_sarif(findings: Iterable[Finding], unread: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Return one SARIF run. A file that could not be read is a notification, and the run is not complete then."""
+    notes = [{"level": "error", "message": {"text": why}, "locations": _locations(path)} for path, why in unread]
+    rules = [
+        {"id": name, "shortDescription": {"text": rule.meaning}, "help": {"text": rule.fix}}
+        for name, rule in RULES.items()
+    ]
+    results = [
+        {
+            "ruleId": finding.rule,
+            "ruleIndex": list(RULES).index(finding.rule),
+            "level": "warning",
+            "message": {"text": f"{finding.reason} {finding.fix}"},
+            "locations": _locations(finding.path, region={"startLine": finding.line, "startColumn": finding.column}),
+        }
+        for finding in findings
+    ]
+    run = {
+        "tool": {"driver": {"name": "ddpstats", "version": __version__, "rules": rules}},
+        "columnKind": "unicodeCodePoints",
+        "invocations": [{"executionSuccessful": not notes, "toolExecutionNotifications": notes}],
+        "results": results,
+    }
+    return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+def _locations(path: str, **where: Any) -> list[dict[str, Any]]:
+    """Return SARIF's list of one location. The path stays relative: code hosts want it so."""
+    shown = Path(path)
+    uri = shown.as_uri() if shown.is_absolute() else quote(os.fsencode(shown))
+    return [{"physicalLocation": {"artifactLocation": {"uri": uri}, **where}}]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,8 +293,7 @@ def parsed(text: str) -> ast.Module:
     """Raises SyntaxError, ValueError, RecursionError or MemoryError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about escape sequences in the program's strings
-        tree = ast.parse(text)
-    return tree if "match " not in text else MatchAsIf().visit(tree)
+        return ast.parse(text)
 
 
 def check_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
@@ -161,8 +301,8 @@ def check_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
     program = Program(tree)
     collectives = Collectives(program)
     accused, findings = list[Accusation](), set()
-    for body, function, owner in program.scopes():
-        accused += FlowWalk(collectives, owner).walk(body, function)
+    for body, function in program.scopes():
+        accused += FlowWalk(collectives).walk(body, function)
     lines = text.split("\n")
     for accusation in without_completed(accused):
         line, last = getattr(accusation.node, "lineno", 1), getattr(accusation.node, "end_lineno", 1)
@@ -170,4 +310,4 @@ def check_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
         findings.add(
             Finding(path, line, len(before) + 1, accusation.rule, re.sub(r"\s+", " ", accusation.reason), last)
         )
-    return sorted(without_ignored(sorted(findings), text, path))
+    return sorted(_without_ignored(sorted(findings), text, path))

@@ -18,22 +18,27 @@ import builtins
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ddpstats.lint.collectives import SYNCED, Collectives, is_about_world
-from ddpstats.lint.findings import DATA_BRANCH, RANK_BRANCH
 from ddpstats.lint.program import (
     COMPREHENSIONS,
-    Definition,
+    LEAVES,
     Function,
-    Position,
-    Table,
+    blocks_of,
+    calls_in,
+    defaults_of,
     dotted,
+    elements_of,
+    heads_of,
     last_name,
     parameters_of,
     parts_of,
     text_of,
 )
+
+RANK_BRANCH = "rank-branch"
+DATA_BRANCH = "data-branch"
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ _THROUGH = frozenset(
     | {"mean", "cpu", "detach", "long", "numpy", "clone", "to", "logical_not", "squeeze", "tolist", "view", "get"}
 )
 _COUNTED = frozenset({"range", "trange", "enumerate"})
+_GIVEN = frozenset({"tensor", "object_list", "tensor_list", "output_tensor"})  # keywords of torch's collectives
 # for the order of an iteration
 _SHARED = re.compile(
     r"(?i).*(param|state(_dict)?|buffers|modules|config|weights|groups|children|dataset|loader|model|optim|args|hyper)"
@@ -92,69 +98,178 @@ _PASSES_ON = frozenset({"enumerate", "list", "tuple", "tqdm"})
 _DIRECT = frozenset({"all_reduce", "all_gather", "reduce", "broadcast"})
 
 
-class Origins:
-    """The variables of one function, at the statement that `at` was last called for."""
+_WRAPS_MODEL = re.compile(r"\b(DistributedDataParallel|DDP)\(")
+_MAY_NOT_REDUCE = re.compile(  # where a function has it, its backward() is not judged
+    r"no_(backward_)?sync|require_backward_grad_sync|accumulate|no_grad|inference_mode|set_grad_enabled\((?!True)"
+    r"|requires_grad_\(False|\.module\b|unwrap|copy"
+)
+_CUTS = re.compile(  # what a tensor says of itself, and what has no gradient
+    r"dtype|device|shape|n?dim|size|numel|nelement|stride|layout|requires_grad|element_size|is_(cuda|floating_point)|"
+    r"detach_?|item|data|grad|tolist|numpy|long|int|float|bool|len|arg(max|min|sort|where)|\w+_like|tensor|from_numpy"
+)
 
-    def __init__(
-        self, collectives: Collectives, owner: ast.ClassDef | None, body: Sequence[ast.stmt], function: Function | None
-    ) -> None:
+
+class Value(NamedTuple):
+    """What is known of a variable. ``is_model``: DistributedDataParallel may wrap it. ``is_made``: by such a model."""
+
+    origin: Origin = None
+    is_model: bool = False
+    is_made: bool = False
+
+
+Environment = dict[str, Value]
+"""Values by the text of a target: "loss", "self.loss", "losses[0]". One that changes is replaced."""
+
+
+class Origins:
+    """The variables of one function: it is interpreted once, and `at` goes back to a statement.
+
+    A loop makes a turn. Behind an ``if`` or a ``try``, a variable has what its sides have in common. Of an ``if`` of
+    which one side synchronises, only that side counts: with several ranks, it is taken.
+    """
+
+    def __init__(self, collectives: Collectives, body: Sequence[ast.stmt], function: Function | None) -> None:
         self._collectives = collectives
-        self._owner = owner
+        self._program = collectives.program
         self._function = function
-        self._owned_by = (owner.name if owner else "") + (function.name if function else "")
-        self.table = Table(body, function, lambda call: collectives.syncs(call, owner))
-        self._position = Position(0, {})
-        self._origins: dict[Definition, Origin] = {}
+        self._owned_by = self._program.functions[function] + function.name if function else ""
+        self._text = "\n".join(map(ast.unparse, body))
+        self._may_reduce = "backward" in self._text and not _MAY_NOT_REDUCE.search(self._text)
+        self._environment: Environment = {}
+        self._at: dict[ast.AST, Environment] = {}
+        self._values: dict[str, list[ast.expr]] = {}  # all that are assigned to a name
         self._asked = set[str]()  # flags that may be of themselves
-        self._read_by_key = set[str]()
-        for part in parts_of(*body):
-            is_dicts = isinstance(part, ast.Attribute) and part.attr in ("items", "keys", "values", "get")
-            if isinstance(part, ast.Subscript) or (is_dicts and isinstance(part, ast.Attribute)):
-                self._read_by_key.add(dotted(part.value))
-        for definition in self.table.definitions:  # in order, so that none waits for a long chain of others
-            self._of_definition(definition)
+        for name, default in defaults_of(function) if function else ():
+            if isinstance(default, (ast.Tuple, ast.List)):
+                self._assign(ast.Name(name), default)
+        self._walk(body)
+
+    def at(self, node: ast.AST) -> None:
+        self._environment = self._at[node]
+
+    # -- statements ---------------------------------------------------------------------------------------------------
+
+    def _walk(self, statements: Sequence[ast.stmt]) -> None:
+        for node in statements:
+            for part in parts_of(*heads_of(node)):
+                self._expression(part)
+            self._at[node] = self._environment
+            if isinstance(node, (ast.For, ast.AsyncFor)):
+                self._turn(node)
+            elif isinstance(node, ast.AugAssign):
+                old, added = self._value(node.target, node.target), self._value(node.target, node.value)
+                origin = _combined([old.origin, added.origin])
+                self._set(node.target, Value(origin, False, old.is_made or added.is_made))
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    self._assign(target, node.value)
+            if isinstance(node, ast.If):
+                self._sides([node.body, node.orelse], node.test)
+            elif isinstance(node, ast.Try):
+                whole = [*node.body, *node.orelse, *node.finalbody]
+                self._sides([whole, *(handler.body for handler in node.handlers)])
+            else:
+                for block in blocks_of(node):
+                    self._walk(block)
+            if isinstance(node, ast.While):
+                self._at[node.test] = self._environment
+
+    def _turn(self, node: ast.For | ast.AsyncFor) -> None:
+        """Set the variables of a loop; ``rank`` of ``for rank in ranks`` is not this process' rank."""
+        counted = isinstance(node.iter, ast.Call) and last_name(node.iter.func) in _COUNTED
+        for target in (*elements_of(node.target), *parts_of(node.target)):
+            if isinstance(target, (ast.Name, ast.Attribute)):
+                self._set(target, Value(SAME if counted or _RANK.fullmatch(last_name(target)) else None))
+
+    def _sides(self, sides: Sequence[Sequence[ast.stmt]], test: ast.expr | None = None) -> None:
+        """Walk the sides. A constant that is set under a condition depends on what the condition does."""
+        before = self._environment
+        origin = self.of_condition(test) if test is not None else None
+        ends: list[tuple[bool, Environment]] = []
+        for side in sides:
+            self._environment = before
+            self._walk(side)
+            if isinstance(origin, Differs):
+                assigned = {ast.unparse(node.targets[0]): node.value for node in side if isinstance(node, ast.Assign)}
+                constants = (name for name, value in assigned.items() if isinstance(value, ast.Constant))
+                self._environment = {**self._environment, **dict.fromkeys(constants, Value(origin))}
+            if not side or not isinstance(side[-1], LEAVES):
+                synced = test is not None and any(map(self._collectives.syncs, calls_in(*side)))
+                ends.append((synced, self._environment))
+        kept = [end for synced, end in ends if synced] or [end for _, end in ends] or [before]
+        names = {name for end in kept for name in end} if len(kept) > 1 else ()
+        joined = {name: _joined([end.get(name, Value()) for end in reversed(kept)]) for name in names}
+        self._environment = joined if names else kept[0]
+
+    def _expression(self, part: ast.AST) -> None:
+        """Take in what a part of an expression changes."""
+        if isinstance(part, ast.NamedExpr):
+            self._assign(part.target, part.value)
+        elif isinstance(part, ast.Call):
+            arguments = [*part.args, *(keyword.value for keyword in part.keywords if keyword.arg in _GIVEN)]
+            for element in (
+                (each for argument in arguments for each in elements_of(argument))
+                if self._collectives.syncs(part)
+                else ()
+            ):
+                target = element.value if isinstance(element, ast.Attribute) and element.attr == "data" else element
+                if not _RANK.fullmatch(last_name(target)):  # a number that is passed on stays as it is
+                    self._set(target, self._known(target)._replace(origin=SAME))
+            name, on = last_name(part.func), getattr(part.func, "value", None)
+            if name in ("extend", "append") and part.args and on is not None and self.of(part.args[0]) == SAME:
+                self._set(on, self._known(on)._replace(origin=SAME))
+            is_judged = name == "backward" and self._may_reduce
+            if is_judged and (any(map(self._is_made, (part.func, *part.args))) or self._collectives.of_library(part)):
+                self._collectives.reducing.add(part)
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
-    def at(self, node: ast.AST) -> None:
-        self._position = self.table.at[node]
+    def _known(self, target: ast.expr) -> Value:
+        return self._environment.get(ast.unparse(target), Value())
 
-    def _known(self, name: str) -> list[Origin]:
-        """Return the origins of the definitions that reach this statement."""
-        reaching = self.table.reaching(name, self._position)
-        return [self._of_definition(definition) if definition else None for definition in reaching]
+    def _set(self, target: ast.expr, value: Value) -> None:
+        self._environment = {**self._environment, ast.unparse(target): value}
+        if isinstance(target, ast.Subscript):
+            held = self._known(target.value)._replace(is_made=value.is_made)
+            self._environment[ast.unparse(target.value)] = held
 
-    def _of_definition(self, definition: Definition) -> Origin:
-        """Return what a definition gives; a constant that was set under a condition depends on what that does."""
-        now, self._position = self._position, definition.before
-        if definition not in self._origins:
-            self._origins[definition] = self._defined(definition.kind, definition.target, definition.value)
-        origin = self._origins[definition]
-        innermost = list(definition.before.sides)[-1:] if isinstance(definition.value, ast.Constant) else []
-        for node in innermost:
-            if isinstance(node, ast.If) and node not in now.sides:
-                self.at(node)
-                condition = self.of_condition(node.test)
-                origin = condition if isinstance(condition, Differs) else origin
-        self._position = now
-        return origin
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        """Set variables; ``a, b = x, y`` is assigned in pairs."""
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            for element, its in zip(target.elts, value.elts, strict=True):
+                self._assign(element, its)
+            return
+        known = self._value(target, value)
+        if elements_of(target) == [target]:
+            self._values.setdefault(ast.unparse(target), []).append(value)
+            self._set(target, known)
+            return
+        for element in elements_of(target):
+            self._set(element, known if known.origin == SAME else known._replace(origin=None))
 
-    def _defined(self, kind: str, target: ast.expr, value: ast.expr) -> Origin:
-        """Return the origin of a definition; ``rank`` of ``for rank in ranks`` is not this process' rank."""
-        is_rank = bool(_RANK.fullmatch(last_name(target)))
-        if kind == "turn":
-            counted = isinstance(value, ast.Call) and last_name(value.func) in _COUNTED
-            return SAME if counted or is_rank else None
-        if kind == "synced":
-            return self.of(target) if is_rank else SAME  # a number that is passed on stays as it is
-        if kind == "assigned" and is_rank and _OTHER_RANK.search(ast.unparse(value)):
-            return SAME
-        origin = self.of(value)
-        if kind == "added":
-            return _combined([self.of(target), origin])
-        if kind == "grown":
-            return SAME if origin == SAME else _combined(self._known(ast.unparse(target)))
-        return origin if origin == SAME or kind != "unpacked" else None
+    def _value(self, target: ast.expr, value: ast.expr) -> Value:
+        name, text = ast.unparse(target), ast.unparse(value)
+        is_other = _RANK.fullmatch(last_name(target)) and _OTHER_RANK.search(text)
+        keeps = self._is_model(name) and name in map(dotted, ast.walk(value))
+        is_model = bool(_WRAPS_MODEL.search(text)) or self._is_model(text) or keeps
+        return Value(SAME if is_other else self.of(value), is_model, self._is_made(value))
+
+    def _is_model(self, name: str) -> bool:
+        if name in self._environment or (self._function and name in parameters_of(self._function)):
+            return self._environment.get(name, Value()).is_model
+        return any(map(_WRAPS_MODEL.search, map(ast.unparse, self._program.flags.get(name, ()))))
+
+    def _is_made(self, node: ast.AST) -> bool:
+        """Return whether a wrapped model has surely computed a part of it, with a gradient."""
+        called = node.func if isinstance(node, ast.Call) else node
+        if isinstance(node, (ast.Lambda, ast.Compare)) or _CUTS.fullmatch(last_name(called)):
+            return False
+        if isinstance(node, ast.IfExp):
+            return self._is_made(node.body) and self._is_made(node.orelse)
+        if isinstance(node, ast.Call) and self._is_model(dotted(node.func)):
+            return True
+        known = self._environment.get(dotted(node))
+        return bool(known and known.is_made) or any(map(self._is_made, ast.iter_child_nodes(node)))
 
     # -- expressions --------------------------------------------------------------------------------------------------
 
@@ -175,10 +290,9 @@ class Origins:
         if isinstance(node, ast.Constant):
             return SAME
         if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
-            text = ast.unparse(node)
-            if any(known := self._known(text)):
-                return _combined(known)
-            return self._of_subscript(node) if isinstance(node, ast.Subscript) else self._of_name(node, text)
+            if known := self._known(node).origin:
+                return known
+            return self._of_subscript(node) if isinstance(node, ast.Subscript) else self._of_name(node)
         if isinstance(node, ast.Call):
             return self._of_call(node)
         if isinstance(node, ast.Compare):
@@ -193,17 +307,18 @@ class Origins:
             return _combined([None if computes and _is_length(part) else self.of(part) for part in parts])
         return None
 
-    def _of_name(self, node: ast.Name | ast.Attribute, text: str) -> Origin:
-        is_other = last_name(node) in self._collectives.program.sizes or _ADAPTERS.search(self._owned_by + text)
+    def _of_name(self, node: ast.Name | ast.Attribute) -> Origin:
+        text = ast.unparse(node)
+        is_other = last_name(node) in self._program.sizes or _ADAPTERS.search(self._owned_by + text)
         if _RANK.fullmatch(last_name(node)) and not is_other:
             return Differs(RANK_BRANCH, f"`{text_of(node)}` is this rank's own")
-        values = self._collectives.program.flags.get(text, [])
+        values = self._program.flags.get(text, [])
         if (text.startswith("self.") or text.isupper()) and len(values) == 1 and text not in self._asked:
             self._asked.add(text)
             origin = self.of(values[0])  # a flag of the class or the module
             self._asked.remove(text)
             return origin if is_of_rank(origin) else None
-        is_part = isinstance(node, ast.Attribute) and _combined(self._known(dotted(node.value))) == SAME
+        is_part = isinstance(node, ast.Attribute) and self._known(node.value).origin == SAME
         return SAME if is_part else None
 
     def _of_subscript(self, node: ast.Subscript) -> Origin:
@@ -227,10 +342,10 @@ class Origins:
         operator, other = node.ops[0], sides[1]
         is_order = isinstance(operator, (ast.Lt, ast.Gt, ast.LtE, ast.GtE))
         if any(isinstance(side, ast.Constant) and side.value is None for side in sides):
-            names = {name for name in map(last_name, sides) if not self.table.values(name)}  # and not by next()
+            names = {name for name in map(last_name, sides) if not self._values.get(name)}  # and not by next()
             return Differs(DATA_BRANCH, f"`{text_of(node)}` is about this rank's batch") if names & _BATCHES else None
         others = (side for side, origin in zip(sides, origins, strict=True) if not is_of_rank(origin))
-        constants = self._collectives.program.constants
+        constants = self._program.constants
         no_rank = any(constants.get(last_name(other), _IS_OF_A_CLASS.fullmatch(ast.unparse(other))) for other in others)
         if (no_rank and any(map(is_of_rank, origins))) or any(ast.unparse(side).startswith("-") for side in sides):
             return None
@@ -253,9 +368,13 @@ class Origins:
 
     def _has_own_keys(self, held: ast.Name) -> bool:
         """Return whether it is a dict, and neither configuration nor written down in the text."""
-        values = self.table.values(held.id)
+        values = self._values.get(held.id, [])
         is_configured = any(isinstance(value, ast.Dict) or _CONFIGURED.search(ast.unparse(value)) for value in values)
-        is_own = held.id in self._read_by_key and not is_configured and not self._may_be_equal(held)
+        is_own = (
+            re.search(rf"\b{held.id}(\[|\.(items|keys|values|get)\b)", self._text)
+            and not is_configured
+            and not self._may_be_equal(held)
+        )
         return names_entries(held) and is_own
 
     # -- where a value came from --------------------------------------------------------------------------------------
@@ -271,13 +390,13 @@ class Origins:
             elif text not in seen:
                 seen.add(text)
                 inside = [child for child in ast.iter_child_nodes(part) if isinstance(child, ast.expr)]
-                parts += self.table.values(text) or inside
+                parts += self._values.get(text) or inside
 
     def _may_be_equal(self, node: ast.expr) -> bool:
         """Return whether it came from a function of another file, or from one that may run a collective."""
         makers = list(self._makers(node))
-        elsewhere = self._collectives.program.is_elsewhere
-        return any(elsewhere(maker) or self._collectives.possible(maker, self._owner) for maker in makers)
+        elsewhere = self._program.is_elsewhere
+        return any(elsewhere(maker) or self._collectives.possible(maker) for maker in makers)
 
     def _is_seen_made(self, node: ast.expr) -> bool:
         """Return whether the text shows that this rank computed it, by a model or a function without collectives."""
@@ -287,10 +406,10 @@ class Origins:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def _of_call(self, call: ast.Call) -> Origin:
-        if run := self._collectives.of(call, self._owner):
+        if run := self._collectives.of(call):
             return SAME if any(collective.agrees for collective in run) else None
         name, text = last_name(call.func), text_of(call)
-        full = self._collectives.program.resolve(call.func)
+        full = self._program.resolve(call.func)
         key = call.args[0] if call.args else None
         if full in ("os.getenv", "os.environ.get"):
             is_rank = isinstance(key, ast.Constant) and key.value in _RANK_VARIABLES
@@ -304,7 +423,7 @@ class Origins:
         if name in _FILE_CHECKS and on is not None and (full.startswith("os.path.") or not call.args):
             file = ast.unparse(key or on)
             return Differs(DATA_BRANCH, f"`{text}` changes when the first rank makes the file", file)
-        elsewhere = self._collectives.program.function_called(call, self._owner) is None
+        elsewhere = self._program.function_called(call) is None
         if SYNCED.search(name) or (elsewhere and _EQUAL_RESULT.search(name)):
             return SAME
         if name in _NAN_CHECKS:
@@ -333,7 +452,7 @@ class Origins:
         if isinstance(node, ast.Subscript) and name not in _BATCHES:
             return None
         is_data = (anything or _DATA.fullmatch(name)) and not _EQUAL_NAMES.search(whole)
-        if not is_data or self._may_be_equal(node) or self._collectives.program.is_configured(whole):
+        if not is_data or self._may_be_equal(node) or self._program.is_configured(whole):
             return None
         return Differs(DATA_BRANCH, f"`{text}` is of this rank's own data")
 
@@ -347,7 +466,7 @@ class Origins:
         ``turn`` is the loop's body, ``call`` the one in it that runs a collective.
         """
         iterated = _passed_on(loop.iter)
-        values = self.table.values(dotted(iterated))
+        values = self._values.get(dotted(iterated), [])
         source = values[0] if len(values) == 1 else iterated
         args = source.args if isinstance(source, ast.Call) else []
         has_keys = any(names_entries(argument) and _is_indexed(argument, turn) for argument in args)
@@ -358,7 +477,7 @@ class Origins:
             return ""
         name = dotted(held)
         known = names_entries(held) or (self._function is not None and self._is_for_any(self._function, loop, call))
-        if not known or not name or _SHARED.fullmatch(name) or not self._is_own(name, self._function):
+        if not known or not name or _SHARED.fullmatch(name) or not self._is_own(name):
             return ""
         return f"the dict `{name}`, which is that of its insertions on this rank"
 
@@ -370,25 +489,18 @@ class Origins:
         is_direct = name in _DIRECT and not entries.isdisjoint(passed)
         return not _SHARED.fullmatch(function.name) and (is_direct or name == function.name)
 
-    def _is_own(self, name: str, function: Function | None, depth: int = 2) -> bool:
+    def _is_own(self, name: str) -> bool:
         """Return whether the text shows that ranks may insert other keys, or in another order."""
-        program = self._collectives.program
-        is_reset = False
-        for definition in program.table(function).definitions:
-            target, value = definition.target, definition.value
-            held, key = (target.value, target.slice) if isinstance(target, ast.Subscript) else (target, None)
-            if dotted(held) == name and isinstance(key, (ast.Subscript, ast.Call)):
-                return True  # a key of the data
-            if definition.name == name and definition.kind == "assigned":
-                if "sorted(" in ast.unparse(value):
-                    return False
-                is_reset |= not definition.before.sides and name not in map(dotted, ast.walk(value))
-        if function is None or is_reset or name not in parameters_of(function):
+        key_of_data = re.compile(rf"{re.escape(name)}\[.*[\])]\]")  # of a subscript or a call
+        if any(map(key_of_data.fullmatch, self._values)):
+            return True
+        values, function = self._values.get(name, []), self._function
+        if any("sorted(" in ast.unparse(value) or name not in map(dotted, ast.walk(value)) for value in values):
             return False
-        passed = list(program.passed_to(function, name))
-        return not passed or any(
-            depth and dotted(value) and self._is_own(dotted(value), caller, depth - 1) for value, caller in passed
-        )
+        if function is None or name not in parameters_of(function):
+            return False
+        passed = list(self._program.passed_to(function, name))
+        return not passed or any(caller and dotted(value) in parameters_of(caller) for value, caller in passed)
 
 
 def _is_length(node: ast.expr) -> bool:
@@ -403,6 +515,12 @@ def _combined(origins: Iterable[Origin]) -> Origin:
     known = list(origins)
     differing = next((origin for origin in known if isinstance(origin, Differs)), None)
     return differing if differing else SAME if known and all(origin == SAME for origin in known) else None
+
+
+def _joined(values: Sequence[Value]) -> Value:
+    """Return what a variable is behind ways on which it has these values."""
+    origins, models, made = zip(*values, strict=True)
+    return Value(_combined(origins), any(models), all(made))
 
 
 def names_entries(node: ast.expr) -> bool:
