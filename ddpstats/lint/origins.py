@@ -100,9 +100,10 @@ _DIRECT = frozenset({"all_reduce", "all_gather", "reduce", "broadcast"})
 
 _WRAPS_MODEL = re.compile(r"\b(DistributedDataParallel|DDP)\(")
 _MAY_NOT_REDUCE = re.compile(  # where a function has it, its backward() is not judged
-    r"no_(backward_)?sync|require_backward_grad_sync|accumulate|no_grad|inference_mode|set_grad_enabled\((?!True)"
-    r"|requires_grad_\(False|\.module\b|unwrap|copy"
+    r"no_(backward_)?sync|require_backward_grad_sync|\baccumulate\(|no_grad|inference_mode|set_grad_enabled\((?!True)"
+    r"|requires_grad_\(False"
 )
+_UNWRAPS = re.compile(r"\.module\b|unwrap|copy")
 _CUTS = re.compile(  # what a tensor says of itself, and what has no gradient
     r"dtype|device|shape|n?dim|size|numel|nelement|stride|layout|requires_grad|element_size|is_(cuda|floating_point)|"
     r"detach_?|item|data|grad|tolist|numpy|long|int|float|bool|len|arg(max|min|sort|where)|\w+_like|tensor|from_numpy"
@@ -250,7 +251,7 @@ class Origins:
     def _value(self, target: ast.expr, value: ast.expr) -> Value:
         name, text = ast.unparse(target), ast.unparse(value)
         is_other = _RANK.fullmatch(last_name(target)) and _OTHER_RANK.search(text)
-        keeps = self._is_model(name) and name in map(dotted, ast.walk(value))
+        keeps = self._is_model(name) and name in map(dotted, ast.walk(value)) and not _UNWRAPS.search(text)
         is_model = bool(_WRAPS_MODEL.search(text)) or self._is_model(text) or keeps
         return Value(SAME if is_other else self.of(value), is_model, self._is_made(value))
 
