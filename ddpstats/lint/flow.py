@@ -41,7 +41,7 @@ _ONE_AFTER_ANOTHER = re.compile(r".*(process|zero|rank)_first")
 _MAY_FAIL_ON_ONE = frozenset(
     {"", "Exception", "BaseException", "RuntimeError", "ValueError", "KeyError", "OSError", "OutOfMemoryError"}
 )
-_NEGATIVE = re.compile(r"not |.*(!=|not in|> 0$)")  # a condition that is true on all ranks but one
+_NEGATIVE = re.compile(r"\bnot |!=|> 0\b")  # in a condition that is true on all ranks but one
 _TRIES_TO_START = "init_process_group"  # and goes on alone without one
 _HARMLESS = re.compile(
     r"(?i)print|log\w*|info|warning|debug|is\w+|get\w*|len|wait|str|list|range|int|float|tensor|zeros|ones"
@@ -77,13 +77,13 @@ class _Later:
 
 @dataclass(frozen=True)
 class Accusation:
-    """A finding at ``node``; ``test`` and ``ops`` decide whether two branches complete each other."""
+    """A finding at ``node``. ``ops``: what one branch runs. ``is_for_rest``: on all ranks but one."""
 
     rule: str
     node: ast.AST
     reason: str
-    test: str = ""
     ops: tuple[str, ...] = ()
+    is_for_rest: bool = False
 
 
 class FlowWalk:
@@ -91,6 +91,7 @@ class FlowWalk:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
+        self._program = collectives.program
         self._accusations: list[Accusation] = []
         self._body: Sequence[ast.stmt] = ()
         self._origins: Origins
@@ -109,9 +110,11 @@ class FlowWalk:
     def _among(self, nodes: Sequence[ast.AST]) -> list[Collective]:
         return self._collectives.among(nodes)
 
-    def _accuse(self, rule: str, first: Collective, why: str, test: str = "", ops: Sequence[Collective] = ()) -> None:
+    def _accuse(
+        self, rule: str, first: Collective, why: str, ops: tuple[str, ...] = (), is_for_rest: bool = False
+    ) -> None:
         reason = f"{first} needs all ranks: {why}."
-        self._accusations.append(Accusation(rule, first.call, reason, test, tuple(collective.op for collective in ops)))
+        self._accusations.append(Accusation(rule, first.call, reason, ops, is_for_rest))
 
     def _report_skip(self, exit_: ast.stmt, first: Collective, why: str) -> None:
         skipped = f"{type(exit_).__name__.lower()} skips {first.op} (line {first.call.lineno})"
@@ -170,11 +173,8 @@ class FlowWalk:
         if not isinstance(origin, Differs) or (origin.file and not self._is_made_behind(node, origin.file)):
             return False
         sides = [node.body, node.orelse]
-        for side in sides:
-            if self._is_answered_elsewhere(side) and is_of_rank(origin):
-                return False
-            if (side and isinstance(side[-1], ast.Raise)) or _ends_the_run(side) or self._hands_over(side):
-                return False
+        if any(self._is_unclear(side, origin) for side in sides):
+            return False
         runs = [self._among(side) for side in sides]
         leaving = [side[-1] if side and isinstance(side[-1], Exit) else None for side in sides]
         exit_ = leaving[0] or leaving[1]
@@ -199,26 +199,27 @@ class FlowWalk:
             if isinstance(part, ast.Call) and self._collectives.of(part):
                 return False
             if isinstance(part, ast.If) and is_of_rank(self._origins.of(part.test)):
-                calls = [call for call in calls_in(*part.body) if not _HARMLESS.fullmatch(last_name(call.func))]
+                calls = (call for call in calls_in(*part.body) if not _is_harmless(call))
                 if any(named.search(ast.unparse(call)) for call in calls):
                     return True
         return False
 
-    def _hands_over(self, side: Sequence[ast.stmt]) -> bool:
-        """Return whether a side defines a function that runs a collective, or serves others in an endless loop.
+    def _is_unclear(self, side: Sequence[ast.stmt], origin: Differs) -> bool:
+        """Return whether a side ends the run, or the text does not show which ranks run its collectives, and how often.
 
-        Which ranks run that, and how often, cannot be read from the text.
+        Such a side defines a function that runs one, or calls a function that serves others in an endless loop. Under
+        a test of the rank, a function of another file may run what the other side does.
         """
-        inner = [node for part in side for node in ast.walk(part) if isinstance(node, ast.FunctionDef)]
-        called = [self._collectives.program.function_called(call) for call in calls_in(*side)]
-        statements = (statement for function in called if function for statement in function.body)
-        serves = any(isinstance(statement, ast.While) and _is_true(statement.test) for statement in statements)
-        return serves or any(self._among(function.body) for function in inner)
-
-    def _is_answered_elsewhere(self, side: Sequence[ast.stmt]) -> bool:
-        """Return whether a function of another file may run the collective of the other side."""
-        elsewhere = (call for call in calls_in(*side) if self._collectives.program.is_elsewhere(call))
-        return not self._among(side) and any(not _HARMLESS.fullmatch(last_name(call.func)) for call in elsewhere)
+        calls = list(calls_in(*side))
+        if (side and isinstance(side[-1], ast.Raise)) or any(last_name(call.func) in _ENDS_THE_RUN for call in calls):
+            return True
+        called = filter(None, map(self._program.function_called, calls))
+        endless = (isinstance(node, ast.While) and _is_true(node.test) for function in called for node in function.body)
+        inner = (node for part in side for node in ast.walk(part) if isinstance(node, ast.FunctionDef))
+        if any(endless) or any(self._among(function.body) for function in inner):
+            return True
+        elsewhere = (call for call in calls if self._program.is_elsewhere(call) and not _is_harmless(call))
+        return is_of_rank(origin) and not self._among(side) and any(elsewhere)
 
     def _differ(
         self, runs: Sequence[list[Collective]], origin: Differs, test: ast.expr, exit_: ast.stmt | None = None
@@ -234,15 +235,9 @@ class FlowWalk:
         if exit_ is not None:
             self._report_skip(exit_, longer[common], origin.why)
         else:
-            tested = self._rank_part(test) if on_body else ast.UnaryOp(ast.Not(), test)
-            self._accuse(origin.rule, longer[common], origin.why, ast.unparse(tested), longer)
+            is_for_rest = on_body == bool(_NEGATIVE.search(ast.unparse(test)))
+            self._accuse(origin.rule, longer[common], origin.why, tuple(body if on_body else orelse), is_for_rest)
         return True
-
-    def _rank_part(self, test: ast.expr) -> ast.expr:
-        """Return ``rank == 0`` of ``rank == 0 and save``: whether two branches complete each other is up to it."""
-        if not isinstance(test, ast.BoolOp) or not isinstance(test.op, ast.And):
-            return test
-        return next((value for value in test.values if is_of_rank(self._origins.of_condition(value))), test)
 
     def _compare(self, test: ast.expr, body: Sequence[ast.AST], orelse: Sequence[ast.AST]) -> None:
         origin = self._origins.of_condition(test)
@@ -254,14 +249,14 @@ class FlowWalk:
     def _for(self, node: ast.For | ast.AsyncFor, later: _Later) -> None:
         self._iteration(node, node.body)
         ops = self._among(node.body)
-        is_reported = self._report_turns(self._turns(node.iter), ops)
-        self._block(node.body, later.in_loop(ops), is_reported=is_reported)
+        origin = self._turns(node.iter)
+        self._report_turns(origin, ops)
+        self._block(node.body, later.in_loop(ops), is_reported=isinstance(origin, Differs))
         self._block(node.orelse, later)
 
-    def _report_turns(self, origin: Origin, ops: Sequence[Collective]) -> bool:
+    def _report_turns(self, origin: Origin, ops: Sequence[Collective]) -> None:
         if isinstance(origin, Differs) and ops:
             self._accuse(origin.rule, ops[0], f"ranks may make different numbers of turns, {origin.why}")
-        return isinstance(origin, Differs)
 
     def _turns(self, iterated: ast.expr) -> Origin:
         """Return the origin of the number of turns: ranks differ in ``range(rank, n, size)`` and ``files[rank::size]``.
@@ -280,13 +275,11 @@ class FlowWalk:
 
     def _while(self, node: ast.While, later: _Later) -> None:
         ops = self._among(node.body)
-        before = len(self._accusations)
-        self._block(node.body, later.in_loop(ops, endless=_is_true(node.test)))
         self._origins.at(node.test)
         origin = self._origins.of(node.test)  # of what a turn has left
-        if isinstance(origin, Differs):
-            del self._accusations[before:]
-            self._report_turns(origin, ops)
+        self._report_turns(origin, ops)
+        later_in_body = later.in_loop(ops, endless=_is_true(node.test))
+        self._block(node.body, later_in_body, is_reported=isinstance(origin, Differs))
         self._block(node.orelse, later)
 
     def _iteration(self, loop: ast.For | ast.AsyncFor | ast.comprehension, body: Sequence[ast.AST]) -> None:
@@ -294,21 +287,12 @@ class FlowWalk:
         ops = ((call, self._collectives.possible(call)) for call in calls_in(*body))
         call, op = next(((call, op) for call, op in ops if op not in _IN_ANY_ORDER), (None, ""))
         is_same = self._origins.of(loop.iter) == SAME and not isinstance(loop.iter, ast.Set)
-        if not call or is_same or self._is_agreed(loop.iter):
+        before = (known for known in self._among(self._body) if known.call.lineno < loop.iter.lineno)
+        if not call or is_same or any("object" in known.op for known in before):  # such as the lists of keys
             return
         if why := self._origins.differing_order(loop, body, call):
             reason = f"{op} for each entry in the order of {why}."
             self._accusations.append(Accusation(DICT_ORDER, call, reason))
-
-    def _is_agreed(self, iterated: ast.expr) -> bool:
-        """Return whether ranks have gathered before what is iterated, such as lists of keys."""
-        names = {node.id for node in ast.walk(iterated) if isinstance(node, ast.Name)}
-        sent = (
-            collective.call
-            for collective in self._among(self._body)
-            if "object" in collective.op and collective.call.lineno < iterated.lineno
-        )
-        return any(isinstance(part, ast.Name) and part.id in names for call in sent for part in ast.walk(call))
 
     # -- errors and contexts ------------------------------------------------------------------------------------------
 
@@ -330,7 +314,7 @@ class FlowWalk:
             return
         collectives = {id(collective.call) for collective in ops}
         calls = [call for call in calls_in(*node.body) if id(call) not in collectives]
-        risky = [call for call in calls if not _HARMLESS.fullmatch(last_name(call.func))]
+        risky = [call for call in calls if not _is_harmless(call)]
         if not risky or any(last_name(call.func) == _TRIES_TO_START for call in risky):
             return
         why = f"`{text_of(risky[0])}` may raise on one rank"
@@ -376,17 +360,12 @@ def _swallows(statements: Sequence[ast.stmt]) -> bool:
     return True
 
 
-def _ends_the_run(statements: Sequence[ast.stmt]) -> bool:
-    return any(last_name(call.func) in _ENDS_THE_RUN for call in calls_in(*statements))
+def _is_harmless(call: ast.Call) -> bool:
+    return bool(_HARMLESS.fullmatch(last_name(call.func)))
 
 
 def without_completed(accused: Sequence[Accusation]) -> list[Accusation]:
     """Drop what one function runs on rank 0 and another on the rest, as in ``__enter__`` and ``__exit__``."""
-    sides: dict[tuple[str, ...], set[bool]] = {}
-    for accusation in accused:
-        sides.setdefault(accusation.ops, set()).add(bool(_NEGATIVE.match(accusation.test)))
-    return [
-        accusation
-        for accusation in accused
-        if not (accusation.rule == RANK_BRANCH and accusation.ops and len(sides[accusation.ops]) > 1)
-    ]
+    branches = {(accusation.ops, accusation.is_for_rest) for accusation in accused if accusation.ops}
+    completed = {ops for ops, is_for_rest in branches if (ops, not is_for_rest) in branches}
+    return [accusation for accusation in accused if accusation.rule != RANK_BRANCH or accusation.ops not in completed]
