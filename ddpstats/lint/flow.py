@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ddpstats.lint.collectives import Collective, Collectives, is_for_one_rank
 from ddpstats.lint.origins import RANK_BRANCH, SAME, Differs, Origin, Origins, is_of_rank
@@ -51,28 +51,27 @@ _IN_ANY_ORDER = frozenset({"", "backward", "log", "log_dict", "pad_across_proces
 _MAKES_EVEN = re.compile(r"(?i)pad|drop|trunc|even|divisible|multiple|ceil")
 
 
-@dataclass(frozen=True)
-class _Later:
-    """The collectives that a rank misses which leaves a block, by what it leaves with."""
+_Later = dict[type[ast.stmt], tuple[Collective, ...]]
+"""The collectives that a rank misses which leaves a block, by what it leaves with.
 
-    after: dict[type[ast.stmt], tuple[Collective, ...]] = field(default_factory=dict)
-    endless: tuple[Collective, ...] = ()  # a turn's, in a loop that only an exit ends
+For `ast.While`, those of a turn, in a loop that only an exit ends.
+"""
 
-    def behind(self, rest: Sequence[Collective]) -> _Later:
-        return _Later({kind: (*rest, *self.after.get(kind, ())) for kind in EXITS}, self.endless)
 
-    def in_loop(self, body: Sequence[Collective], *, endless: bool = False) -> _Later:
-        ops = tuple(body)  # the others make more turns
-        after = {ast.Return: (*ops, *self.after.get(ast.Return, ())), ast.Break: ops}
-        return _Later(after, ops if endless else ())
+def _behind(later: _Later, rest: Sequence[Collective]) -> _Later:
+    return {**later, **{kind: (*rest, *later.get(kind, ())) for kind in EXITS}}
 
-    def missed_by(self, exit_: ast.stmt) -> tuple[Collective, ...]:
-        return self.after.get(type(exit_), ())
 
-    def missed_sometimes(self, exit_: ast.stmt) -> tuple[Collective, ...]:
-        """As above; a rank that begins an endless loop's turn again, and not each time, only comes later."""
-        missed = self.missed_by(exit_)
-        return () if isinstance(exit_, ast.Continue) and missed == self.endless else missed
+def _in_loop(later: _Later, turn: Sequence[Collective], *, is_endless: bool = False) -> _Later:
+    ops = tuple(turn)  # the others make more turns
+    after: _Later = {ast.Return: (*ops, *later.get(ast.Return, ())), ast.Break: ops}
+    return {**after, ast.While: ops} if is_endless else after
+
+
+def _missed_sometimes(later: _Later, exit_: ast.stmt) -> tuple[Collective, ...]:
+    """Return what an exit misses; a rank that begins an endless loop's turn again only comes later."""
+    missed = later.get(type(exit_), ())
+    return () if isinstance(exit_, ast.Continue) and missed == later.get(ast.While) else missed
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class FlowWalk:
         elif ops or any(isinstance(part, COMPREHENSIONS) or last_name(part) == "backward" for part in parts_of(*body)):
             self._body = body
             self._origins = Origins(self._collectives, body, function)
-            self._block(body, _Later())
+            self._block(body, {})
         return self._accusations
 
     def _among(self, nodes: Sequence[ast.AST]) -> list[Collective]:
@@ -129,8 +128,8 @@ class FlowWalk:
         rest = self._among(statements)
         for index, statement in enumerate(statements):
             rest = rest[len(self._among([statement])) :]
-            others = _Later() if leaves and index < leaves[-1] else later  # the others leave as well
-            self._statement(statement, others.behind(rest) if hasattr(statement, "body") else later)
+            others = {} if leaves and index < leaves[-1] else later  # the others leave as well
+            self._statement(statement, _behind(others, rest) if hasattr(statement, "body") else later)
         if is_reported:
             del self._accusations[before:]
 
@@ -180,13 +179,13 @@ class FlowWalk:
         exit_ = leaving[0] or leaving[1]
         if exit_ is not None and not all(leaving):
             stays = leaving.index(None)
-            missed = later.missed_by(exit_)
+            missed = later.get(type(exit_), ())
             runs[stays] = [*runs[stays], *missed]
             return self._differ(runs, origin, node.test, exit_ if missed else None)
         if self._differ(runs, origin, node.test):
             return True
         for inner in () if exit_ else (each for side in sides for each in exits(side)):
-            if missed := later.missed_sometimes(inner):
+            if missed := _missed_sometimes(later, inner):
                 self._report_skip(inner, missed[0], origin.why)
                 return True
         return False
@@ -251,7 +250,7 @@ class FlowWalk:
         ops = self._among(node.body)
         origin = self._turns(node.iter)
         self._report_turns(origin, ops)
-        self._block(node.body, later.in_loop(ops), is_reported=isinstance(origin, Differs))
+        self._block(node.body, _in_loop(later, ops), is_reported=isinstance(origin, Differs))
         self._block(node.orelse, later)
 
     def _report_turns(self, origin: Origin, ops: Sequence[Collective]) -> None:
@@ -278,8 +277,8 @@ class FlowWalk:
         self._origins.at(node.test)
         origin = self._origins.of(node.test)  # of what a turn has left
         self._report_turns(origin, ops)
-        later_in_body = later.in_loop(ops, endless=_is_true(node.test))
-        self._block(node.body, later_in_body, is_reported=isinstance(origin, Differs))
+        inside = _in_loop(later, ops, is_endless=_is_true(node.test))
+        self._block(node.body, inside, is_reported=isinstance(origin, Differs))
         self._block(node.orelse, later)
 
     def _iteration(self, loop: ast.For | ast.AsyncFor | ast.comprehension, body: Sequence[ast.AST]) -> None:
@@ -290,7 +289,7 @@ class FlowWalk:
         before = (known for known in self._among(self._body) if known.call.lineno < loop.iter.lineno)
         if not call or is_same or any("object" in known.op for known in before):  # such as the lists of keys
             return
-        if why := self._origins.differing_order(loop, body, call):
+        if why := self._origins.differing_order(loop, call):
             reason = f"{op} for each entry in the order of {why}."
             self._accusations.append(Accusation(DICT_ORDER, call, reason))
 
@@ -298,7 +297,7 @@ class FlowWalk:
 
     def _try(self, node: ast.Try, later: _Later) -> None:
         ops = self._among(node.body)
-        behind = later.behind(self._among(node.orelse))  # an exit runs what is in finally
+        behind = _behind(later, self._among(node.orelse))  # an exit runs what is in finally
         for handler in node.handlers:
             self._handler(node, handler, ops, behind)
         self._block(node.body, behind)
@@ -318,11 +317,11 @@ class FlowWalk:
         if not risky or any(last_name(call.func) == _TRIES_TO_START for call in risky):
             return
         why = f"`{text_of(risky[0])}` may raise on one rank"
-        retries = later.endless or isinstance((node.orelse or node.body)[-1], ast.Break)  # it only comes later
+        retries = later.get(ast.While) or isinstance((node.orelse or node.body)[-1], ast.Break)  # it only comes later
         if ops and not retries and risky[0].lineno <= ops[-1].call.lineno:
             self._accuse(SWALLOWED_ERROR, ops[-1], f"{why}, and line {handler.lineno} goes on")
         for exit_ in () if ops else exits(handler.body):
-            if (missed := later.missed_sometimes(exit_)) and not _LEADS.match(missed[0].op):
+            if (missed := _missed_sometimes(later, exit_)) and not _LEADS.match(missed[0].op):
                 self._report_skip(exit_, missed[0], why)
                 return
 

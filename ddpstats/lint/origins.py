@@ -235,11 +235,6 @@ class Origins:
             self._environment[ast.unparse(target.value)] = held
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        """Set variables; ``a, b = x, y`` is assigned in pairs."""
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-            for element, its in zip(target.elts, value.elts, strict=True):
-                self._assign(element, its)
-            return
         known = self._value(target, value)
         if elements_of(target) == [target]:
             self._values.setdefault(ast.unparse(target), []).append(value)
@@ -340,43 +335,36 @@ class Origins:
         """Return the origin of a comparison; ``local_rank == -1`` asks whether the program is distributed at all."""
         sides = [node.left, *node.comparators]
         origins = [self.of(side) for side in sides]
-        operator, other = node.ops[0], sides[1]
-        is_order = isinstance(operator, (ast.Lt, ast.Gt, ast.LtE, ast.GtE))
-        if any(isinstance(side, ast.Constant) and side.value is None for side in sides):
+        operator, other, texts = node.ops[0], sides[1], [ast.unparse(side) for side in sides]
+        if "None" in texts:
             names = {name for name in map(last_name, sides) if not self._values.get(name)}  # and not by next()
             return Differs(DATA_BRANCH, f"`{text_of(node)}` is about this rank's batch") if names & _BATCHES else None
-        others = (side for side, origin in zip(sides, origins, strict=True) if not is_of_rank(origin))
-        constants = self._program.constants
-        no_rank = any(constants.get(last_name(other), _IS_OF_A_CLASS.fullmatch(ast.unparse(other))) for other in others)
-        if (no_rank and any(map(is_of_rank, origins))) or any(ast.unparse(side).startswith("-") for side in sides):
+        others = [side for side, origin in zip(sides, origins, strict=True) if not is_of_rank(origin)]
+        is_valid = isinstance(operator, (ast.GtE, ast.Lt)) and texts[1] == "0" and is_of_rank(origins[0])
+        is_full = any(map(_is_length, sides)) and "0" not in texts  # a batch, or there are enough parts
+        if is_valid or is_full or any(map(self._may_be_no_rank, others)):
             return None
-        if isinstance(operator, (ast.GtE, ast.Lt)) and ast.unparse(other) == "0" and is_of_rank(origins[0]):
-            return None
-        if any(map(_is_length, sides)) and not any(
-            isinstance(side, ast.Constant) and side.value == 0 for side in sides
-        ):
-            return None  # how many parts there are, or whether a batch is a full one
         if isinstance(operator, (ast.In, ast.NotIn)):
-            if isinstance(origins[1], Differs):
-                return origins[1]
             if origins[1] is None and isinstance(other, ast.Name) and self._has_own_keys(other):
                 return Differs(DATA_BRANCH, f"`{text_of(other)}` has the keys that this rank has met")
-            return origins[0] if origins[1] == SAME else None  # the ranks of a group
-        for side, origin in zip(sides, origins, strict=True):
-            if is_order and origin is None and _LOSS.fullmatch(last_name(side)) and self._is_seen_made(side):
+            is_known = isinstance(origins[1], Differs)
+            return origins[1] if is_known else origins[0] if origins[1] == SAME else None  # the ranks of a group
+        for side, origin in zip(sides, origins, strict=True) if not isinstance(operator, (ast.Eq, ast.NotEq)) else ():
+            if origin is None and _LOSS.fullmatch(last_name(side)) and self._is_seen_made(side):
                 return Differs(DATA_BRANCH, f"`{text_of(side)}` is this rank's own loss")
         return _combined(origins)
+
+    def _may_be_no_rank(self, side: ast.expr) -> bool:
+        """Return whether it is negative, or a constant that is, or one of a class of another file."""
+        text = ast.unparse(side)
+        return text[0] == "-" or self._program.constants.get(last_name(side), bool(_IS_OF_A_CLASS.fullmatch(text)))
 
     def _has_own_keys(self, held: ast.Name) -> bool:
         """Return whether it is a dict, and neither configuration nor written down in the text."""
         values = self._values.get(held.id, [])
         is_configured = any(isinstance(value, ast.Dict) or _CONFIGURED.search(ast.unparse(value)) for value in values)
-        is_own = (
-            re.search(rf"\b{held.id}(\[|\.(items|keys|values|get)\b)", self._text)
-            and not is_configured
-            and not self._may_be_equal(held)
-        )
-        return names_entries(held) and is_own
+        is_dict = names_entries(held) and re.search(rf"\b{held.id}(\[|\.(items|keys|values|get)\b)", self._text)
+        return bool(is_dict) and not is_configured and not self._may_be_equal(held)
 
     # -- where a value came from --------------------------------------------------------------------------------------
 
@@ -459,36 +447,38 @@ class Origins:
 
     # -- the order of an iteration ------------------------------------------------------------------------------------
 
-    def differing_order(
-        self, loop: ast.For | ast.AsyncFor | ast.comprehension, turn: Sequence[ast.AST], call: ast.Call
-    ) -> str:
+    def differing_order(self, loop: ast.For | ast.AsyncFor | ast.comprehension, call: ast.Call) -> str:
         """Return what gives this rank an order that others may not have; empty where that is not known.
 
-        ``turn`` is the loop's body, ``call`` the one in it that runs a collective.
+        ``call`` is the one in the loop that runs a collective.
         """
-        iterated = _passed_on(loop.iter)
+        iterated, target = loop.iter, ast.unparse(loop.target)
+        while isinstance(iterated, ast.Call) and last_name(iterated.func) in _PASSES_ON and iterated.args:
+            iterated = iterated.args[0]
         values = self._values.get(dotted(iterated), [])
         source = values[0] if len(values) == 1 else iterated
         args = source.args if isinstance(source, ast.Call) else []
-        has_keys = any(names_entries(argument) and _is_indexed(argument, turn) for argument in args)
+        has_keys = any(
+            names_entries(argument) and f"{ast.unparse(argument)}[{target}]" in self._text for argument in args
+        )
         if _is_set_of_strings(source, "keys" if has_keys else dotted(iterated)):
             return f"the set `{text_of(iterated)}`, whose strings each process hashes otherwise"
-        held = _dict_of(iterated)
-        if held is iterated and not (names_entries(held) and _is_indexed(held, turn)):
-            return ""
+        if isinstance(iterated, ast.Call) and isinstance(iterated.func, ast.Attribute) and not iterated.args:
+            held = iterated.func.value if iterated.func.attr in ("items", "keys", "values") else iterated
+            is_dict = names_entries(held) or self._is_for_any(target, call)
+        else:
+            held = iterated
+            is_dict = names_entries(held) and f"{ast.unparse(held)}[{target}]" in self._text
         name = dotted(held)
-        known = names_entries(held) or (self._function is not None and self._is_for_any(self._function, loop, call))
-        if not known or not name or _SHARED.fullmatch(name) or not self._is_own(name):
-            return ""
-        return f"the dict `{name}`, which is that of its insertions on this rank"
+        is_own = is_dict and name and not _SHARED.fullmatch(name) and self._is_own(name)
+        return f"the dict `{name}`, which is that of its insertions on this rank" if is_own else ""
 
-    def _is_for_any(self, function: Function, loop: ast.For | ast.AsyncFor | ast.comprehension, call: ast.Call) -> bool:
+    def _is_for_any(self, target: str, call: ast.Call) -> bool:
         """Return whether the function takes any dict: it reduces the entries themselves, or calls itself for each."""
-        entries = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
-        passed = {node.id for part in call.args for node in ast.walk(part) if isinstance(node, ast.Name)}
-        name = last_name(call.func)
-        is_direct = name in _DIRECT and not entries.isdisjoint(passed)
-        return not _SHARED.fullmatch(function.name) and (is_direct or name == function.name)
+        function = self._function.name if self._function else ""
+        passed = {part.id for argument in call.args for part in ast.walk(argument) if isinstance(part, ast.Name)}
+        is_direct = last_name(call.func) in _DIRECT and not passed.isdisjoint(re.findall(r"\w+", target))
+        return bool(function) and not _SHARED.fullmatch(function) and (is_direct or last_name(call.func) == function)
 
     def _is_own(self, name: str) -> bool:
         """Return whether the text shows that ranks may insert other keys, or in another order."""
@@ -530,36 +520,12 @@ def names_entries(node: ast.expr) -> bool:
 
 
 def _is_set_of_strings(iterated: ast.expr, name: str) -> bool:
-    """As far as it and the name of its variable show: a set of numbers has the same order in each process."""
-    if isinstance(iterated, ast.BinOp):
-        return _is_set_of_strings(iterated.left, name)
-    held = iterated.args[0] if isinstance(iterated, ast.Call) and iterated.args else iterated
-    if isinstance(iterated, ast.Call) and dotted(iterated.func) != "set":
-        return False
-    if isinstance(held, (ast.Set, ast.List, ast.Tuple)) and (held is not iterated or isinstance(held, ast.Set)):
-        strings = (
-            element for element in held.elts if isinstance(element, ast.Constant) and isinstance(element.value, str)
-        )
-        return len(held.elts) > 1 and any(strings)
-    is_set = held is not iterated or isinstance(held, ast.SetComp)
+    """Return whether it and the name of its variable show a set of strings: one of numbers has the same order."""
+    while isinstance(iterated, ast.BinOp):
+        iterated = iterated.left
+    args = iterated.args if isinstance(iterated, ast.Call) and dotted(iterated.func) == "set" else []
+    held = args[0] if args else iterated
+    is_set = held is not iterated or isinstance(held, (ast.Set, ast.SetComp))
+    if isinstance(held, (ast.Set, ast.List, ast.Tuple)):
+        return is_set and len(held.elts) > 1 and any(isinstance(getattr(each, "value", 0), str) for each in held.elts)
     return is_set and bool(_STRINGS.search(f"{name} {ast.unparse(held)}"))
-
-
-def _passed_on(iterated: ast.expr) -> ast.expr:
-    """``stats`` of ``list(stats)``."""
-    while isinstance(iterated, ast.Call) and last_name(iterated.func) in _PASSES_ON and iterated.args:
-        iterated = iterated.args[0]
-    return iterated
-
-
-def _dict_of(iterated: ast.expr) -> ast.expr:
-    """``stats`` of ``stats.items()``."""
-    if isinstance(iterated, ast.Call) and isinstance(iterated.func, ast.Attribute) and not iterated.args:
-        return iterated.func.value if iterated.func.attr in ("items", "keys", "values") else iterated
-    return iterated
-
-
-def _is_indexed(held: ast.expr, turn: Sequence[ast.AST]) -> bool:
-    """A loop over ``stats`` itself, in which ``stats[key]`` is read: it is a dict."""
-    text = ast.unparse(held)
-    return any(isinstance(part, ast.Subscript) and ast.unparse(part.value) == text for part in parts_of(*turn))
