@@ -13,7 +13,7 @@ import ast
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from ddpstats.lint.program import Function, Program, blocks_of, calls_in, dotted, exits, heads_of, last_name
@@ -32,11 +32,9 @@ _TORCH_HOMES = re.compile(
     r"(torch\.distributed|deepspeed\.comm|deepspeed)(\.distributed_c10d|\.nn|\.nn\.functional|\.comm|"
     r"\._functional_collectives)?"
 )
+_ACCELERATOR = ("gather", "reduce", "pad_across_processes", "wait_for_everyone", "backward")
 _FUNCTIONS = {
-    "accelerate.utils": (
-        *("gather", "gather_object", "reduce", "broadcast", "broadcast_object_list"),
-        *("pad_across_processes", "wait_for_everyone"),
-    ),
+    "accelerate.utils": (*_ACCELERATOR, "gather_object", "broadcast", "broadcast_object_list"),
     "mmengine.dist": (*_TORCH, "all_reduce_dict", "all_reduce_params", "collect_results", "sync_random_seed"),
     "detectron2.utils.comm": ("synchronize", "all_gather", "gather", "reduce_dict", "shared_random_seed"),
     "torch_xla.core.xla_model": ("all_reduce", "all_gather", "mesh_reduce", "rendezvous", "reduce_scatter"),
@@ -49,7 +47,6 @@ _FUNCTIONS = {
 _WRAPPED = frozenset({"all_reduce", "all_gather", "all_gather_object", "barrier", "broadcast", "broadcast_object_list"})
 _WRAPPERS = re.compile(r".*(^|[._])(dist|distrib|distributed|comm)(_utils?)?")
 
-_ACCELERATOR = ("gather", "reduce", "pad_across_processes", "wait_for_everyone", "backward")
 _FABRIC = ("barrier", "all_reduce", "all_gather", "broadcast", "backward")
 _METHODS_OF_MADE = {  # by how the maker's name begins
     "accelerate.Accelerator": _ACCELERATOR,
@@ -66,6 +63,7 @@ _METHODS_OF_MADE = {  # by how the maker's name begins
 _METHODS_OF_NAMED = {  # by the last word of what they are called on
     "accelerator": _ACCELERATOR,
     "fabric": _FABRIC,
+    "WORLD": ("allreduce", "allgather", "barrier", "broadcast"),
     "strategy": ("barrier", "reduce", "broadcast", "all_gather", "reduce_boolean_decision"),
 }
 _METHODS = frozenset({"wait_for_everyone", "gather_for_metrics", "reduce_boolean_decision"})
@@ -242,6 +240,9 @@ class Collectives:
         maker = self.program.maker(dotted(on)) or (on if isinstance(on, ast.Call) else None)
         made_by = self.program.resolve(maker.func) if maker else ""
         keywords = [node.arg for node in ast.walk(maker) if isinstance(node, ast.keyword)] if maker else []
+        if made_by == "functools.partial" and maker is not None and op == "__call__":
+            whole = ast.Call(maker.args[0], [*maker.args[1:], *call.args], [*maker.keywords, *call.keywords])
+            return tuple(replace(collective, call=call) for collective in self.of_library(whole))
         alone = not _SYNCS_OTHERWISE.isdisjoint(keywords)
         if not alone and any(op in ops and made_by.startswith(begin) for begin, ops in _METHODS_OF_MADE.items()):
             return (Collective(made_by.rpartition(".")[2] if op == "__call__" else op, call),)

@@ -331,6 +331,10 @@ class FlowWalk:
         first = next((name for name in called if _ONE_AFTER_ANOTHER.fullmatch(name)), None)
         if first and (ops := self._among(node.body)):
             self._accuse(RANK_BRANCH, ops[0], f"{first}() lets the other ranks wait until the first has left it")
+        for call in items:
+            if isinstance(call, ast.Call) and last_name(call.func) == "suppress":
+                handler = ast.ExceptHandler(ast.Tuple(call.args), None, [ast.Pass()], lineno=node.lineno)
+                self._handler(ast.Try(node.body, [handler], [], []), handler, self._among(node.body), later)
         uneven = any(name in ("Join", "join") for name in called)  # ranks without a batch run what the others do
         self._block(node.body, later, is_reported=uneven)
 

@@ -24,6 +24,7 @@ import tokenize
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import decode_source
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -269,9 +270,8 @@ def check_file(path: Path) -> list[Finding]:
             content = read_at_most(file, _MOST_BYTES)
         if not MAY_HOLD.search(content):
             return []
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-        text = io.TextIOWrapper(io.BytesIO(content), encoding).read()
-        tree = parsed(text)
+        text = decode_source(content)
+        return check_tree(parsed(text), text, str(path))
     except OSError as error:
         raise UnreadError(error.strerror or type(error).__name__) from None
     except SyntaxError as error:
@@ -280,10 +280,6 @@ def check_file(path: Path) -> list[Finding]:
     except (ValueError, tokenize.TokenError) as error:  # also UnicodeDecodeError
         raise UnreadError(first_line(error)) from None
     except (RecursionError, MemoryError):
-        raise UnreadError("it is nested too deeply") from None
-    try:
-        return check_tree(tree, text, str(path))
-    except RecursionError:
         raise UnreadError("it is nested too deeply") from None
     except TooLongError:
         raise UnreadError("it takes too long") from None

@@ -22,7 +22,6 @@ from typing import Final, NamedTuple
 
 from ddpstats.lint.collectives import SYNCED, Collectives, is_about_world
 from ddpstats.lint.program import (
-    COMPREHENSIONS,
     LEAVES,
     Function,
     blocks_of,
@@ -295,8 +294,6 @@ class Origins:
             return self._of_comparison(node)
         if isinstance(node, ast.NamedExpr):
             return self.of(node.value)
-        if isinstance(node, COMPREHENSIONS):
-            return self._of_comprehension(node)
         if isinstance(node, (ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.IfExp, ast.Tuple, ast.List, ast.Set, ast.Starred)):
             parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
             computes = isinstance(node, ast.BinOp)  # with a length: a number of steps, from the size of a data set
@@ -323,26 +320,15 @@ class Origins:
             return Differs(RANK_BRANCH, f"`{text_of(node)}` is this rank's own")
         return self.of(node.value)
 
-    def _of_comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> Origin:
-        if re.search(r"param|grad|buffers\(|modules\(|optim", ast.unparse(node)):
-            return SAME  # replicas hold the same
-        names = (node for part in node.generators for node in ast.walk(part.iter) if isinstance(node, ast.Name))
-        if any(self.of(name) == SAME for name in names):
-            return SAME
-        return self.of(node.value if isinstance(node, ast.DictComp) else node.elt)
-
     def _of_comparison(self, node: ast.Compare) -> Origin:
         """Return the origin of a comparison; ``local_rank == -1`` asks whether the program is distributed at all."""
         sides = [node.left, *node.comparators]
         origins = [self.of(side) for side in sides]
         operator, other, texts = node.ops[0], sides[1], [ast.unparse(side) for side in sides]
-        if "None" in texts:
-            names = {name for name in map(last_name, sides) if not self._values.get(name)}  # and not by next()
-            return Differs(DATA_BRANCH, f"`{text_of(node)}` is about this rank's batch") if names & _BATCHES else None
         others = [side for side, origin in zip(sides, origins, strict=True) if not is_of_rank(origin)]
         is_valid = isinstance(operator, (ast.GtE, ast.Lt)) and texts[1] == "0" and is_of_rank(origins[0])
         is_full = any(map(_is_length, sides)) and "0" not in texts  # a batch, or there are enough parts
-        if is_valid or is_full or any(map(self._may_be_no_rank, others)):
+        if is_valid or is_full or "None" in texts or any(map(self._may_be_no_rank, others)):
             return None
         if isinstance(operator, (ast.In, ast.NotIn)):
             if origins[1] is None and isinstance(other, ast.Name) and self._has_own_keys(other):
@@ -412,9 +398,12 @@ class Origins:
         if name in _FILE_CHECKS and on is not None and (full.startswith("os.path.") or not call.args):
             file = ast.unparse(key or on)
             return Differs(DATA_BRANCH, f"`{text}` changes when the first rank makes the file", file)
-        elsewhere = self._program.function_called(call) is None
-        if SYNCED.search(name) or (elsewhere and _EQUAL_RESULT.search(name)):
+        function = self._program.function_called(call)
+        if SYNCED.search(name) or (function is None and _EQUAL_RESULT.search(name)):
             return SAME
+        if function is not None and isinstance(first := function.body[0], ast.Return) and first.value is not None:
+            origin = self.of_condition(first.value)  # of a function that stands for a condition
+            return origin if is_of_rank(origin) else None
         if name in _NAN_CHECKS:
             return self._of_own_value(call.args[0] if call.args else call.func, text, anything=True)
         if name == "len" and key is not None:
@@ -441,7 +430,8 @@ class Origins:
         if isinstance(node, ast.Subscript) and name not in _BATCHES:
             return None
         is_data = (anything or _DATA.fullmatch(name)) and not _EQUAL_NAMES.search(whole)
-        if not is_data or self._may_be_equal(node) or self._program.is_configured(whole):
+        is_kept = whole.startswith("self.") and whole not in self._values  # perhaps configuration
+        if not is_data or is_kept or self._may_be_equal(node):
             return None
         return Differs(DATA_BRANCH, f"`{text}` is of this rank's own data")
 
@@ -490,8 +480,8 @@ class Origins:
             return False
         if function is None or name not in parameters_of(function):
             return False
-        passed = list(self._program.passed_to(function, name))
-        return not passed or any(caller and dotted(value) in parameters_of(caller) for value, caller in passed)
+        calls = [(map(dotted, call.args), caller) for call, caller in self._program.calls_of(function)]
+        return not calls or any(caller and not set(parameters_of(caller)).isdisjoint(args) for args, caller in calls)
 
 
 def _is_length(node: ast.expr) -> bool:

@@ -16,7 +16,6 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _WITHOUT_RANKS = frozenset({"torch", "numpy", "tqdm", *sys.stdlib_module_names})
 _SHAPED = frozenset({"Linear", "zeros", "ones", "empty", "rand", "randn"})
-_FILLS = frozenset({"append", "extend", "add", "update", "insert", "setdefault"})
 
 
 class Program:
@@ -60,23 +59,6 @@ class Program:
         """Return the call that a value came from, of ``window, _ = make()`` as well."""
         calls = [value for value in self.flags.get(name, ()) if isinstance(value, ast.Call)]
         return calls[-1] if calls and name else None
-
-    def is_configured(self, name: str) -> bool:
-        """Return whether it is an attribute that only constructors set."""
-        return name.startswith("self.") and name not in self._changed
-
-    @cached_property
-    def _changed(self) -> set[str]:
-        """Return what methods set or fill: ``x`` of ``x = 1``, ``x[0] += 1`` and ``x.append(1)``."""
-        changed = set[str]()
-        for part in parts_of(
-            *(part for function in self.functions if function.name != "__init__" for part in function.body)
-        ):
-            if isinstance(getattr(part, "ctx", None), ast.Store):
-                changed.add(dotted(part.value if isinstance(part, ast.Subscript) else part))
-            elif isinstance(part, ast.Attribute) and part.attr in _FILLS:
-                changed.add(dotted(part.value))
-        return changed
 
     @cached_property
     def sizes(self) -> set[str]:
@@ -138,15 +120,13 @@ class Program:
         for function in self.functions:
             yield function.body, function
 
-    def passed_to(self, function: Function, name: str) -> Iterator[tuple[ast.expr, Function | None]]:
-        """Yield what the calls in this file pass as a parameter, with the function that each call is in."""
-        index = parameters_of(function).index(name)
+    def calls_of(self, function: Function) -> Iterator[tuple[ast.Call, Function | None]]:
+        """Yield the calls of a function in this file, each with the function that it is in."""
         for body, caller in self.scopes():
             for call in calls_in(*body) if caller is not function else ():
-                is_its = isinstance(call.func, ast.Attribute) and call.func.attr == function.name
-                if (is_its and self.functions[function]) or self.function_called(call) is function:
-                    named = (keyword.value for keyword in call.keywords if keyword.arg == name)
-                    yield from ((value, caller) for value in (*call.args[index : index + 1], *named))
+                is_its = self.functions[function] and getattr(call.func, "attr", "") == function.name
+                if is_its or self.function_called(call) is function:
+                    yield call, caller
 
 
 def heads_of(statement: ast.stmt) -> list[ast.AST]:
