@@ -142,10 +142,8 @@ class FlowWalk:
             is_reported = self._report_branches(node, later)
             for side in (node.body, node.orelse):
                 self._block(side, later, is_reported=is_reported)
-        elif isinstance(node, (ast.For, ast.AsyncFor)):
-            self._for(node, later)
-        elif isinstance(node, ast.While):
-            self._while(node, later)
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
+            self._loop(node, later)
         elif isinstance(node, ast.Try):
             self._try(node, later)
         elif isinstance(node, (ast.With, ast.AsyncWith)):
@@ -245,17 +243,19 @@ class FlowWalk:
 
     # -- loops --------------------------------------------------------------------------------------------------------
 
-    def _for(self, node: ast.For | ast.AsyncFor, later: _Later) -> None:
-        self._iteration(node, node.body)
+    def _loop(self, node: ast.For | ast.AsyncFor | ast.While, later: _Later) -> None:
         ops = self._among(node.body)
-        origin = self._turns(node.iter)
-        self._report_turns(origin, ops)
-        self._block(node.body, _in_loop(later, ops), is_reported=isinstance(origin, Differs))
-        self._block(node.orelse, later)
-
-    def _report_turns(self, origin: Origin, ops: Sequence[Collective]) -> None:
+        if isinstance(node, ast.While):
+            self._origins.at(node.test)
+            origin = self._origins.of(node.test)  # of what a turn has left
+        else:
+            self._iteration(node, node.body)
+            origin = self._turns(node.iter)
         if isinstance(origin, Differs) and ops:
             self._accuse(origin.rule, ops[0], f"ranks may make different numbers of turns, {origin.why}")
+        inside = _in_loop(later, ops, is_endless=isinstance(node, ast.While) and _is_true(node.test))
+        self._block(node.body, inside, is_reported=isinstance(origin, Differs))
+        self._block(node.orelse, later)
 
     def _turns(self, iterated: ast.expr) -> Origin:
         """Return the origin of the number of turns: ranks differ in ``range(rank, n, size)`` and ``files[rank::size]``.
@@ -271,15 +271,6 @@ class FlowWalk:
         parts = parts_of(*self._body if len(differing) == 1 else ())
         even = (isinstance(getattr(part, "op", None), ast.Mod) or _MAKES_EVEN.search(last_name(part)) for part in parts)
         return differing[0] if len(differing) == 1 and not any(even) else None  # padded, or known to be divisible
-
-    def _while(self, node: ast.While, later: _Later) -> None:
-        ops = self._among(node.body)
-        self._origins.at(node.test)
-        origin = self._origins.of(node.test)  # of what a turn has left
-        self._report_turns(origin, ops)
-        inside = _in_loop(later, ops, is_endless=_is_true(node.test))
-        self._block(node.body, inside, is_reported=isinstance(origin, Differs))
-        self._block(node.orelse, later)
 
     def _iteration(self, loop: ast.For | ast.AsyncFor | ast.comprehension, body: Sequence[ast.AST]) -> None:
         """Report a loop whose turns run a collective in an order that ranks do not share."""

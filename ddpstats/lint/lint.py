@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import decode_source
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from ddpstats._base.files import open_regular, read_at_most
@@ -112,36 +112,25 @@ _COMMENT = re.compile(r"#\s*ddpstats:\s*ignore(?:\[([^\]]*)\])?")
 
 def _without_ignored(findings: Iterable[Finding], text: str, path: str) -> Iterator[Finding]:
     """Yield the findings that no comment of the file suppresses, and the comments that suppress none."""
-    ignores = list(_ignores(text)) if "ddpstats" in text else []
-    used = set[_Ignore]()
+    comments = dict(_comments(text, path)) if "ddpstats" in text else {}
+    used = set[tuple[int, str]]()
     for finding in findings:
-        covered = range(finding.line, finding.last_line + 1)
-        used_here = {ignore for ignore in ignores if ignore.rule == finding.rule and ignore.covers in covered}
-        used |= used_here
-        if not used_here:
+        covering = comments.keys() & {(line, finding.rule) for line in range(finding.line, finding.last_line + 1)}
+        used |= covering
+        if not covering:
             yield finding
-    for ignore in ignores:
-        if ignore not in used:
-            why = "there is no such finding here" if ignore.rule in RULES else f"the rules are {', '.join(RULES)}"
-            yield Finding(path, ignore.line, ignore.column, UNUSED_IGNORE, f"ignore[{ignore.rule}]: {why}.")
+    yield from (comment for key, comment in comments.items() if key not in used)
 
 
-class _Ignore(NamedTuple):
-    """A rule in a comment. ``covers`` is the line it is for: the next one if the comment is alone."""
-
-    line: int
-    column: int
-    rule: str
-    covers: int
-
-
-def _ignores(text: str) -> Iterator[_Ignore]:
+def _comments(text: str, path: str) -> Iterator[tuple[tuple[int, str], Finding]]:
+    """Yield a line and a rule that a comment suppresses there, with what it is where it suppresses nothing."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and (match := _COMMENT.search(token.string)):
             line, column = token.start
-            is_alone = not token.line[:column].strip()
-            for rule in sorted(set((match[1] or "").split(","))):
-                yield _Ignore(line, column + 1, rule.strip(), line + is_alone)
+            covered = line if token.line[:column].strip() else line + 1  # that of a comment that is alone
+            for rule in map(str.strip, (match[1] or "").split(",")):
+                why = "there is no such finding here" if rule in RULES else f"the rules are {', '.join(RULES)}"
+                yield (covered, rule), Finding(path, line, column + 1, UNUSED_IGNORE, f"ignore[{rule}]: {why}.")
 
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

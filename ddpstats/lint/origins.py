@@ -287,7 +287,11 @@ class Origins:
         if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
             if known := self._known(node).origin:
                 return known
-            return self._of_subscript(node) if isinstance(node, ast.Subscript) else self._of_name(node)
+            if not isinstance(node, ast.Subscript):
+                return self._of_name(node)
+            key = getattr(node.slice, "value", "")
+            is_rank = key in _RANK_VARIABLES and last_name(node.value) == "environ"
+            return Differs(RANK_BRANCH, f"`{text_of(node)}` is this rank's own") if is_rank else self.of(node.value)
         if isinstance(node, ast.Call):
             return self._of_call(node)
         if isinstance(node, ast.Compare):
@@ -313,12 +317,6 @@ class Origins:
             return origin if is_of_rank(origin) else None
         is_part = isinstance(node, ast.Attribute) and self._known(node.value).origin == SAME
         return SAME if is_part else None
-
-    def _of_subscript(self, node: ast.Subscript) -> Origin:
-        key = node.slice
-        if isinstance(key, ast.Constant) and key.value in _RANK_VARIABLES and last_name(node.value) == "environ":
-            return Differs(RANK_BRANCH, f"`{text_of(node)}` is this rank's own")
-        return self.of(node.value)
 
     def _of_comparison(self, node: ast.Compare) -> Origin:
         """Return the origin of a comparison; ``local_rank == -1`` asks whether the program is distributed at all."""
