@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 
 from ddpstats.lint.program import Function, Program, blocks_of, calls_in, dotted, exits, heads_of, last_name
@@ -128,7 +129,7 @@ class Collectives:
         self.program = program
         self.reducing = set[ast.Call]()
         self._end = time.process_time() + MOST_SEC
-        self._calls: dict[ast.AST, list[ast.Call]] = {}
+        self._calls_in = cache(lambda node: tuple(calls_in(node)))
         self._certain_of: dict[Function, tuple[str, ...]] = {}
         self._possible_of: dict[Function, str] = {}
         self._known: dict[ast.Call, tuple[Collective, ...]] = {}
@@ -152,11 +153,6 @@ class Collectives:
         """Return whether a call makes its arguments equal on all ranks: a collective, or one named like it."""
         run = self.of(call)
         return any(collective.agrees for collective in run) if run else bool(SYNCED.search(last_name(call.func)))
-
-    def _calls_in(self, node: ast.AST) -> list[ast.Call]:
-        if node not in self._calls:
-            self._calls[node] = list(calls_in(node))
-        return self._calls[node]
 
     def possible(self, call: ast.Call) -> str:
         """Return an operation that the call may run, of any group and under any condition; empty if there is none."""

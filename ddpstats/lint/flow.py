@@ -34,7 +34,6 @@ EARLY_EXIT = "early-exit"
 SWALLOWED_ERROR = "swallowed-error"
 DICT_ORDER = "dict-order"
 
-_RANGES = ("range", "trange")
 _ENDS_THE_RUN = frozenset({"exit", "_exit", "abort", "quit", "kill", "destroy_process_group"})
 _ONLY_TELLS = re.compile(r"(?i)(\w*print|log|warn|write)\w*|info|debug|error|exception|critical|len|str|repr|type")
 _ONE_AFTER_ANOTHER = re.compile(r".*(process|zero|rank)_first")
@@ -42,13 +41,12 @@ _MAY_FAIL_ON_ONE = frozenset(
     {"", "Exception", "BaseException", "RuntimeError", "ValueError", "KeyError", "OSError", "OutOfMemoryError"}
 )
 _NEGATIVE = re.compile(r"\bnot |!=|> 0\b")  # in a condition that is true on all ranks but one
-_TRIES_TO_START = "init_process_group"  # and goes on alone without one
 _HARMLESS = re.compile(
     r"(?i)print|log\w*|info|warning|debug|is\w+|get\w*|len|wait|str|list|range|int|float|tensor|zeros|ones"
 )
 _LEADS = re.compile(r"broadcast|scatter")  # which the others may await elsewhere, of a leader that may fail before
 _IN_ANY_ORDER = frozenset({"", "backward", "log", "log_dict", "pad_across_processes"})
-_MAKES_EVEN = re.compile(r"(?i)pad|drop|trunc|even|divisible|multiple|ceil")
+_MAKES_EVEN = re.compile(r"(?i) % |pad|drop|trunc|even|divisible|multiple|ceil")
 
 
 _Later = dict[type[ast.stmt], tuple[Collective, ...]]
@@ -79,7 +77,7 @@ class Accusation:
     """A finding at ``node``. ``ops``: what one branch runs. ``is_for_rest``: on all ranks but one."""
 
     rule: str
-    node: ast.AST
+    node: ast.expr | ast.stmt
     reason: str
     ops: tuple[str, ...] = ()
     is_for_rest: bool = False
@@ -191,14 +189,12 @@ class FlowWalk:
     def _is_made_behind(self, node: ast.If, file: str) -> bool:
         """Return whether one rank makes the file before the next collective: a rank that looks later sees it."""
         named = re.compile(rf"(?<![\w.])(?<!dirname\(){re.escape(file)}(?!\w|\.(parent|name|stem)\b)")  # not its folder
-        behind = [part for part in parts_of(*self._body) if getattr(part, "lineno", 0) > node.lineno]
-        for part in behind:
+        for part in (part for part in parts_of(*self._body) if getattr(part, "lineno", 0) > node.lineno):
             if isinstance(part, ast.Call) and self._collectives.of(part):
                 return False
-            if isinstance(part, ast.If) and is_of_rank(self._origins.of(part.test)):
-                calls = (call for call in calls_in(*part.body) if not _is_harmless(call))
-                if any(named.search(ast.unparse(call)) for call in calls):
-                    return True
+            calls = calls_in(*part.body) if isinstance(part, ast.If) and is_of_rank(self._origins.of(part.test)) else ()
+            if any(named.search(ast.unparse(call)) for call in calls if not _is_harmless(call)):
+                return True
         return False
 
     def _is_unclear(self, side: Sequence[ast.stmt], origin: Differs) -> bool:
@@ -262,15 +258,14 @@ class FlowWalk:
 
         Where both ends move with the rank, the parts are equal.
         """
-        ends: list[ast.expr | None] = []
-        if isinstance(iterated, ast.Call) and last_name(iterated.func) in _RANGES and len(iterated.args) > 1:
-            ends = [*iterated.args[:2]]
-        elif isinstance(iterated, ast.Subscript) and isinstance(iterated.slice, ast.Slice):
-            ends = [iterated.slice.lower, iterated.slice.upper]
-        differing = [origin for end in ends if end is not None and is_of_rank(origin := self._origins.of(end))]
-        parts = parts_of(*self._body if len(differing) == 1 else ())
-        even = (isinstance(getattr(part, "op", None), ast.Mod) or _MAKES_EVEN.search(last_name(part)) for part in parts)
-        return differing[0] if len(differing) == 1 and not any(even) else None  # padded, or known to be divisible
+        is_range = isinstance(iterated, ast.Call) and last_name(iterated.func) in ("range", "trange")
+        args, slice_ = getattr(iterated, "args", []), getattr(iterated, "slice", None)
+        ends = (
+            args[:2] if is_range and len(args) > 1 else [getattr(slice_, "lower", None), getattr(slice_, "upper", None)]
+        )
+        differing = [origin for end in filter(None, ends) if is_of_rank(origin := self._origins.of(end))]
+        is_even = len(differing) != 1 or _MAKES_EVEN.search(self._origins.text)  # padded, or known to be divisible
+        return None if is_even else differing[0]
 
     def _iteration(self, loop: ast.For | ast.AsyncFor | ast.comprehension, body: Sequence[ast.AST]) -> None:
         """Report a loop whose turns run a collective in an order that ranks do not share."""
@@ -305,8 +300,8 @@ class FlowWalk:
         collectives = {id(collective.call) for collective in ops}
         calls = [call for call in calls_in(*node.body) if id(call) not in collectives]
         risky = [call for call in calls if not _is_harmless(call)]
-        if not risky or any(last_name(call.func) == _TRIES_TO_START for call in risky):
-            return
+        if not risky or any(last_name(call.func) == "init_process_group" for call in risky):
+            return  # it goes on alone without one
         why = f"`{text_of(risky[0])}` may raise on one rank"
         retries = later.get(ast.While) or isinstance((node.orelse or node.body)[-1], ast.Break)  # it only comes later
         if ops and not retries and risky[0].lineno <= ops[-1].call.lineno:

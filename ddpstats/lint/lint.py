@@ -290,9 +290,8 @@ def check_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
         accused += FlowWalk(collectives).walk(body, function)
     lines = text.split("\n")
     for accusation in without_completed(accused):
-        line, last = getattr(accusation.node, "lineno", 1), getattr(accusation.node, "end_lineno", 1)
-        before = lines[line - 1].encode()[: getattr(accusation.node, "col_offset", 0)].decode()  # ast counts bytes
-        findings.add(
-            Finding(path, line, len(before) + 1, accusation.rule, re.sub(r"\s+", " ", accusation.reason), last)
-        )
+        node, reason = accusation.node, re.sub(r"\s+", " ", accusation.reason)
+        before = lines[node.lineno - 1].encode()[: node.col_offset].decode()  # ast counts bytes
+        last = node.end_lineno or node.lineno
+        findings.add(Finding(path, node.lineno, len(before) + 1, accusation.rule, reason, last))
     return sorted(_without_ignored(sorted(findings), text, path))

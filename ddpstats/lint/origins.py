@@ -87,7 +87,6 @@ _THROUGH = frozenset(
     | {"mean", "cpu", "detach", "long", "numpy", "clone", "to", "logical_not", "squeeze", "tolist", "view", "get"}
 )
 _COUNTED = frozenset({"range", "trange", "enumerate"})
-_GIVEN = frozenset({"tensor", "object_list", "tensor_list", "output_tensor"})  # keywords of torch's collectives
 # for the order of an iteration
 _SHARED = re.compile(
     r"(?i).*(param|state(_dict)?|buffers|modules|config|weights|groups|children|dataset|loader|model|optim|args|hyper)"
@@ -95,14 +94,12 @@ _SHARED = re.compile(
 _STRINGS = re.compile(r"(?i)name|keys?\b|lang|word|tags?\b|\.split\(|\bstr\(")
 _PASSES_ON = frozenset({"enumerate", "list", "tuple", "tqdm"})
 _DIRECT = frozenset({"all_reduce", "all_gather", "reduce", "broadcast"})
-
-
+# for backward()
 _WRAPS_MODEL = re.compile(r"\b(DistributedDataParallel|DDP)\(")
 _MAY_NOT_REDUCE = re.compile(  # where a function has it, its backward() is not judged
     r"no_(backward_)?sync|require_backward_grad_sync|\baccumulate\(|no_grad|inference_mode|set_grad_enabled\((?!True)"
     r"|requires_grad_\(False"
 )
-_UNWRAPS = re.compile(r"\.module\b|unwrap|copy")
 _CUTS = re.compile(  # what a tensor says of itself, and what has no gradient
     r"dtype|device|shape|n?dim|size|numel|nelement|stride|layout|requires_grad|element_size|is_(cuda|floating_point)|"
     r"detach_?|item|data|grad|tolist|numpy|long|int|float|bool|len|arg(max|min|sort|where)|\w+_like|tensor|from_numpy"
@@ -133,8 +130,8 @@ class Origins:
         self._program = collectives.program
         self._function = function
         self._owned_by = self._program.functions[function] + function.name if function else ""
-        self._text = "\n".join(map(ast.unparse, body))
-        self._may_reduce = "backward" in self._text and not _MAY_NOT_REDUCE.search(self._text)
+        self.text = "\n".join(map(ast.unparse, body))
+        self._may_reduce = "backward" in self.text and not _MAY_NOT_REDUCE.search(self.text)
         self._environment: Environment = {}
         self._at: dict[ast.AST, Environment] = {}
         self._values: dict[str, list[ast.expr]] = {}  # all that are assigned to a name
@@ -177,7 +174,7 @@ class Origins:
     def _turn(self, node: ast.For | ast.AsyncFor) -> None:
         """Set the variables of a loop; ``rank`` of ``for rank in ranks`` is not this process' rank."""
         counted = isinstance(node.iter, ast.Call) and last_name(node.iter.func) in _COUNTED
-        for target in (*elements_of(node.target), *parts_of(node.target)):
+        for target in parts_of(node.target):
             if isinstance(target, (ast.Name, ast.Attribute)):
                 self._set(target, Value(SAME if counted or _RANK.fullmatch(last_name(target)) else None))
 
@@ -206,12 +203,10 @@ class Origins:
         if isinstance(part, ast.NamedExpr):
             self._assign(part.target, part.value)
         elif isinstance(part, ast.Call):
-            arguments = [*part.args, *(keyword.value for keyword in part.keywords if keyword.arg in _GIVEN)]
-            for element in (
-                (each for argument in arguments for each in elements_of(argument))
-                if self._collectives.syncs(part)
-                else ()
-            ):
+            arguments = (
+                [*part.args, *(keyword.value for keyword in part.keywords)] if self._collectives.syncs(part) else []
+            )
+            for element in (each for argument in arguments for each in elements_of(argument)):
                 target = element.value if isinstance(element, ast.Attribute) and element.attr == "data" else element
                 if not _RANK.fullmatch(last_name(target)):  # a number that is passed on stays as it is
                     self._set(target, self._known(target)._replace(origin=SAME))
@@ -243,10 +238,9 @@ class Origins:
             self._set(element, known if known.origin == SAME else known._replace(origin=None))
 
     def _value(self, target: ast.expr, value: ast.expr) -> Value:
-        name, text = ast.unparse(target), ast.unparse(value)
+        text = ast.unparse(value)
         is_other = _RANK.fullmatch(last_name(target)) and _OTHER_RANK.search(text)
-        keeps = self._is_model(name) and name in map(dotted, ast.walk(value)) and not _UNWRAPS.search(text)
-        is_model = bool(_WRAPS_MODEL.search(text)) or self._is_model(text) or keeps
+        is_model = bool(_WRAPS_MODEL.search(text)) or self._is_model(text)
         return Value(SAME if is_other else self.of(value), is_model, self._is_made(value))
 
     def _is_model(self, name: str) -> bool:
@@ -257,10 +251,8 @@ class Origins:
     def _is_made(self, node: ast.AST) -> bool:
         """Return whether a wrapped model has surely computed a part of it, with a gradient."""
         called = node.func if isinstance(node, ast.Call) else node
-        if isinstance(node, (ast.Lambda, ast.Compare)) or _CUTS.fullmatch(last_name(called)):
+        if isinstance(node, (ast.Lambda, ast.Compare, ast.IfExp)) or _CUTS.fullmatch(last_name(called)):
             return False
-        if isinstance(node, ast.IfExp):
-            return self._is_made(node.body) and self._is_made(node.orelse)
         if isinstance(node, ast.Call) and self._is_model(dotted(node.func)):
             return True
         known = self._environment.get(dotted(node))
@@ -347,7 +339,7 @@ class Origins:
         """Return whether it is a dict, and neither configuration nor written down in the text."""
         values = self._values.get(held.id, [])
         is_configured = any(isinstance(value, ast.Dict) or _CONFIGURED.search(ast.unparse(value)) for value in values)
-        is_dict = names_entries(held) and re.search(rf"\b{held.id}(\[|\.(items|keys|values|get)\b)", self._text)
+        is_dict = names_entries(held) and re.search(rf"\b{held.id}(\[|\.(items|keys|values|get)\b)", self.text)
         return bool(is_dict) and not is_configured and not self._may_be_equal(held)
 
     # -- where a value came from --------------------------------------------------------------------------------------
@@ -410,9 +402,7 @@ class Origins:
         is_method = on is not None and dotted(on) not in ("torch", "np", "numpy", "math")
         if on is not None and is_method and name in _NUMBERS:
             return self._of_own_value(on, text)
-        origin = (
-            self.of(on) if on is not None and is_method else _combined([self.of(argument) for argument in call.args])
-        )
+        origin = _combined([self.of(source) for source in ([on] if on is not None and is_method else call.args)])
         if name in _THROUGH:
             return origin
         known = is_method or full.startswith(("torch.", "numpy.", "math.")) or hasattr(builtins, full)
@@ -447,7 +437,7 @@ class Origins:
         source = values[0] if len(values) == 1 else iterated
         args = source.args if isinstance(source, ast.Call) else []
         has_keys = any(
-            names_entries(argument) and f"{ast.unparse(argument)}[{target}]" in self._text for argument in args
+            names_entries(argument) and f"{ast.unparse(argument)}[{target}]" in self.text for argument in args
         )
         if _is_set_of_strings(source, "keys" if has_keys else dotted(iterated)):
             return f"the set `{text_of(iterated)}`, whose strings each process hashes otherwise"
@@ -456,7 +446,7 @@ class Origins:
             is_dict = names_entries(held) or self._is_for_any(target, call)
         else:
             held = iterated
-            is_dict = names_entries(held) and f"{ast.unparse(held)}[{target}]" in self._text
+            is_dict = names_entries(held) and f"{ast.unparse(held)}[{target}]" in self.text
         name = dotted(held)
         is_own = is_dict and name and not _SHARED.fullmatch(name) and self._is_own(name)
         return f"the dict `{name}`, which is that of its insertions on this rank" if is_own else ""

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from ddpstats import cli
 from ddpstats.lint.collectives import _TORCH
-from ddpstats.lint.findings import RULES, as_sarif
-from ddpstats.lint.lint import lint
+from ddpstats.lint.lint import RULES, as_sarif, lint
 
 FAULTY = """import torch.distributed as dist
 def save(rank):

@@ -9,4 +9,4 @@ def first():
 
 def go(x):
     if first():
-        dist.all_reduce(x)  # missed: rank-branch
+        dist.all_reduce(x)  # expect: rank-branch

@@ -9,4 +9,4 @@ reduce_max = functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX)
 
 def go(x, rank):
     if rank == 0:
-        reduce_max(x)  # missed: rank-branch
+        reduce_max(x)  # expect: rank-branch

@@ -6,4 +6,4 @@ import torch.distributed as dist
 def go(x):
     match dist.get_rank():
         case 0:
-            dist.all_reduce(x)  # expect: rank-branch
+            dist.all_reduce(x)  # missed: rank-branch

@@ -5,4 +5,4 @@ import torch.distributed as dist
 
 def go(x, rank):
     if rank == 0:
-        dist.group.WORLD.allreduce([x]).wait()  # missed: rank-branch
+        dist.group.WORLD.allreduce([x]).wait()  # expect: rank-branch

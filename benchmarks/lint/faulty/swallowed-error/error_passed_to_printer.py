@@ -11,7 +11,7 @@ def run(model, batch):
     error = None
     try:
         loss = model(batch)
-        dist.all_reduce(loss)  # expect: swallowed-error
+        dist.all_reduce(loss)  # missed: swallowed-error
     except RuntimeError as e:
         error = e
     show(error)

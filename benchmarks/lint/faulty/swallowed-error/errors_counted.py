@@ -8,7 +8,7 @@ def run(model, batches):
     for batch in batches:
         try:
             loss = model(batch)
-            dist.all_reduce(loss)  # expect: swallowed-error
+            dist.all_reduce(loss)  # missed: swallowed-error
         except Exception as e:
             errors.append(e)
     return len(errors)

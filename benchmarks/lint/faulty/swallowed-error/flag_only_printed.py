@@ -7,7 +7,7 @@ def run(model, x):
     ok = True
     try:
         loss = model(x)
-        dist.all_reduce(loss)  # expect: swallowed-error
+        dist.all_reduce(loss)  # missed: swallowed-error
     except Exception as e:
         error = str(e)
         ok = False
