@@ -391,8 +391,11 @@ class Origins:
         function = self._program.function_called(call)
         if SYNCED.search(name) or (function is None and _EQUAL_RESULT.search(name)):
             return SAME
-        if function is not None and isinstance(first := function.body[0], ast.Return) and first.value is not None:
+        first = function.body[0] if function is not None and function.name not in self._asked else None
+        if function is not None and isinstance(first, ast.Return) and first.value is not None:
+            self._asked.add(function.name)
             origin = self.of_condition(first.value)  # of a function that stands for a condition
+            self._asked.remove(function.name)
             return origin if is_of_rank(origin) else None
         if name in _NAN_CHECKS:
             return self._of_own_value(call.args[0] if call.args else call.func, text, anything=True)
@@ -464,9 +467,13 @@ class Origins:
         if any(map(key_of_data.fullmatch, self._values)):
             return True
         values, function = self._values.get(name, []), self._function
-        if any("sorted(" in ast.unparse(value) or name not in map(dotted, ast.walk(value)) for value in values):
-            return False
         if function is None or name not in parameters_of(function):
+            return False
+        resets = [
+            node.value for node in function.body if isinstance(node, ast.Assign) and dotted(node.targets[0]) == name
+        ]
+        is_reset = any(name not in map(dotted, ast.walk(value)) for value in resets)
+        if is_reset or any("sorted(" in ast.unparse(value) for value in values):
             return False
         calls = [(map(dotted, call.args), caller) for call, caller in self._program.calls_of(function)]
         return not calls or any(caller and not set(parameters_of(caller)).isdisjoint(args) for args, caller in calls)

@@ -74,7 +74,8 @@ class Program:
         assigned = (
             (target, node.value) for node in self.nodes if isinstance(node, ast.Assign) for target in node.targets
         )
-        return {last_name(target): isinstance(value, ast.UnaryOp) for target, value in assigned}
+        named = ((last_name(target), isinstance(value, ast.UnaryOp)) for target, value in assigned)
+        return {name: is_negative for name, is_negative in named if name.isupper()}
 
     def is_elsewhere(self, call: ast.Call) -> bool:
         """Return whether a call is of another file of the program, or of a library that may know ranks."""
