@@ -8,7 +8,6 @@ so often in a sum, and its bytes stand so often in a gather (`CountingWorld`). O
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from ddpstats._ranks.failure import FailureDetector, Membership, ProcessId, Verd
 from ddpstats._ranks.store import BoundedStore
 from ddpstats._reduction.reducer import StatsReducer
 from ddpstats.guard import notes_shm
-from ddpstats.guard.diagnosis import Alarm, RankStatus
+from ddpstats.guard.diagnosis import Alarm, GuardFinding, RankStatus
 from ddpstats.guard.failure_agreement import FailureAgreement
 from ddpstats.guard.notes import Note, agree
 from ddpstats.guard.notes_shm import Exchange
@@ -373,10 +372,8 @@ def guard_verdict(world_size: int) -> Phase:
     with playing_hosts(tally):
         for rank in range(world_size):
             tally.plays(rank)
-            roster, report = Membership(store, rank, range(world_size)), functools.partial(_status, rank)
-            agreements.append(
-                FailureAgreement(roster, report, str, lambda *told: [], lambda: False, lambda finding: None)
-            )
+            roster, own = Membership(store, rank, range(world_size)), _OwnRank(rank)
+            agreements.append(FailureAgreement(roster, own, lambda *told: [], lambda: False))
         tally.take()
         _on_threads(world_size, play)
     for agreement in agreements:
@@ -384,5 +381,15 @@ def guard_verdict(world_size: int) -> Phase:
     return tally.take()
 
 
-def _status(rank: int, group: str) -> RankStatus:
-    return RankStatus(rank)
+class _OwnRank:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def report_status(self, name: str) -> RankStatus:
+        return RankStatus(self._rank)
+
+    def position(self) -> str:
+        return ""
+
+    def take_verdict(self, finding: GuardFinding) -> None:
+        pass

@@ -24,6 +24,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -59,45 +60,40 @@ from ddpstats.errors import ConfigError
 
 
 class Subscriber(Protocol):
-    """Sees collectives in the thread that issues them."""
+    """Base of what sees collectives, in the thread that issues them."""
 
     def before(self, call: Collective) -> None:
         """Called before it runs. Whatever this raises, the caller gets, and the collective does not run."""
 
     def after(self, call: Collective, work: Any) -> None:
         """Called once it is issued. May wait for ``work``; None: the operator returned when all was done."""
+        return
 
     def waiting(self, work: Any, limited: bool) -> bool:
         """Called before Python code waits for ``work``, under the caller's timeout if ``limited``.
 
         Return True if it has been waited for, and must not be once more.
         """
+        return False
 
+    def has_waited(self, work: Any, error: RuntimeError | None) -> None:
+        """Called when Python code has waited for ``work``, with the error where the wait has failed."""
+        return
 
-WaitListener = Callable[[Any, "RuntimeError | None"], None]
-"""Called with each work that Python code has waited for, and with the error where the wait has failed."""
 
 _subscribers: list[Subscriber] = []
-_listeners: list[tuple[Subscriber, WaitListener]] = []
 _kernels: Kernels | None = None
 _original_wait: Any = None
 _original_all_reduce: Any = None
-_is_tried = False  # in this process
 _lock = threading.Lock()
 
 
-def subscribe(subscriber: Subscriber, waited: WaitListener | None = None) -> None:
-    """Show all collectives of this process to ``subscriber`` from now on. Raises ``ConfigError`` on an unknown torch.
-
-    ``waited``: called when a wait of Python code has ended. A subscriber that only reads results does not wait itself,
-    and cannot come into conflict with a wait.
-    """
+def subscribe(subscriber: Subscriber) -> None:
+    """Show all collectives of this process to it from now on. Raises ``ConfigError`` on an unknown torch."""
     with _lock:
         if not _subscribers:
             _install()
         _subscribers.append(subscriber)
-        if waited is not None:
-            _listeners.append((subscriber, waited))
 
 
 def unsubscribe(subscriber: Subscriber) -> None:
@@ -105,7 +101,6 @@ def unsubscribe(subscriber: Subscriber) -> None:
     with _lock:
         if subscriber in _subscribers:
             _subscribers.remove(subscriber)
-            _listeners[:] = [entry for entry in _listeners if entry[0] is not subscriber]
             if not _subscribers:
                 _uninstall()
 
@@ -119,7 +114,7 @@ def is_installed() -> bool:
 
 
 def _install() -> None:
-    global _kernels, _original_wait, _original_all_reduce, _is_tried
+    global _kernels, _original_wait, _original_all_reduce
     if not dist.is_available():
         raise ConfigError("this build of torch has no torch.distributed: there are no collectives to observe")
     check_operators()
@@ -128,9 +123,7 @@ def _install() -> None:
     dist.Work.wait = _wait  # type: ignore[method-assign]
     _original_all_reduce = vars(dist.ProcessGroup)["allreduce"]  # the attribute itself, not what it binds to
     dist.ProcessGroup.allreduce = _all_reduce  # type: ignore[method-assign]
-    if not _is_tried:
-        _try_out()
-        _is_tried = True
+    _try_out()
 
 
 def _uninstall() -> None:
@@ -142,8 +135,9 @@ def _uninstall() -> None:
     _kernels = None
 
 
+@cache
 def _try_out() -> None:
-    """Raise `ConfigError` where a collective of a group of one, which is local, is not seen."""
+    """Raise `ConfigError` where a collective of a group of one, which is local, is not seen. Once in a process."""
     try:
         with group_of_one("ddpstats-probe") as only:
             reason = unseen(lambda: _sees(only[0]) and _sees(only[0], dist.AllreduceOptions()))
@@ -166,7 +160,8 @@ def _sees(group: Any, *options: Any) -> bool:
     probe: Any = SimpleNamespace(
         before=lambda call: note(call.op),
         after=lambda call, work: note("issued"),
-        waiting=lambda work, limited: note("waited for"),
+        waiting=lambda work, limited: note("waits for it"),
+        has_waited=lambda work, error: note("has waited"),
     )
     _subscribers.append(probe)
     try:
@@ -174,7 +169,7 @@ def _sees(group: Any, *options: Any) -> bool:
             group.allreduce([torch.zeros(1, device="cpu")], *options).wait()
     finally:
         _subscribers.remove(probe)
-    return seen == ["all_reduce", "issued", "waited for"]
+    return seen == ["all_reduce", "issued", "waits for it", "has waited"]
 
 
 # -- waits ------------------------------------------------------------------------------------------------------------
@@ -196,8 +191,8 @@ def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _report_wait(work: Any, error: RuntimeError | None) -> None:
-    for _, listener in tuple(_listeners):
-        listener(work, error)
+    for subscriber in tuple(_subscribers):
+        subscriber.has_waited(work, error)
 
 
 hide_from_dynamo(_wait)

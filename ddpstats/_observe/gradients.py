@@ -167,24 +167,22 @@ class GradientWatch:
         self._measure(micro, waiting)
 
     def _measure(self, micro: BackwardNorms, indices: list[int]) -> None:
-        indices = [index for index in indices if self.parameters[index].grad is not None]
-        if not indices:
+        own = {index: grad for index in indices if (grad := self.parameters[index].grad) is not None}
+        if not own:
             return
-        parameters: list[Tensor] = [self.parameters[index] for index in indices]
         if self.observer is not None:
-            self.observer(parameters, [parameter.grad for parameter in parameters if parameter.grad is not None])
+            self.observer([self.parameters[index] for index in own], [*own.values()])
         with torch.no_grad():
-            gradients = [elements(parameter.grad) for parameter in parameters]
+            gradients = [elements(gradient) for gradient in own.values()]
             norms = as_vector(norms_of(gradients))
             if norms.is_cpu:
                 if not math.isfinite(norms.sum().item()):
                     norms = exact(gradients, norms)
                     self.bad = self.bad or not bool(norms.isfinite().all())
                 if self.bad:  # kept before they are reduced
-                    kept = zip(indices, parameters, strict=True)
-                    micro.kept.update({index: p.grad.detach().clone() for index, p in kept if p.grad is not None})
+                    micro.kept.update({index: gradient.detach().clone() for index, gradient in own.items()})
         current = micro.passes[-1]
-        current.measured.append((indices, norms))
+        current.measured.append(([*own], norms))
         # DDP sets it to False in no_sync().
         current.exchanged |= any(replica.require_backward_grad_sync for replica in micro.replicas)
 

@@ -147,7 +147,7 @@ class Runner:
         return _forward_under(self._module, lambda: torch.autocast(kind, dtype=dtype, enabled=enabled))
 
 
-class _Refusing:
+class _Refusing(collectives.Subscriber):
     def __init__(self, what: str) -> None:
         self._what, self._thread = what, threading.get_ident()
 
@@ -156,12 +156,6 @@ class _Refusing:
         if threading.get_ident() != self._thread and not in_backward():
             return
         raise ConfigError(f"{self._what} communicates ({call.op}), and only one rank runs it here")
-
-    def after(self, call: Collective, work: Any) -> None:
-        pass
-
-    def waiting(self, work: Any, limited: bool) -> bool:
-        return False
 
 
 @contextmanager

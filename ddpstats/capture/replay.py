@@ -204,6 +204,9 @@ class _Echo:
     def waiting(self, work: Any, limited: bool) -> bool:
         return False
 
+    def has_waited(self, work: Any, error: RuntimeError | None) -> None:
+        pass
+
 
 def _pieces(call: Collective, size: int) -> Iterable[tuple[Tensor, Tensor]]:
     """Return what each rank sends to this one, and where it goes, for collectives that send each rank a piece."""

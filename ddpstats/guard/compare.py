@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -110,9 +109,7 @@ class Comparing:
             if notes is None:
                 if find_limit is None:
                     return False
-                limit = find_limit()
-                ends = time.monotonic() + limit.seconds
-                watch = self.verdicts.watch(group, seq, ends, is_own=limit.is_own, note=number)
+                watch = self.verdicts.watch(group, seq, find_limit(), note=number)
                 with self._state.waiting(group, seq):
                     notes = group.exchange.wait(number, watch)
             group.settled = number

@@ -238,11 +238,9 @@ def first_difference(statuses: Sequence[RankStatus]) -> tuple[int | None, dict[i
 
 def _labelled_by_some(statuses: Sequence[RankStatus]) -> tuple[int, ...]:
     """Return the numbers of collectives for which some ranks have a label and others have none."""
-    labelled, unlabelled = (
-        {event.seq for status in statuses for event in status.events if bool(event.word) == is_labelled}
-        for is_labelled in (True, False)
-    )
-    return tuple(sorted(labelled & unlabelled))
+    events = [event for status in statuses for event in status.events]
+    labelled = {event.seq for event in events if event.word}
+    return tuple(sorted(labelled & {event.seq for event in events if not event.word}))
 
 
 def unexplained(group: str, words: str, seq: int, waited: bool) -> GuardFinding:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreLog, StoreSilent, growing_polls, shared_poll
@@ -41,8 +41,18 @@ _LAST_LINGER_SEC = 10.0  # all ranks have come to their end, and are about to re
 _MAX_POSITION_BYTES = 2000
 
 
-ReportStatus = Callable[[str], RankStatus]
-"""Returns this rank's own status in a group, from any of its threads."""
+class OwnRank(Protocol):
+    """The guard of this process, as its agreement asks it, and tells it verdicts. Called from any thread."""
+
+    def report_status(self, name: str) -> RankStatus:
+        """Return what this rank knows of itself about one group."""
+
+    def position(self) -> str:
+        """Return the rank's last collective in words."""
+
+    def take_verdict(self, finding: GuardFinding) -> None:
+        """Take each verdict, before it is raised."""
+
 
 AnnouncedBy = Callable[[str, int], list[Event]]
 """Returns the last collectives of a rank in a group, as it wrote them into memory before it issued them."""
@@ -59,33 +69,26 @@ class _Verdict(NamedTuple):
 class FailureAgreement:
     """This rank's side.
 
-    ``roster``: of all ranks. ``position``: the rank's last collective in words, which the watchdog keeps in the store
-    for the case that the process dies; ``announced_by``: what ranks of this host keep in shared memory for that. When
-    the store is no longer ``is_reachable``, the watchdog ends. ``on_verdict`` is called with each verdict, before it is
-    raised.
+    ``roster``: of all ranks. The watchdog keeps the ``position`` of the ``own`` rank in the store for the case that the
+    process dies; ``announced_by``: what ranks of this host keep in shared memory for that. When the store is no longer
+    ``is_reachable``, the watchdog ends.
     """
 
     def __init__(
-        self,
-        roster: Membership,
-        report_status: ReportStatus,
-        position: Callable[[], str],
-        announced_by: AnnouncedBy,
-        is_reachable: Callable[[], bool],
-        on_verdict: Callable[[GuardFinding], None],
+        self, roster: Membership, own: OwnRank, announced_by: AnnouncedBy, is_reachable: Callable[[], bool]
     ) -> None:
         self.roster, self.rank, self.store = roster, roster.rank, roster.store
         self.verdicts = 0  # so far
         self._lock = threading.Lock()  # of that number
         self._read: _Verdict | None = None
         self.has_unread = False  # a verdict that the watchdog has read, and no other thread has come to
-        self._report_status, self._announced_by, self._on_verdict = report_status, announced_by, on_verdict
+        self._own, self._announced_by, self._is_reachable = own, announced_by, is_reachable
         self.is_lost = False  # the store does not answer any more
         self._left: dict[int, Departure] = {}
         self._leaving = StoreLog(self.store, "left")
         self.on_look: Callable[[], None] = lambda: None  # called by the watchdog, after each of its looks
         self.look_sec = shared_poll(WATCHDOG_SEC, len(roster.ranks))  # how often a watchdog looks
-        self._position, self._kept_position, self._is_reachable = position, "", is_reachable
+        self._kept_position = ""
         self._reported = self._counted = -1  # the last verdict for which this rank has done so
         self._slept_sec, self._woke, self._awake = 0.0, -math.inf, math.inf  # when the watchdog last ran
         roster.join()
@@ -141,7 +144,7 @@ class FailureAgreement:
         if mismatch is not None:
             return mismatch
         loss = self.roster.diagnose_without_store(error, alarm.ranks)
-        status = self._report_status(alarm.group)
+        status = self._own.report_status(alarm.group)
         event = status.message_waited_for() if alarm.group.endswith(MESSAGES) else status.at(alarm.seq)
         own_call = [] if event is None else diagnosis.call_lines([self.rank], event)
         head = f"{diagnosis.name_of(alarm.group, alarm.seq)} of {alarm.words} was not completed:"
@@ -150,7 +153,7 @@ class FailureAgreement:
 
     def _compare_memory(self, alarm: Alarm) -> GuardFinding | None:
         """Return a mismatch that shows in this host's memory: gloo ends a process that gets more than it expects."""
-        statuses = [self._report_status(alarm.group)]
+        statuses = [self._own.report_status(alarm.group)]
         for rank in set(alarm.ranks) - {self.rank}:
             events = self._announced_by(alarm.group, rank)
             if not events:
@@ -171,7 +174,7 @@ class FailureAgreement:
         with self._lock:
             is_first = self.verdicts == number
             if is_first:
-                self._on_verdict(finding)
+                self._own.take_verdict(finding)
                 self.verdicts += 1
                 self.has_unread = False
         if is_first:
@@ -214,7 +217,7 @@ class FailureAgreement:
     def _report(self, number: int, alarm: Alarm) -> None:
         """Report what this rank knows of itself, for the verdict of that number."""
         self._reported = max(number, self._reported)
-        StoreLog(self.store, f"status/{number}").append(self._report_status(alarm.group).pack())
+        StoreLog(self.store, f"status/{number}").append(self._own.report_status(alarm.group).pack())
 
     def _collect(self, alarm: Alarm, reports: StoreLog, statuses: dict[int, RankStatus]) -> None:
         """Add the statuses that were reported since; of ranks that can report none any more, the last known ones."""
@@ -239,14 +242,14 @@ class FailureAgreement:
 
     # -- ranks that are gone ------------------------------------------------------------------------------------------
 
-    def leave(self, how: str, counts: Mapping[str, int], statuses: Mapping[str, RankStatus]) -> None:
+    def leave(self, how: str, counts: Mapping[str, int]) -> None:
         """Report that this rank has left the guard, and what it did; local, never waits."""
         if self.is_lost:
             return
         try:
-            for group, status in statuses.items():
-                self.store.set(f"words/{self.rank}/{group}", status.pack())
-            self.store.set(f"position/{self.rank}", self._position())
+            for group in counts:
+                self.store.set(f"words/{self.rank}/{group}", self._own.report_status(group).pack())
+            self.store.set(f"position/{self.rank}", self._own.position())
             self._leaving.append(Departure(self.rank, how, counts).pack())
         except STORE_ERRORS:
             self.is_lost = True
@@ -304,7 +307,7 @@ class FailureAgreement:
 
     def _look(self) -> None:
         self.roster.learn()  # while there is a store to ask
-        position, number = self._position(), self.verdicts
+        position, number = self._own.position(), self.verdicts
         if position != self._kept_position:
             self.store.set(f"position/{self.rank}", position)
             self._kept_position = position

@@ -28,9 +28,8 @@ from ddpstats._ranks.comm import attempt_prefix, bounded_part, refuse_fake
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import GLANCE_SEC, LIMIT_SEC, STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
-from ddpstats.guard.diagnosis import GuardFinding
 from ddpstats.guard.event import Entry, Event, MessageNumbers, decode
-from ddpstats.guard.failure_agreement import FailureAgreement, ReportStatus
+from ddpstats.guard.failure_agreement import FailureAgreement, OwnRank
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.printing import GIVEN_UP, MESSAGES_SEEN, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
 from ddpstats.guard.recording import Identity, Recording
@@ -203,13 +202,7 @@ class Session:
     all its ranks share. Making one waits for no rank: they may come to it at different times.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        report_status: ReportStatus,
-        position: Callable[[], str],
-        on_verdict: Callable[[GuardFinding], None],
-    ) -> None:
+    def __init__(self, settings: Settings, own: OwnRank) -> None:
         global _turn, _newest
         if settings.compares:
             refuse_fake(dist.group.WORLD)
@@ -232,9 +225,7 @@ class Session:
         self.agreement: FailureAgreement | None = None
         if settings.compares and dist.get_world_size() > 1:
             with self._reaching_store():
-                self.agreement = FailureAgreement(
-                    self._roster, report_status, position, self._announced_by, self.is_reachable, on_verdict
-                )
+                self.agreement = FailureAgreement(self._roster, own, self._announced_by, self.is_reachable)
 
     def is_over(self) -> bool:
         """Return whether the program has destroyed the process group since."""
@@ -327,11 +318,10 @@ class Session:
         left = Counter({why: group.seq - agreed, MESSAGES_SEEN: group.messages.seen})
         return Tally(agreed, left, frozenset(agreeing))
 
-    def leave(self, how: str, report_status: ReportStatus) -> None:
+    def leave(self, how: str) -> None:
         """Report that this rank leaves; never waits."""
         if self.agreement is not None and self.is_reachable():
-            counts = {name: group.seq + group.has_ended for name, group in self.named.items()}
-            self.agreement.leave(how, counts, {name: report_status(name) for name in self.named})
+            self.agreement.leave(how, {name: group.seq + group.has_ended for name, group in self.named.items()})
 
     def close(self) -> None:
         """Close what this process holds. Local and idempotent."""

@@ -132,7 +132,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._reset()
         check_reduce_ops()
         next_turn()
-        collectives.subscribe(self._watching, self._watching.has_waited)
+        collectives.subscribe(self._watching)
         self._watching.recording.subscribe()
         before_destroying(self._at_destroy)
         _active.append(self)

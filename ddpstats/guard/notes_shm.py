@@ -17,6 +17,7 @@ process leaves nothing behind.
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import secrets
@@ -80,7 +81,7 @@ class Exchange:
             self.is_quick = self._shared is not None and self._store.counted(self._mapped) == self._size
             self._are_hosts_known = True
             if self._shared is not None:
-                self._shared.drop_file()
+                self._shared.file.close()  # not needed once all ranks have it open
 
     def post(self, seq: int, note: Note) -> None:
         """Post this rank's note; never waits."""
@@ -159,10 +160,9 @@ class Exchange:
 class _Shared:
     """Shared memory of the ranks of one host."""
 
-    def __init__(self, file: int, index: int, size: int) -> None:
-        """Take over the file descriptor."""
-        self._file, self._index, self._size = file, index, size
-        self._map = mmap.mmap(file, size * _RANK_BYTES)
+    def __init__(self, file: io.FileIO, index: int, size: int) -> None:
+        self.file, self._index, self._size = file, index, size
+        self._map = mmap.mmap(file.fileno(), size * _RANK_BYTES)
         self._words = memoryview(self._map).cast("Q")
         self._encoded: dict[int, bytes] = {}  # of this rank's events, by slot
         self.neighbours = {(index - 1) % size, (index + 1) % size}
@@ -174,20 +174,18 @@ class _Shared:
         Raises OSError, ValueError or AttributeError where that is not possible.
         """
         name = f"ddpstats-{secrets.token_hex(16)}"
-        file = os.memfd_create(name, os.MFD_CLOEXEC)
+        file = io.FileIO(os.memfd_create(name, os.MFD_CLOEXEC), "r+")
         try:
-            os.fchmod(file, 0o600)
-            os.ftruncate(file, size * _RANK_BYTES)
-            own = f"{os.getpid()} {file} {name}"
+            os.fchmod(file.fileno(), 0o600)
+            file.truncate(size * _RANK_BYTES)
+            own = f"{os.getpid()} {file.fileno()} {name}"
             known = store.post(f"memory/{machine.hex()}", own).decode()
             if known != own:
-                os.close(file)
-                file = -1
+                file.close()
                 file = _open(known)
             return cls(file, index, size)
         except BaseException:
-            if file >= 0:
-                os.close(file)
+            file.close()
             raise
 
     def write(self, seq: int, note: Note) -> None:
@@ -234,14 +232,8 @@ class _Shared:
                 events.append((seq, digest, self._map[start : start + EVENT_BYTES].partition(b"\0")[0]))
         return sorted(events)
 
-    def drop_file(self) -> None:
-        """Close the descriptor, which is not needed once all ranks have it open. Local and idempotent."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
     def close(self) -> None:
-        self.drop_file()
+        self.file.close()
         self._words.release()
         self._map.close()
 
@@ -261,14 +253,14 @@ def _read(slot: bytes, seq: int) -> Note | None:
     return note
 
 
-def _open(known: str) -> int:
+def _open(known: str) -> io.FileIO:
     """Open the memory that another process has made. Raises OSError or ValueError where it is gone.
 
     The process may have closed it since, and opened a file of the user's under the same number.
     """
     pid, number, name = known.split(" ")
-    file = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    if os.readlink(f"/proc/self/fd/{file}") != f"/memfd:{name} (deleted)":
-        os.close(file)
+    file = io.FileIO(os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK), "r+")
+    if os.readlink(f"/proc/self/fd/{file.fileno()}") != f"/memfd:{name} (deleted)":
+        file.close()
         raise ValueError("the memory is gone")
     return file

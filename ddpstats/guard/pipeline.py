@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpstats._base.text import first_line
+from ddpstats._observe.collectives import Subscriber
 from ddpstats._observe.frames import calling_frame, main_stack, site_of
 from ddpstats._observe.groups import GroupView
 from ddpstats._observe.operators import Collective
@@ -36,7 +37,7 @@ _EXPIRED_MS = 1  # of a collective whose own timeout has passed while the guard 
 log = logging.getLogger("ddpstats")
 
 
-class Watching:
+class Watching(Subscriber):
     """The collectives of this process, from when a guard is entered until it is left. Subscriber of `collectives`.
 
     ``comparing`` is None where there is nothing to compare, or no rank to compare with.
@@ -68,8 +69,7 @@ class Watching:
             self.ring = Ring(RING_EVENTS)  # numbers begin again
             self.how_left = None
             self.state.past += self.session.tally()
-        session = Session(self._settings, self._report_status, self._position, self._take_verdict)
-        self.session = session
+        session = self.session = Session(self._settings, self)
         self.recording.begin(Identity(session.run, session.rank, dist.get_world_size()))
         compares = session.agreement is not None
         self.comparing = Comparing(session, self.state, self._settings) if compares else None
@@ -240,7 +240,7 @@ class Watching:
                     self.comparing.verdicts.give_up(issued.group)
             self.comparing.post_ends()  # first: a rank that sees that this one has left looks for them
         if self.session is not None:
-            self.session.leave(self.how_left, self._report_status)
+            self.session.leave(self.how_left)
 
     def tally(self) -> Tally:
         """Return what was compared so far, over all sessions."""
@@ -265,11 +265,11 @@ class Watching:
 
     # -- statuses and verdicts -----------------------------------------------------------------------------------------
 
-    def _position(self) -> str:
+    def position(self) -> str:
         last = self.ring.last()
         return "" if last is None else last.in_full()
 
-    def _report_status(self, name: str) -> RankStatus:
+    def report_status(self, name: str) -> RankStatus:
         """Return what this rank knows of itself about one group. Called by any thread."""
         session, name = self.session, name.removesuffix(MESSAGES)
         group = None if session is None else session.named.get(name)
@@ -283,16 +283,15 @@ class Watching:
             events,
             0 if group is None else group.seq,
             self.state.waits_in(name),
-            self._position() or None,
+            self.position() or None,
             self.how_left,
-            False,
-            main_stack(_STACK_FRAMES),
-            slept_sec if slept_sec > self._settings.timeout_sec / 2 else 0.0,  # which is why others have waited so long
-            tuple(self.ring.of(name + MESSAGES)[-_REPORTED_MESSAGES:]),
-            self.comparing is not None and self.comparing.verdicts.is_idle(),
+            stack=main_stack(_STACK_FRAMES),
+            slept_sec=slept_sec if slept_sec > self._settings.timeout_sec / 2 else 0.0,  # so others have waited so long
+            messages=tuple(self.ring.of(name + MESSAGES)[-_REPORTED_MESSAGES:]),
+            is_idle=self.comparing is not None and self.comparing.verdicts.is_idle(),
         )
 
-    def _take_verdict(self, finding: GuardFinding) -> None:
+    def take_verdict(self, finding: GuardFinding) -> None:
         """Take a verdict: labels that may differ are not compared on their lines any more, on any rank."""
         if finding.kind == DOUBT and self.session is not None and self.session.rank == min(finding.by_rank):
             log.warning("%s", finding.message)

@@ -375,9 +375,8 @@ def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:
         rank,
         newest_in_a_row(events),
         events[-1].seq if events else 0,
-        None,
-        record.events[-1].in_full() if record.events else None,
-        left,
+        last=record.events[-1].in_full() if record.events else None,
+        left=left,
         messages=tuple(event for _, event in record.messages),
     )
 

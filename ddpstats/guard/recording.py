@@ -161,7 +161,6 @@ class Recording:
         """Stop recording. Local and idempotent; also in a process that was forked from the recorded one."""
         with suppress(ValueError):
             marks.listeners.remove(self.take_mark)
-        with suppress(ValueError):
             marks.key_listeners.remove(self)
         self._close_file()
 

@@ -254,9 +254,9 @@ class Verdicts:
             if collectives.wait_within(work, _SLICE) or group.is_given_up:
                 return
             seq, limit = entry[1], issued.limit()
-            deadline = math.inf if limit.is_own else time.monotonic() + limit.seconds - _SLICE_SEC
+            limit = Limit(math.inf if limit.is_own else limit.seconds - _SLICE_SEC, False)  # torch ends the others
             is_unseen = not self._strict and group.exchange is not None and not group.exchange.is_quick
-            watch = self.watch(group, seq, deadline, digest=entry[0].digest if is_unseen else None)
+            watch = self.watch(group, seq, limit, digest=entry[0].digest if is_unseen else None)
             with self._state.waiting(group, seq):
                 while not collectives.wait_within(work, _SLICE):
                     watch()
@@ -298,21 +298,15 @@ class Verdicts:
         return self.explain(event, group)
 
     def watch(
-        self,
-        group: Group,
-        seq: int,
-        deadline: float,
-        is_own: bool = False,
-        note: int | None = None,
-        digest: int | None = None,
+        self, group: Group, seq: int, limit: Limit, note: int | None = None, digest: int | None = None
     ) -> Callable[[], None]:
         """Return what a rank calls now and then while it waits for ``seq``: it looks for alarms and for lost ranks.
 
-        ``is_own``: the deadline is the program's own, and torch raises the error. ``note``: it waits for the others'
-        notes of that number. ``digest``: of what it waits for, where ranks of other hosts have not compared that; those
-        that wait do so now.
+        ``limit``: from now on. ``note``: it waits for the others' notes of that number. ``digest``: of what it waits
+        for, where ranks of other hosts have not compared that; those that wait do so now.
         """
         look_sec, began, looks_at, passed_at = shared_poll(0.0, len(group.view.ranks)), time.time(), 0.0, math.inf
+        deadline = time.monotonic() + limit.seconds
 
         def watch() -> None:
             nonlocal looks_at, passed_at
@@ -323,7 +317,7 @@ class Verdicts:
             self._state.recording.wait(began)
             try:
                 passed_at = min(passed_at, now) if self.has_ended and self._is_passed(group) else math.inf
-                self._look(group, seq, now > deadline, is_own, note)
+                self._look(group, seq, now > deadline, limit.is_own, note)
                 if digest is not None and self._waits_elsewhere(group, seq, digest):
                     self.differ(group, seq)
                     raise Silenced

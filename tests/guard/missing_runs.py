@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,6 @@ from ddpstats._base.config import GuardMode
 from ddpstats._ranks.comm import GlooComm
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import bounded
-from ddpstats.guard.diagnosis import RankStatus
 from ddpstats.guard.failure_agreement import FailureAgreement
 
 AFTERWARDS_SEC = 2.0
@@ -73,14 +73,8 @@ def stopped(seconds: float, in_look: bool) -> tuple[float, float]:
         return ""
 
     roster = Membership(bounded(HashStore()), 0, range(2))
-    agreement = FailureAgreement(
-        roster,
-        lambda group: RankStatus(0),
-        lambda: stop() if in_look and not is_over.is_set() else "",
-        lambda name, rank: [],
-        lambda: True,
-        lambda finding: None,
-    )
+    own: Any = SimpleNamespace(position=lambda: stop() if in_look and not is_over.is_set() else "")
+    agreement = FailureAgreement(roster, own, lambda name, rank: [], lambda: True)
     before_sec = agreement.slept_sec()
     if not in_look:
         stop()

@@ -171,7 +171,7 @@ def test_shared_memory_is_readable_by_its_owner_alone() -> None:
     exchange = Exchange(HashStore(), 0, 2)
     try:
         assert exchange._shared is not None
-        assert stat.S_IMODE(os.fstat(exchange._shared._file).st_mode) == 0o600
+        assert stat.S_IMODE(os.fstat(exchange._shared.file.fileno()).st_mode) == 0o600
     finally:
         exchange.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -60,18 +59,12 @@ def test_a_torch_that_does_not_name_reduce_ops_is_refused_by_the_guard_alone(mon
     assert seen.calls == [("all_reduce", None)]  # for a dump
 
 
-class _Seen:
+class _Seen(collectives.Subscriber):
     def __init__(self) -> None:
         self.calls: list[tuple[str, str | None]] = []
 
     def before(self, call: Collective) -> None:
         self.calls.append((call.op, call.reduce_op))
-
-    def after(self, call: Collective, work: Any) -> None:
-        pass
-
-    def waiting(self, work: Any, limited: bool) -> bool:
-        return False
 
 
 @pytest.mark.parametrize("name", ["allgather_", "reduce_scatter_", "allgather_coalesced_"])

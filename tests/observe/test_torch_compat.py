@@ -187,11 +187,9 @@ def test_a_torch_without_a_name_loses_what_is_reported_and_nothing_else() -> Non
                 setattr(owner, name, None)
         from ddpstats._observe import collectives, gradient_norms, gradients, groups, torch_compat
         print(*sorted(groups.lacking()))
-        class Seen:
+        class Seen(collectives.Subscriber):
             ops = []
             def before(self, call): self.ops.append(call.op)
-            def after(self, call, work): pass
-            def waiting(self, work, limited): return False
         collectives.subscribe(seen := Seen())
         from ddpstats._observe.groups import group_of_one
         with group_of_one("test") as only:

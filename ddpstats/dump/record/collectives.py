@@ -57,7 +57,7 @@ class _Pending:
         return True
 
 
-class CollectiveWatch:
+class CollectiveWatch(collectives.Subscriber):
     """Shows a step's collectives to its recorder, from `start` to `stop`."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -69,7 +69,7 @@ class CollectiveWatch:
     def start(self) -> None:
         """Raises ``ConfigError`` on a torch whose collectives cannot be observed."""
         self._recorder.poll = self.poll
-        collectives.subscribe(self, self._has_waited)
+        collectives.subscribe(self)
 
     def stop(self) -> None:
         """Leave. Outputs of what is done are taken, what is not done gets none. Waits for nothing; idempotent."""
@@ -139,10 +139,7 @@ class CollectiveWatch:
                 self._pending[id(work)] = _Pending(entry, list(call.outputs), work, _future_of(work))
                 self._poll_after_backward()
 
-    def waiting(self, work: Any, limited: bool) -> bool:
-        return False
-
-    def _has_waited(self, work: Any, error: RuntimeError | None) -> None:
+    def has_waited(self, work: Any, error: RuntimeError | None) -> None:
         if error is None:
             self._take(work, True)
             self.poll()

@@ -316,14 +316,18 @@ class Turn:
     is_outermost: bool
 
 
-def use_of(step: Step, calls: Sequence[tuple[SourceFile | None, ast.expr | None, CodeType]], is_element: bool) -> Use:
+Calls = Sequence[tuple[SourceFile | None, ast.expr | None, CodeType]]
+"""File, call and calling function of each, the collective first."""
+
+
+def use_of(step: Step, calls: Calls, is_element: bool) -> Use:
     """Return what the loop of a step does with its results.
 
     "stored": the result goes back under the key. "element": the element itself is overwritten. "pooled": the results
     of all turns are combined, so the keys do not matter. "pooled element": one of the first two, and they are, or may
     be, combined as well. "": none of these.
 
-    ``calls``: file, call and calling function, the collective first, and last where the step was taken.
+    ``calls``: up to where the step was taken.
     """
     turns = _turns_of(step, calls, is_element)
     reads = {read for turn in turns for node in ast.walk(turn.within) for read in _reads(node, turn)}
@@ -335,9 +339,7 @@ def use_of(step: Step, calls: Sequence[tuple[SourceFile | None, ast.expr | None,
     return "stored" if "stored" in reads else "element" if is_element else ""
 
 
-def _turns_of(
-    step: Step, calls: Sequence[tuple[SourceFile | None, ast.expr | None, CodeType]], is_element: bool
-) -> list[Turn]:
+def _turns_of(step: Step, calls: Calls, is_element: bool) -> list[Turn]:
     """Return the part of each function, from the one that takes the step to the collective."""
     names = frozenset(node.id for key in step.names for node in names_in(key))
     loop, turns = step.loop, list[Turn]()
