@@ -272,8 +272,7 @@ def _doubt(group: str, words: str, by_rank: ByRank, judged: Mapping[int, Judgeme
     lines.append(
         "The program goes on, because these may be each rank's own data. If they are losses or metrics, the result "
         "mixes them: make all ranks go through the same keys in the same order, or log the same metrics in the same "
-        "order where a library makes the call. If the difference is meant, put a call of your own into "
-        "`with ddpstats.label(NAME):` with one name on all ranks. This line is not compared again."
+        f"order where a library makes the call. {_IF_MEANT} This line is not compared again."
     )
     return GuardFinding(DOUBT, "\n".join(lines), group, seq, by_rank=events, doubts=tuple(judged))
 
@@ -310,11 +309,11 @@ _ARGUMENTS = (
         lambda signature: signature.strides,
     ),
 )
+_IF_MEANT = "If the difference is meant, put your call into `with ddpstats.label(NAME):`, with one name on all ranks."
 _LABEL = Difference(
-    "the label: operation, shape and dtype are equal, but they are about different things",
+    "the label: operation, shape and dtype are equal, but the names of the tensors are not",
     "Make all ranks go through the same keys in the same order (sort them, and reduce zeros for a key that a rank "
-    "lacks), or use ddpstats.reduce_stats; where the difference is meant, put the calls into `with "
-    "ddpstats.label('...')` of one name on all ranks.",
+    f"lacks), or use ddpstats.reduce_stats. {_IF_MEANT}",
 )
 _LABEL_TOO = Difference("the label", _LABEL.remedy)
 _GRADIENTS = Difference(
@@ -322,7 +321,8 @@ _GRADIENTS = Difference(
 )
 _PIECES = Difference(
     "the pieces that ranks send to each other: what one rank sends is not what the other expects",
-    "Make what each rank sends to another what that one expects: split sizes, shapes and dtypes.",
+    "Compare the split sizes, shapes and dtypes, in the order of the ranks: what rank 0 sends to rank 1 has to be what "
+    "rank 1 expects from rank 0.",
 )
 
 
@@ -530,7 +530,10 @@ def _whereabouts(status: RankStatus, seq: int = 1) -> str:
     elif status.waits_in is not None and status.waits_in[0].endswith(MESSAGES):
         state = "waits for a message"
     elif status.waits_in is not None:
-        state = f"waits in number {status.waits_in[1]} of group {status.waits_in[0]!r}"
+        number = f"number {status.waits_in[1]} of group {status.waits_in[0]!r}"
+        if (status.last or "").startswith(f"{number}, "):
+            return f"waits in {status.last}"
+        state = f"waits in {number}"
     return state + last
 
 
