@@ -236,7 +236,8 @@ class Collectives:
         maker = self.program.maker(dotted(on)) or (on if isinstance(on, ast.Call) else None)
         made_by = self.program.resolve(maker.func) if maker else ""
         keywords = [node.arg for node in ast.walk(maker) if isinstance(node, ast.keyword)] if maker else []
-        if made_by == "functools.partial" and maker is not None and op == "__call__":
+        is_partial = made_by == "functools.partial" and op == "__call__"
+        if maker and is_partial and maker.args and not self.program.maker(dotted(maker.args[0])):  # no chain, no circle
             whole = ast.Call(maker.args[0], [*maker.args[1:], *call.args], [*maker.keywords, *call.keywords])
             return tuple(replace(collective, call=call) for collective in self.of_library(whole))
         alone = not _SYNCS_OTHERWISE.isdisjoint(keywords)

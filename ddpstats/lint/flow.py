@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ddpstats.lint.collectives import Collective, Collectives, is_for_one_rank
@@ -20,6 +20,7 @@ from ddpstats.lint.origins import RANK_BRANCH, SAME, Differs, Origin, Origins, i
 from ddpstats.lint.program import (
     COMPREHENSIONS,
     EXITS,
+    Conditions,
     Exit,
     Function,
     calls_in,
@@ -28,6 +29,7 @@ from ddpstats.lint.program import (
     last_name,
     parts_of,
     text_of,
+    with_conditions,
 )
 
 EARLY_EXIT = "early-exit"
@@ -66,12 +68,6 @@ def _in_loop(later: _Later, turn: Sequence[Collective], *, is_endless: bool = Fa
     return {**after, ast.While: ops} if is_endless else after
 
 
-def _missed_sometimes(later: _Later, exit_: ast.stmt) -> tuple[Collective, ...]:
-    """Return what an exit misses; a rank that begins an endless loop's turn again only comes later."""
-    missed = later.get(type(exit_), ())
-    return () if isinstance(exit_, ast.Continue) and missed == later.get(ast.While) else missed
-
-
 @dataclass(frozen=True)
 class Accusation:
     """A finding at ``node``. ``ops``: what one branch runs. ``is_for_rest``: on all ranks but one."""
@@ -91,6 +87,7 @@ class FlowWalk:
         self._program = collectives.program
         self._accusations: list[Accusation] = []
         self._body: Sequence[ast.stmt] = ()
+        self._conditions: dict[ast.AST, Conditions] = {}
         self._origins: Origins
 
     def walk(self, body: Sequence[ast.stmt], function: Function | None) -> list[Accusation]:
@@ -100,6 +97,7 @@ class FlowWalk:
                 self._accuse(RANK_BRANCH, ops[0], f"a decorator lets only one rank run {function.name}()")
         elif ops or any(isinstance(part, COMPREHENSIONS) or last_name(part) == "backward" for part in parts_of(*body)):
             self._body = body
+            self._conditions = dict(with_conditions(body))
             self._origins = Origins(self._collectives, body, function)
             self._block(body, {})
         return self._accusations
@@ -175,16 +173,26 @@ class FlowWalk:
         exit_ = leaving[0] or leaving[1]
         if exit_ is not None and not all(leaving):
             stays = leaving.index(None)
-            missed = later.get(type(exit_), ())
+            missed = self._missed(later, exit_)
             runs[stays] = [*runs[stays], *missed]
             return self._differ(runs, origin, node.test, exit_ if missed else None)
         if self._differ(runs, origin, node.test):
             return True
         for inner in () if exit_ else (each for side in sides for each in exits(side)):
-            if missed := _missed_sometimes(later, inner):
+            if missed := self._missed_sometimes(later, inner):
                 self._report_skip(inner, missed[0], origin.why)
                 return True
         return False
+
+    def _missed(self, later: _Later, exit_: ast.stmt) -> list[Collective]:
+        """Return the collectives behind an exit, without those whose conditions exclude the exit's."""
+        excluding = {(text, not holds) for text, holds in self._conditions[exit_]}
+        return [each for each in later.get(type(exit_), ()) if excluding.isdisjoint(self._conditions[each.call])]
+
+    def _missed_sometimes(self, later: _Later, exit_: ast.stmt) -> list[Collective]:
+        """As `_missed`, but a rank that begins an endless loop's turn again only comes later."""
+        only_later = isinstance(exit_, ast.Continue) and later.get(ast.Continue) == later.get(ast.While)
+        return [] if only_later else self._missed(later, exit_)
 
     def _is_made_behind(self, node: ast.If, file: str) -> bool:
         """Return whether one rank makes the file before the next collective: a rank that looks later sees it."""
@@ -206,10 +214,10 @@ class FlowWalk:
         calls = list(calls_in(*side))
         if (side and isinstance(side[-1], ast.Raise)) or any(last_name(call.func) in _ENDS_THE_RUN for call in calls):
             return True
-        called = filter(None, map(self._program.function_called, calls))
+        called: Iterator[Function] = filter(None, map(self._program.function_called, calls))
         endless = (isinstance(node, ast.While) and _is_true(node.test) for function in called for node in function.body)
-        inner = (node for part in side for node in ast.walk(part) if isinstance(node, ast.FunctionDef))
-        if any(endless) or any(self._among(function.body) for function in inner):
+        inner = (each.body for part in side for each in ast.walk(part) if isinstance(each, ast.FunctionDef))
+        if any(endless) or any(map(self._among, inner)):
             return True
         elsewhere = (call for call in calls if self._program.is_elsewhere(call) and not _is_harmless(call))
         return is_of_rank(origin) and not self._among(side) and any(elsewhere)
@@ -307,7 +315,7 @@ class FlowWalk:
         if ops and not retries and risky[0].lineno <= ops[-1].call.lineno:
             self._accuse(SWALLOWED_ERROR, ops[-1], f"{why}, and line {handler.lineno} goes on")
         for exit_ in () if ops else exits(handler.body):
-            if (missed := _missed_sometimes(later, exit_)) and not _LEADS.match(missed[0].op):
+            if (missed := self._missed_sometimes(later, exit_)) and not _LEADS.match(missed[0].op):
                 self._report_skip(exit_, missed[0], why)
                 return
 

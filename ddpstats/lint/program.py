@@ -156,6 +156,37 @@ def exits(statements: Sequence[ast.stmt]) -> Iterator[Exit]:
             yield from (exit_ for exit_ in inside if isinstance(exit_, ast.Return) or not isinstance(statement, _LOOPS))
 
 
+Conditions = frozenset[tuple[str, bool]]
+"""The texts of conditions, and whether each holds."""
+
+_NEGATED = {ast.NotEq: ast.Eq, ast.IsNot: ast.Is, ast.NotIn: ast.In}
+
+
+def with_conditions(
+    statements: Sequence[ast.stmt], known: Conditions = frozenset()
+) -> Iterator[tuple[ast.AST, Conditions]]:
+    """Yield the statements and the calls, each with what surely holds there, of the ``if`` statements around it."""
+    for statement in statements:
+        yield from ((node, known) for node in (statement, *calls_in(*heads_of(statement))))
+        if isinstance(statement, ast.If):
+            yield from with_conditions(statement.body, known | _conditions(statement.test, True))
+            yield from with_conditions(statement.orelse, known | _conditions(statement.test, False))
+        else:
+            for block in blocks_of(statement):
+                yield from with_conditions(block, known)
+
+
+def _conditions(test: ast.expr, holds: bool) -> Conditions:
+    """Return what holds where the test holds, or where it does not."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _conditions(test.operand, not holds)
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if holds else ast.Or):
+        return frozenset().union(*(_conditions(value, holds) for value in test.values))
+    if isinstance(test, ast.Compare) and (positive := _NEGATED.get(type(test.ops[0]))) and len(test.ops) == 1:
+        return _conditions(ast.Compare(test.left, [positive()], test.comparators), not holds)
+    return frozenset({(ast.unparse(test), holds)})
+
+
 def elements_of(target: ast.expr) -> list[ast.expr]:
     """``a`` and ``b`` of ``a, *b``."""
     elements = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
