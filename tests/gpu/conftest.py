@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from ddpstats.testing import RankPool
 from tests.gpu import accelerator
 from tests.refdev.conftest import refdev as refdev
 
 REASON = "needs a GPU that torch can use: run `scripts/launch.sh test --all tests/gpu` on a machine that has one"
-OWN = accelerator.own_device()
+OWN = accelerator.own_device() or "cuda"
 
 
 @pytest.fixture(params=["cpu", "refdev", OWN])
@@ -39,7 +38,7 @@ def gpu_that_reports_waits(gpu: str) -> str:
 def _require(request: pytest.FixtureRequest) -> str:
     if request.param == "refdev":
         request.getfixturevalue("refdev")
-    elif request.param != "cpu" and not torch.accelerator.is_available():
+    elif request.param != "cpu" and accelerator.own_device() is None:
         pytest.skip(REASON)
     return str(request.param)
 

@@ -60,6 +60,8 @@ def train(steps: int = 6) -> None:
 def fail() -> None:
     if CASE == "raises":
         raise ValueError("bad batch")
+    if CASE == "dies":
+        os._exit(7)
     if CASE == "late":
         time.sleep(40)
 
@@ -91,6 +93,9 @@ def send_more() -> None:
             value = torch.empty(4, device=DEVICE)
             dist.recv(value, 0)
             value.sum().item()
+    value = torch.ones((), device=DEVICE)
+    dist.all_reduce(value)
+    value.item()  # otherwise the sender may have ended before its message is received
 
 
 def meet_late() -> None:
