@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,8 +42,9 @@ def parts_of(call: Collective) -> Parts:
     return op, call.reduce_op, call.root, shapes, dtypes, ()
 
 
+@lru_cache(maxsize=1024)
 def signature_of(parts: Parts) -> tuple[Signature, int]:
-    """Return the signature, and its digest."""
+    """Return the signature, and its digest: one object for all calls of a kind, whatever their labels and lines are."""
     op, reduce_op, root, shapes, dtypes, strides = parts
     names = tuple(map(dtype_name, dtypes))
     signature = Signature(op, reduce_op, root, tuple(tuple(map(int, shape)) for shape in shapes), names, strides)
