@@ -212,9 +212,14 @@ def test_dump_of_msprobe_compared_with_ours_differs_in_what_msprobe_records_othe
 ) -> None:
     comparison = compared(capsys, rank, ours_directory)
     assert (comparison["lacking"], comparison["entries"]) == (lacking, 35 if rank == ONE else 37)
-    failed = {row["names"]["B"] for row in comparison["rows"] if "B" in row["names"] and row["verdict"]["result"]}
-    # gradients of an operation inside of the call, and a mean that is rounding and nothing else
-    assert failed - {"Module.root.Net.forward.0", "Module.root.Net.backward.0", "Tensor.mean.0.backward"} == {
+    failed = {
+        row["names"]["B"]
+        for row in comparison["rows"]
+        if "B" in row["names"] and row["verdict"]["result"]
+        if row["verdict"]["message"] != "only the mean, which is near 0"  # CPUs round otherwise
+    }
+    # gradients of an operation inside of the call
+    assert failed - {"Module.root.Net.forward.0", "Module.root.Net.backward.0"} == {
         *("Functional.linear.0.backward", "Functional.linear.1.backward", "Functional.cross_entropy.0.backward"),
     }
 
