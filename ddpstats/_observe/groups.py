@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -99,11 +99,16 @@ def collectives_issued(issuer: Any) -> int:
 
 
 def longest_timeout_sec(group: Any) -> float:
-    """Return how long a collective of the group may take, as the program set it; 0 where torch does not say."""
-    try:
-        return float(max(backend.options._timeout.total_seconds() for backend in backends_of(group)))
-    except (AttributeError, RuntimeError, ValueError):
-        return 0.0
+    """Return how long a collective of the group may take, as the program set it; 0 where torch does not say.
+
+    A backend of a plugin need not say it. The program names one timeout for all backends of a group.
+    """
+    longest_sec = 0.0
+    with suppress(AttributeError, RuntimeError):
+        for backend in backends_of(group):
+            with suppress(AttributeError, RuntimeError):
+                longest_sec = max(longest_sec, float(backend.options._timeout.total_seconds()))
+    return longest_sec
 
 
 @contextmanager

@@ -499,7 +499,7 @@ class FailureDetector:
         silent = [rank for rank in missing if rank not in dead]
         lines = [f"{self._what} was not completed after {waited_sec:.1f} s:"]
         lines += [f"  {self.name(ranks)}: {what}" for ranks, what in ((dead, IS_GONE), (silent, IS_ABSENT)) if ranks]
-        lines += self._read_notes(missing).values()
+        lines += self._read_notes([*missing, *self.ranks]).values()
         if not missing:
             lines.append("  no rank is known to be missing; the connection between ranks failed")
         lines.append(f"{self.name([self.rank])} waited and saw: {reason}")

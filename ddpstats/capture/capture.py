@@ -193,7 +193,6 @@ class NaNCapture(StepWatch):
         self._refuse_to_judge()
         if step is not None:
             self._step = checked_step(step, self._method)
-        self._channel.note("")
         return float(not self._agreed), float(self._look())
 
     def _answer(self, sums: Sequence[float], group: Any) -> CaptureVerdict:
@@ -204,6 +203,7 @@ class NaNCapture(StepWatch):
             verdict = self._settle() if seen else CaptureVerdict(self._step)
         finally:
             self._drop()
+        self._channel.note("")  # not before: another rank may wait for what this one has left out
         if not seen:
             self._scaler_skips, self._has_captured = 0, False
         self._step += 1

@@ -44,6 +44,7 @@ _BROKEN = re.compile(
     r"|communicator was aborted",
     re.IGNORECASE,
 )
+_ABORTED = re.compile(r"communicator was aborted", re.IGNORECASE)
 _REFUSED = re.compile(r"\[enforce fail at ")
 _REFUSED_SEC = 2.0  # for the other ranks to begin a collective whose arguments gloo has refused here
 _NOTICE_SEC = 0.5  # for a rank whose own timeout has passed to report that, once it has closed its connections
@@ -230,9 +231,12 @@ class Verdicts:
         return group.is_given_up
 
     def note_failure(self, call: Collective, error: RuntimeError) -> None:
-        """Note that a collective has failed while it was issued: torch's own barrier with a timeout does so."""
-        group = self._session.find(call.view)
-        if group is not None and _BROKEN.search(str(error)):
+        """Note that a collective has failed while it was issued: torch's own barrier with a timeout does so.
+
+        So does each one of NCCL's after one that broke: then a rank is lost, and no time is over.
+        """
+        group, text = self._session.find(call.view), str(error)
+        if group is not None and _BROKEN.search(text) and not _ABORTED.search(text):
             self.give_up(group)
 
     def is_own_timeout(self, error: RuntimeError, group: Group, limit: Limit) -> bool:

@@ -25,6 +25,7 @@ def test_switches_are_set_and_put_back() -> None:
         *("cudnn_allow_tf32", "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction"),
         *("cudnn_enabled", "fp16_accumulation", "mkldnn_enabled", "mkldnn_deterministic"),
         *("sdpa_flash", "sdpa_mem_efficient", "sdpa_math", "sdpa_cudnn"),
+        *("sdpa_math_reduced_precision", "attention_fastpath", "fill_uninitialized_memory"),
     ],
 )
 def test_precision_of_cudnn_and_reductions_and_the_choice_of_attention_are_part_of_a_step(name: str) -> None:
