@@ -54,6 +54,13 @@ _DYING_SEC = 1.0  # a process that is killed closes its connections a moment bef
 _MAX_VERDICT_BYTES = 1 << 20
 _BROKEN, _LATE = "broken", "late"  # why a collective failed, as the first rank saw it
 IS_GONE, IS_ABSENT = "the process is gone", "did not take part"  # the words of all errors about a missing rank
+NCCL_LOST = (
+    "ncclRemoteError",
+    "NCCL operations have failed",
+    "communicator was aborted",
+    "collective operation timeout",
+)
+"""What NCCL says where another rank is lost. Its ``ncclUnhandledCudaError`` is of this rank's own device."""
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -315,6 +322,7 @@ class FailureDetector:
         self._polls_at = 0.0
         self._is_judge: bool | None = None  # whether this rank reads the answers of all; None: not asked yet
         self._has_read = False
+        self._own_note: dict[int, str] = {}
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -419,6 +427,7 @@ class FailureDetector:
 
     def note(self, text: str) -> None:
         """Write what the errors of ranks that miss this one are to say; an empty text takes it back. Local."""
+        self._own_note = {self.rank: text} if text else {}
         with suppress(*STORE_ERRORS), self.store.within(_GLANCE_SEC):
             self.store.set(f"note/{self.rank}", text)
 
@@ -499,7 +508,7 @@ class FailureDetector:
         silent = [rank for rank in missing if rank not in dead]
         lines = [f"{self._what} was not completed after {waited_sec:.1f} s:"]
         lines += [f"  {self.name(ranks)}: {what}" for ranks, what in ((dead, IS_GONE), (silent, IS_ABSENT)) if ranks]
-        lines += self._read_notes([*missing, *self.ranks]).values()
+        lines += {**self._read_notes(missing or self.ranks), **self._own_note}.values()
         if not missing:
             lines.append("  no rank is known to be missing; the connection between ranks failed")
         lines.append(f"{self.name([self.rank])} waited and saw: {reason}")

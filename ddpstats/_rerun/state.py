@@ -234,7 +234,7 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "sdpa_math": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     "sdpa_cudnn": (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
     "sdpa_math_reduced_precision": (
-        lambda: _cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        lambda: _cuda.fp16_bf16_reduction_math_sdp_allowed(),  # type: ignore[no-untyped-call]
         lambda value: _cuda.allow_fp16_bf16_reduction_math_sdp(value),
     ),
     "attention_fastpath": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),

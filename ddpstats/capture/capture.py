@@ -31,6 +31,7 @@ from ddpstats._base.text import ranks_text
 from ddpstats._observe.gradient_norms import any_bad
 from ddpstats._observe.gradients import GradientWatch
 from ddpstats._ranks.calls import channel_of
+from ddpstats._ranks.failure import NCCL_LOST
 from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.codec import CannotStore, to_plain
 from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step, scale_of
@@ -48,10 +49,8 @@ _POLICY_TEXT = {
 }
 _LOST = (
     "gloo/transport",  # the file in which gloo raises, for all that happens to a connection (torch 2.13)
-    "ncclremoteerror",
     "closed by remote peer",
-    "communicator was aborted",
-    "collective operation timeout",
+    *map(str.lower, NCCL_LOST),
 )
 """What gloo and NCCL say of a connection to another rank that broke."""
 

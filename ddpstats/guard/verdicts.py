@@ -26,6 +26,7 @@ from ddpstats._base.text import ranks_text
 from ddpstats._observe import collectives
 from ddpstats._observe.frames import main_position
 from ddpstats._observe.operators import Collective
+from ddpstats._ranks.failure import NCCL_LOST
 from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, GuardFinding, message_place
@@ -39,9 +40,8 @@ _SLICE = timedelta(seconds=_SLICE_SEC)
 _WAITS_IN = ("ddpstats.", "torch._", "torch.autograd", "torch.distributed", "torch.nn.parallel", "torch.ops")
 _TIMED_OUT = re.compile(r"timed out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
 _BROKEN = re.compile(
-    r"connection (closed|reset)|timed out|pair closure|broken pipe|monitoredBarrier"
-    r"|Watchdog caught collective operation timeout|ncclRemoteError|ncclSystemError|NCCL operations have failed"
-    r"|communicator was aborted",
+    r"connection (closed|reset)|timed out|pair closure|broken pipe|monitoredBarrier|ncclSystemError|"
+    + "|".join(NCCL_LOST),
     re.IGNORECASE,
 )
 _ABORTED = re.compile(r"communicator was aborted", re.IGNORECASE)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import CollectiveMismatch, NaNCapture, RankMissing, Sentinel, collective_guard
+from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.groups import longest_timeout_sec
 from ddpstats._rerun.state import RandomState
 from ddpstats.testing import BitFlip, inject_bit_flips
@@ -38,7 +39,9 @@ def messages(mode: Any, received: int) -> str:
             dist.barrier()  # on the host
             tensor = torch.zeros(received, device="refdev")
             if rank == 1:
-                dist.irecv(tensor, 0).wait()
+                work = dist.irecv(tensor, 0)
+                assert work is not None
+                work.wait()
                 assert tensor.sum().item() == 3.0
             dist.barrier()
     except CollectiveMismatch as error:
@@ -52,7 +55,7 @@ def messages(mode: Any, received: int) -> str:
 # -- errors of the backend --------------------------------------------------------------------------------------------
 
 
-def broken_group(dirpath: str, what: str) -> None:
+def broken_group(dirpath: str, what: str) -> str:
     """Rank 1 raises in its micro-batch, and ends. Rank 0 begins collectives until the backend refuses them."""
     join()
     tensor = torch.ones(1, device="refdev")
@@ -62,10 +65,14 @@ def broken_group(dirpath: str, what: str) -> None:
         with contextlib.suppress(ValueError), _watcher(dirpath, what, model) as micro_batch, micro_batch(None):
             raise ValueError("no room on this device")
         os._exit(1)
-    with _watcher(dirpath, what, model) as micro_batch, micro_batch(None):
-        while True:
-            dist.all_reduce(tensor, async_op=True)
-            time.sleep(0.02)
+    try:
+        with _watcher(dirpath, what, model) as micro_batch, micro_batch(None):
+            for _ in range(1000):
+                dist.all_reduce(tensor, async_op=True)
+                time.sleep(0.02)
+    except RankMissing as error:
+        return f"{error.missing_ranks} {error}\nbecause of {error.__cause__}"
+    return ""
 
 
 @contextlib.contextmanager
@@ -187,9 +194,10 @@ def sharded_steps(dirpath: str) -> dict[str, Any]:
         pass
     else:
         raise AssertionError("the device takes the largest magnitude of nothing, so this shows nothing")
-    empty = [name for name, parameter in model.named_parameters() if not parameter.to_local().numel()]
+    shards = {name: held_values(parameter.detach()) for name, parameter in model.named_parameters()}
+    empty = [name for name, shard in shards.items() if not shard.numel()]
     whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    is_finite = all(bool(parameter.to_local().isfinite().all()) for parameter in model.parameters())
+    is_finite = all(bool(shard.isfinite().all()) for shard in shards.values())
     return {
         "kinds": kinds,
         "held": held,
@@ -207,7 +215,7 @@ def raises_and_lives_on(dirpath: str, syncs: bool) -> list[str]:
     """
     join(timeout_sec=60)
     model = DistributedDataParallel(training.make_model().to("refdev"))
-    told = []
+    told: list[str] = []
     with NaNCapture(dirpath, model=model) as capture:
         for step in range(2):
             for micro in range(3):
@@ -217,7 +225,7 @@ def raises_and_lives_on(dirpath: str, syncs: bool) -> list[str]:
                 with contextlib.suppress(ValueError), training.syncing(model, is_last), capture.micro_batch(batch):
                     if is_bad and dist.get_rank() == 1:
                         raise ValueError("a sample that cannot be read")
-                    training.loss_of(model, batch).backward()
+                    training.loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
                 if is_bad and syncs:
                     break
             try:
@@ -315,7 +323,7 @@ def values_on_two_devices(detector: Any) -> list[list[str]]:
                 loss = (model(batch["x"]) - batch["y"].cpu()).square().mean()
                 if is_behind:
                     refdev.occupy(0.3)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 sentinel.step()
         logs.append(list(messages))
     return logs

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddpstats import CollectiveMismatch, RankMissing
+from ddpstats import CollectiveMismatch
+from ddpstats.capture.capture import is_lost_connection
 from ddpstats.testing import BitFlip, RankPool, run_ranks
 from tests.programs import run
 
@@ -34,11 +35,26 @@ def test_a_message_of_the_device_that_its_receiver_does_not_expect(refdev: None)
 
 def test_an_aborted_communicator_is_a_rank_that_is_lost(refdev: None, tmp_path: Path) -> None:
     for what in ("capture", "strict"):
-        error = run_ranks(runs.broken_group, 2, str(tmp_path), what)[0].error
-        assert isinstance(error, RankMissing), error
-        assert error.missing_ranks == (1,)
-        assert "ValueError: no room on this device" in str(error)
-        assert "NCCL communicator was aborted on rank 0" in str(error.__cause__)
+        told = run_ranks(runs.broken_group, 2, str(tmp_path), what)[0].value
+        assert told.startswith("(1,)")
+        assert "ValueError: no room on this device" in told
+        assert told.endswith("because of NCCL communicator was aborted on rank 0.")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost"),
+    [
+        ("NCCL communicator was aborted on rank 0.", True),
+        ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 600 ms", True),
+        ("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting", True),
+        ("Some NCCL operations have failed or timed out.", True),
+        ("ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 'out of memory'", False),
+        ("CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_what_nccl_says_of_another_rank_and_what_it_says_of_this_one(text: str, is_lost: bool) -> None:
+    """A rank whose own device failed has a bundle of its own, and accuses no other one."""
+    assert is_lost_connection(RuntimeError(text)) == is_lost
 
 
 def test_timeouts_of_backends_that_say_theirs_and_of_one_that_does_not(refdev_ranks: RankPool) -> None:
