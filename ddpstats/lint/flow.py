@@ -37,14 +37,14 @@ SWALLOWED_ERROR = "swallowed-error"
 DICT_ORDER = "dict-order"
 
 _ENDS_THE_RUN = frozenset({"exit", "_exit", "abort", "quit", "kill", "destroy_process_group"})
-_ONLY_TELLS = re.compile(r"(?i)(\w*print|log|warn|write)\w*|info|debug|error|exception|critical|len|str|repr|type")
+_ONLY_TELLS = re.compile(r"(?i)(\w*print|log|warn|write|sync)\w*|info|debug|error|exception|critical|len|str|repr|type")
 _ONE_AFTER_ANOTHER = re.compile(r".*(process|zero|rank)_first")
 _MAY_FAIL_ON_ONE = frozenset(
     {"", "Exception", "BaseException", "RuntimeError", "ValueError", "KeyError", "OSError", "OutOfMemoryError"}
 )
 _NEGATIVE = re.compile(r"\bnot |!=|> 0\b")  # in a condition that is true on all ranks but one
 _HARMLESS = re.compile(
-    r"(?i)print|log\w*|info|warning|debug|is\w+|get\w*|len|wait|str|list|range|int|float|tensor|zeros|ones"
+    r"(?i)print|log\w*|info|warning|debug|(is|get|current)\w*|len|wait|str|list|range|int|float|tensor|zeros|ones|sum|mean"
 )
 _LEADS = re.compile(r"broadcast|scatter")  # which the others may await elsewhere, of a leader that may fail before
 _IN_ANY_ORDER = frozenset({"", "backward", "log", "log_dict", "pad_across_processes"})
@@ -236,7 +236,9 @@ class FlowWalk:
         if exit_ is not None:
             self._report_skip(exit_, longer[common], origin.why)
         else:
-            is_for_rest = on_body == bool(_NEGATIVE.search(ast.unparse(test)))
+            parts = test.values if isinstance(test, ast.BoolOp) else [test]
+            of_rank = next((part for part in parts if is_of_rank(self._origins.of_condition(part))), test)
+            is_for_rest = on_body == bool(_NEGATIVE.search(ast.unparse(of_rank)))
             self._accuse(origin.rule, longer[common], origin.why, tuple(body if on_body else orelse), is_for_rest)
         return True
 
@@ -345,9 +347,11 @@ def _swallows(statements: Sequence[ast.stmt]) -> bool:
     """
     for node in statements:
         if isinstance(node, ast.If):
-            leaving = (side for side in (node.body, node.orelse) if side and isinstance(side[-1], EXITS))
-            if any(map(_swallows, leaving)):
+            sides = (node.body, node.orelse)
+            if any(_swallows(side) for side in sides if side and isinstance(side[-1], EXITS)):
                 return True
+            if all(map(_swallows, sides)):
+                continue
         calls = list(calls_in(node))
         value = getattr(node, "value", None)
         is_none = value is None or (isinstance(value, ast.Constant) and value.value is None)

@@ -89,7 +89,7 @@ _THROUGH = frozenset(
 _COUNTED = frozenset({"range", "trange", "enumerate"})
 # for the order of an iteration
 _SHARED = re.compile(
-    r"(?i).*(param|state(_dict)?|buffers|modules|config|weights|groups|children|dataset|loader|model|optim|args|hyper)"
+    r"(?i).*(param|state(_dict)?|buffers|modules|config|weights|groups|children|dataset|loader|batch|model|optim|args|hyper)"
 )
 _STRINGS = re.compile(r"(?i)name|keys?\b|lang|word|tags?\b|\.split\(|\bstr\(")
 _PASSES_ON = frozenset({"enumerate", "list", "tuple", "tqdm"})
@@ -97,9 +97,9 @@ _DIRECT = frozenset({"all_reduce", "all_gather", "reduce", "broadcast"})
 # for backward()
 _WRAPS_MODEL = re.compile(r"\b(DistributedDataParallel|DDP)\(")
 _MAY_NOT_REDUCE = re.compile(  # where a function has it, its backward() is not judged
-    r"no_(backward_)?sync|require_backward_grad_sync|\baccumulate\(|no_grad|inference_mode|set_grad_enabled\((?!True)"
-    r"|requires_grad_\(False"
+    r"no_(backward_)?sync|require_backward_grad_sync|\baccumulate\(|set_grad_enabled\((?!True)|requires_grad_\(False"
 )
+_WITHOUT_GRADIENT = re.compile(r"no_grad|inference_mode")
 _CUTS = re.compile(  # what a tensor says of itself, and what has no gradient
     r"dtype|device|shape|n?dim|size|numel|nelement|stride|layout|requires_grad|element_size|is_(cuda|floating_point)|"
     r"detach_?|item|data|grad|tolist|numpy|long|int|float|bool|len|arg(max|min|sort|where)|\w+_like|tensor|from_numpy"
@@ -168,6 +168,11 @@ class Origins:
             else:
                 for block in blocks_of(node):
                     self._walk(block)
+            if isinstance(node, ast.With) and any(map(_WITHOUT_GRADIENT.search, map(ast.unparse, node.items))):
+                before = self._at[node]
+                new = {name: value for name, value in self._environment.items() if value is not before.get(name)}
+                cut = {name: value._replace(is_made=False) for name, value in new.items()}
+                self._environment = {**self._environment, **cut}
             if isinstance(node, ast.While):
                 self._at[node.test] = self._environment
 
