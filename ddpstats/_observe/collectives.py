@@ -105,11 +105,6 @@ def unsubscribe(subscriber: Subscriber) -> None:
                 _uninstall()
 
 
-def is_installed() -> bool:
-    """Return whether collectives are observed at the moment."""
-    return _kernels is not None
-
-
 # -- installation -----------------------------------------------------------------------------------------------------
 
 

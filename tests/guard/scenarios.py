@@ -681,6 +681,6 @@ def probe(name: str, mode: Any, bad: bool, record_dir: str | None = None) -> End
         )
         after_sec = time.monotonic() - began
         ending = Ending(type(error).__name__, str(error), culprits, missing, events, after_sec)
-    assert not collectives.is_installed(), "the guard left something behind"
+    assert not collectives._subscribers, "the guard left something behind"
     assert not [t for t in threading.enumerate() if t.name.startswith("ddpstats-guard")], "a thread is left"
     return ending

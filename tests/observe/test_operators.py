@@ -51,7 +51,7 @@ def test_a_torch_that_does_not_name_reduce_ops_is_refused_by_the_guard_alone(mon
     monkeypatch.setattr(operators, "operators_name_reduce_op", False)
     with pytest.raises(ConfigError, match=f"needs torch 2.10 or newer, and this is torch {torch.__version__[:4]}"):
         collective_guard("strict").__enter__()
-    assert not collectives.is_installed()
+    assert not collectives._subscribers
     collectives.subscribe(seen := _Seen())
     with group_of_one("test") as only:
         only[0].allreduce([torch.ones(1)]).wait()

@@ -131,7 +131,6 @@ class RefBackend final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "refccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
-  void setTimeout(Milliseconds timeout) override { options_->timeout = timeout; }
   bool supportsCoalescing() const override { return true; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }

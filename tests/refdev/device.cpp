@@ -199,7 +199,6 @@ void resize_storage(const c10::Storage& storage, size_t bytes) {
 
 uint64_t draw_seed(const std::optional<at::Generator>& generator) {
   const at::Generator& chosen = generator && generator->defined() ? *generator : hooks.getDefaultGenerator(-1);
-  TORCH_CHECK(chosen.device().type() == kDevice, "Expected a generator of refdev, but found one of ", chosen.device());
   auto* state = chosen.get<Generator>();
   std::lock_guard<std::mutex> lock(state->mutex_);
   return state->engine->random64();

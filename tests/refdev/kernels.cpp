@@ -44,13 +44,6 @@ IValue exchanged(const IValue& value, const Exchange& exchange) {
   if (value.isTensor()) {
     return value.toTensor().defined() ? IValue(exchange(value.toTensor())) : value;
   }
-  if (value.isTensorList()) {
-    c10::List<Tensor> tensors;
-    for (const Tensor& tensor : value.toTensorVector()) {
-      tensors.push_back(exchange(tensor));
-    }
-    return tensors;
-  }
   if (value.isList()) {
     const auto list = value.toList();
     c10::impl::GenericList copy(list.elementType());
@@ -117,12 +110,8 @@ int common_device(const OperatorHandle& operation, const Stack& arguments) {
 // Hides what the device calls for itself from modes of Python: a dump would record it.
 class WithoutModes {
  public:
-  WithoutModes() {
-    at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::ALL_DISABLED);
-  }
-  ~WithoutModes() {
-    at::impl::PythonTorchFunctionTLS::set_disabled_state(before_);
-  }
+  WithoutModes() { at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::ALL_DISABLED); }
+  ~WithoutModes() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before_); }
 
  private:
   at::impl::TorchFunctionDisabledState before_ = at::impl::PythonTorchFunctionTLS::get_disabled_state();

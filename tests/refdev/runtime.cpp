@@ -137,7 +137,6 @@ void* allocate(size_t bytes, int device) {
   auto& blocks = memory.free_blocks[size];
   void* address = nullptr;
   if (blocks.empty()) {
-    TORCH_CHECK_WITH(OutOfMemoryError, memory.used + size <= kArena, "refdev out of memory: tried to allocate ", bytes);
     address = memory.device + memory.used;
     memory.used += size;
     memory.sizes[address] = size;
@@ -363,7 +362,6 @@ bool is_done(const MarkPtr& mark) {
 }
 
 double milliseconds(const MarkPtr& start, const MarkPtr& end) {
-  TORCH_CHECK(is_done(start) && is_done(end), "refdev error: an event is not complete yet");
   return std::chrono::duration<double, std::milli>(end->when - start->when).count();
 }
 
