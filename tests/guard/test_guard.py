@@ -113,8 +113,8 @@ def test_guard_within_a_guard_does_nothing_and_says_so_once(caplog: pytest.LogCa
         for inner in (collective_guard("step"), collective_guard("step"), outer):
             with inner:
                 pass
-        assert collectives.is_installed()
-    assert not collectives.is_installed()
+        assert collectives._subscribers
+    assert not collectives._subscribers
     nested = [record for record in caplog.messages if "this one does nothing" in record]
     assert nested == ["a collective_guard of mode 'strict' is active: this one does nothing."]
 
@@ -125,7 +125,7 @@ def test_another_torch_is_refused_and_nothing_is_patched(monkeypatch: pytest.Mon
     before = dist.Work.wait
     with pytest.raises(ConfigError, match=r"no c10d::allreduce_\(tensors, process_group, something_new\)"):
         collective_guard("strict").__enter__()
-    assert not collectives.is_installed()
+    assert not collectives._subscribers
     assert dist.Work.wait is before
 
 
@@ -269,7 +269,7 @@ def _python(code: str, **variables: str) -> str:
 
 
 def test_ddpstats_disable_disables_the_guard() -> None:
-    code = "import ddpstats; from ddpstats._observe import collectives; print(collectives.is_installed())"
+    code = "import ddpstats; from ddpstats._observe import collectives; print(collectives._subscribers)"
     assert _python(code, DDPSTATS_GUARD="step") == "True\n"
     assert _python(code, DDPSTATS_GUARD="step", DDPSTATS_DISABLE="1") == "False\n"
 
