@@ -93,10 +93,15 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _run_command(command: str | list[str]) -> tuple[int, str, str]:
-    """Run a command of `collect_env`; its own function for that waits for ever."""
-    options: Any = {"shell": isinstance(command, str), "capture_output": True, "text": True, "errors": "replace"}
-    ended = subprocess.run(command, **options, timeout=_COMMAND_SEC)
-    return ended.returncode, ended.stdout.strip(), ended.stderr.strip()
+    """Run a command of `collect_env`, whose own function for that has no limit. Raises `subprocess.TimeoutExpired`."""
+    options: Any = {"shell": isinstance(command, str), "text": True, "errors": "replace", "start_new_session": True}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    try:
+        out, err = process.communicate(timeout=_COMMAND_SEC)
+    except subprocess.TimeoutExpired:  # one that hangs in a driver cannot be waited for even when it is killed
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, out.strip(), err.strip()
 
 
 # -- all ranks together -----------------------------------------------------------------------------------------------

@@ -139,10 +139,14 @@ class Collectives:
         if last_name(call.func) == "backward":
             return (Collective("backward", call, agrees=False),) if call in self.reducing else ()
         if call not in self._known:
-            if time.process_time() > self._end:
-                raise TooLongError
+            self.check_time()
             self._known[call] = self._through(call) or self.of_library(call)
         return self._known[call]
+
+    def check_time(self) -> None:
+        """Raise `TooLongError` where the file has had its time."""
+        if time.process_time() > self._end:
+            raise TooLongError
 
     def among(self, nodes: Sequence[ast.AST]) -> list[Collective]:
         """Return the collectives of all ranks in the nodes, in the order of the text."""

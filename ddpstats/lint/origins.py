@@ -62,10 +62,10 @@ _RANK = re.compile(
 )
 _RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK"})
 _IS_OF_A_CLASS = re.compile(r"(\w+\.)*(self|cls|[A-Z]\w*)\.[A-Z][A-Z0-9_]*")  # a constant, perhaps of another file
-# what a rank has read or computed for itself
 _OTHER_RANK = re.compile(r"n?dim(ension)?\b|len\(|matrix_rank|\.index\(")  # of a tensor, a matrix, in a list
 _ADAPTERS = re.compile(r"(?i)lora|adapter|low_?rank|svd|power_?sgd|tucker|decompos")
 _CONFIGURED = re.compile(r"(?i)args|config|cfg|opts?\b|hparams|split\(")
+# what a rank has read or computed for itself
 _DATA = re.compile(
     r"(?i).*?(^|_)(batch(es)?|samples?|loss(es)?|preds?|predictions?|outputs?|results?|stats?|metrics?|logits|labels?|"
     r"targets?|inputs?|tokens|utts?|boxes|masks?|feats?|features?|embeddings?|images?|examples?|completions?)"
@@ -148,6 +148,7 @@ class Origins:
 
     def _walk(self, statements: Sequence[ast.stmt]) -> None:
         for node in statements:
+            self._collectives.check_time()
             for part in parts_of(*heads_of(node)):
                 self._expression(part)
             self._at[node] = self._environment
