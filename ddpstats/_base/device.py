@@ -31,18 +31,26 @@ def accelerator() -> torch.device | None:
 def accelerator_in_use() -> bool:
     """Return False only where no tensor can be anywhere but in host memory: then none of them need be asked."""
     device = accelerator()
-    return device is not None and bool(of_module(device, "is_initialized", lambda: True)())
+    return device is not None and bool(_ask(device, "is_initialized", True))
 
 
 def is_capturing() -> bool:
     """Return whether a graph of the accelerator is captured on the current stream: then it may not be read."""
     device = accelerator() if accelerator_in_use() else None
-    return device is not None and bool(of_module(device, "is_current_stream_capturing", bool)())
+    return device is not None and bool(_ask(device, "is_current_stream_capturing", False))
 
 
 def of_module(device: torch.device, name: str, default: Any = None) -> Any:
     """Return what the device's module has under ``name``; ``default`` where it has no such thing."""
     return getattr(getattr(torch, device.type, None), name, default)
+
+
+def _ask(device: torch.device, name: str, default: Any, *arguments: Any) -> Any:
+    """Return what the function of the device's module returns; ``default`` where it is missing, or raises."""
+    try:
+        return of_module(device, name)(*arguments)
+    except Exception:  # of any type, as a plugin likes
+        return default
 
 
 def device_kinds() -> tuple[str, ...]:
@@ -53,8 +61,7 @@ def device_kinds() -> tuple[str, ...]:
 
 def device_name(device: torch.device) -> str:
     """Return what the maker calls the device; empty where its module does not say."""
-    function = of_module(device, "get_device_name")
-    return "" if function is None else str(function(device))
+    return str(_ask(device, "get_device_name", "", device))
 
 
 @functools.cache
@@ -62,6 +69,8 @@ def widest_float(device: torch.device) -> torch.dtype:
     """Return float64; float32 on a device that does not compute in float64."""
     try:
         torch.ones(1, dtype=torch.float64, device=device).mul(2)
+    except torch.OutOfMemoryError:  # says nothing of the dtype
+        raise
     except Exception:  # of any type, as a device likes
         return torch.float32
     return torch.float64
@@ -136,9 +145,10 @@ def record_event(device: torch.device | None = None, *, timing: bool = False) ->
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Wait for ``end``, and return the device's seconds between both events; 0 where the device does not count them."""
-    if not end.query():
-        end.synchronize()
+    """Wait for both events, and return the device's seconds between them; 0 where it does not count them."""
+    for event in (start, end):
+        if not event.query():
+            event.synchronize()
     with suppress(RuntimeError):
         return float(start.elapsed_time(end)) / 1000
     return 0.0
@@ -181,9 +191,11 @@ class HostCopy:
 
 
 def random_state(device: torch.device) -> torch.Tensor | None:
-    """Return the state of the device's own generator; None of the CPU, and of a device whose module has none."""
-    function = None if device.type == "cpu" else of_module(device, "get_rng_state")
-    return None if function is None else function(*_index(device))
+    """Return the state of the device's own generator; None of the CPU, and where it cannot be read and set."""
+    if device.type == "cpu" or of_module(device, "set_rng_state") is None:
+        return None
+    state: torch.Tensor | None = _ask(device, "get_rng_state", None, *_index(device))
+    return state
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:

@@ -277,11 +277,12 @@ def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
     call = Collective(_ALL_REDUCE, view, tensors, tensors)
     call.reduce_op, call.blocking = reduce_op_name(options.reduceOp.op), not getattr(options, "asyncOp", True)
     call.limit = options
+    backend = backend_of(self, HOST)  # raises torch's error where the group has none
     for subscriber in _subscribers:
         subscriber.before(call)
     if call.timeout_ms is not None:
         options = _limited(options, timedelta(milliseconds=call.timeout_ms))
-    work = backend_of(self, HOST).allreduce(tensors, options)
+    work = backend.allreduce(tensors, options)
     for subscriber in _subscribers:
         subscriber.after(call, work)
     return work

@@ -63,6 +63,11 @@ NCCL_LOST = (
 """What NCCL says where another rank is lost. Its ``ncclUnhandledCudaError`` is of this rank's own device."""
 
 
+def nccl_reason(text: str) -> str:
+    """Return what NCCL gives as the reason for an aborted communicator; all of the text where it gives none."""
+    return text.rpartition("Original reason for failure was:")[2]
+
+
 # -- processes --------------------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from ddpstats._base.text import ranks_text
 from ddpstats._observe.gradient_norms import any_bad
 from ddpstats._observe.gradients import GradientWatch
 from ddpstats._ranks.calls import channel_of
-from ddpstats._ranks.failure import NCCL_LOST
+from ddpstats._ranks.failure import NCCL_LOST, nccl_reason
 from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.codec import CannotStore, to_plain
 from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step, scale_of
@@ -212,7 +212,6 @@ class NaNCapture(StepWatch):
 
     def _begin(self, running: _RunningMicroBatch, batch: Any) -> MicroBatch:
         self._refuse_micro_batch()
-        self._channel.note("")
         micro = self._record.begin(batch)
         if not self._batches_checked:
             self._check_batch(micro)
@@ -387,5 +386,5 @@ def _refuse_problems(trees: Mapping[int, Mapping[str, Any]]) -> None:
 
 def is_lost_connection(error: BaseException) -> bool:
     """Return whether an error is of the connection to another rank, and not of this rank's own step."""
-    text = str(error).lower()
+    text = nccl_reason(str(error)).lower()
     return isinstance(error, RuntimeError) and any(word in text for word in _LOST)

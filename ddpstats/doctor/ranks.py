@@ -100,6 +100,8 @@ def _run_command(command: str | list[str]) -> tuple[int, str, str]:
         out, err = process.communicate(timeout=_COMMAND_SEC)
     except subprocess.TimeoutExpired:  # one that hangs in a driver cannot be waited for even when it is killed
         os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=1)
         raise
     return process.returncode, out.strip(), err.strip()
 

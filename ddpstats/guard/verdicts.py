@@ -26,7 +26,7 @@ from ddpstats._base.text import ranks_text
 from ddpstats._observe import collectives
 from ddpstats._observe.frames import main_position
 from ddpstats._observe.operators import Collective
-from ddpstats._ranks.failure import NCCL_LOST
+from ddpstats._ranks.failure import NCCL_LOST, nccl_reason
 from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, GuardFinding, message_place
@@ -44,7 +44,6 @@ _BROKEN = re.compile(
     + "|".join(NCCL_LOST),
     re.IGNORECASE,
 )
-_ABORTED = re.compile(r"communicator was aborted", re.IGNORECASE)
 _REFUSED = re.compile(r"\[enforce fail at ")
 _REFUSED_SEC = 2.0  # for the other ranks to begin a collective whose arguments gloo has refused here
 _NOTICE_SEC = 0.5  # for a rank whose own timeout has passed to report that, once it has closed its connections
@@ -235,8 +234,8 @@ class Verdicts:
 
         So does each one of NCCL's after one that broke: then a rank is lost, and no time is over.
         """
-        group, text = self._session.find(call.view), str(error)
-        if group is not None and _BROKEN.search(text) and not _ABORTED.search(text):
+        group, text = self._session.find(call.view), nccl_reason(str(error))
+        if group is not None and _BROKEN.search(text) and "communicator was aborted" not in text:
             self.give_up(group)
 
     def is_own_timeout(self, error: RuntimeError, group: Group, limit: Limit) -> bool:
@@ -365,7 +364,7 @@ class Verdicts:
         with self.agreement.store.within(GLANCE_SEC):
             left = {} if self.agreement.is_lost else self.agreement.left()  # deaths are known without the store
             gone, dead = others & left.keys(), self.agreement.dead(others - left.keys())
-            behind = self._behind(group, seq, note, is_on_host) if gone or (dead and not is_on_host) else set()
+            behind = self._behind(group, seq, note, is_on_host=False) if gone or (dead and not is_on_host) else set()
         early = {rank for rank in gone if rank in behind or left[rank].counts.get(group.name, 0) < seq}
         return early | (dead if is_on_host else dead & behind)
 
@@ -450,7 +449,7 @@ def add_note(error: RuntimeError, text: str) -> None:
 
 def is_broken(error: BaseException) -> bool:
     """Return whether a backend says so that another rank is gone, or late, in a wait that torch itself does."""
-    if not isinstance(error, RuntimeError) or not _BROKEN.search(str(error)):
+    if not isinstance(error, RuntimeError) or not _BROKEN.search(nccl_reason(str(error))):
         return False
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith(_WAITS_IN)

@@ -187,7 +187,8 @@ class FlowWalk:
     def _missed(self, later: _Later, exit_: ast.stmt) -> list[Collective]:
         """Return the collectives behind an exit, without those whose conditions exclude the exit's."""
         excluding = {(text, not holds) for text, holds in self._conditions.get(exit_, ())}
-        return [each for each in later.get(type(exit_), ()) if excluding.isdisjoint(self._conditions.get(each.call, ()))]
+        behind = later.get(type(exit_), ())
+        return [each for each in behind if excluding.isdisjoint(self._conditions.get(each.call, ()))]
 
     def _missed_sometimes(self, later: _Later, exit_: ast.stmt) -> list[Collective]:
         """As `_missed`, but a rank that begins an endless loop's turn again only comes later."""

@@ -128,10 +128,18 @@ def test_a_device_that_counts_no_time() -> None:
     assert end.has_come
 
 
-def test_a_backend_without_anything_says_nothing() -> None:
-    """A plugin has registered its name, and neither a module nor a device."""
+FAILS = (
+    "def fail(*arguments): raise NotImplementedError\n"
+    "names = 'is_initialized is_current_stream_capturing get_device_name current_stream get_rng_state set_rng_state'\n"
+    "import types; torch.bare = types.SimpleNamespace(**dict.fromkeys(names.split(), fail))\n"
+)
+
+
+@pytest.mark.parametrize("module", ["", FAILS], ids=["no module", "a module whose functions raise"])
+def test_a_backend_without_anything_says_nothing(module: str) -> None:
+    """A plugin has registered its name, and no device."""
     program = (
-        "import torch; torch.utils.rename_privateuse1_backend('bare')\n"
+        f"import torch; torch.utils.rename_privateuse1_backend('bare')\n{module}"
         "import ddpstats; from ddpstats._base import device as devices\n"
         "from ddpstats._observe.torch_compat import no_dispatch_no_grad\n"
         "bare = torch.device('bare', 0)\n"

@@ -89,9 +89,8 @@ def test_checks_in_one_call_wait_for_the_device_no_more_than_by_their_own(
 
 
 def test_one_rank_with_the_backend_of_the_device(on_rank: Run, device: str, tmp_path: Path) -> None:
-    backends = {"cpu": "gloo", "refdev": "refccl", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
     assert on_rank(runs.alone, device, str(tmp_path)) == {
-        "backend": backends[device],
+        "backend": "refccl" if device == "refdev" else accelerator.backend_of(device),
         "all_reduce": ([1.0, 1.0], 1),
         "stats": {"a": 2.0},
         "decision": True,

@@ -74,29 +74,28 @@ def test_fault_is_named_on_every_rank(ranks: Ranks, gpu: str, name: str, mode: s
         ("sends more", "What differs: the shape"),
     ],
 )
-def test_fault_of_a_program_is_named_on_every_rank(device: str, case: str, text: str, mode: str) -> None:
-    done = programs.on_ranks("-m", "ddpstats", "run", "--guard", mode, PROGRAM, device, case)
+def test_fault_of_a_program_is_named_on_every_rank(gpu: str, case: str, text: str, mode: str) -> None:
+    done = programs.on_ranks("-m", "ddpstats", "run", "--guard", mode, PROGRAM, gpu, case)
     assert 0 not in done.statuses
     assert text in done.stderr
-    assert "ddpstats.errors." in done.stderr, (
-        done.stderr
-    )  # in full by one rank; the other has its own error, or a line:
+    assert "ddpstats.errors." in done.stderr, done.stderr  # in full by one rank
+    # the other one has its own error, or a line
     assert re.search(r"ValueError: bad batch$|^rank \d: \w+: rank 0: ", done.stderr, re.MULTILINE), done.stderr
 
 
 @pytest.mark.parametrize("mode", ["strict", "step"])
-def test_rank_that_died_is_named(device: str, mode: str) -> None:
-    done = programs.on_ranks("-m", "ddpstats", "run", "--guard", mode, PROGRAM, device, "dies")
+def test_rank_that_died_is_named(gpu: str, mode: str) -> None:
+    done = programs.on_ranks("-m", "ddpstats", "run", "--guard", mode, PROGRAM, gpu, "dies")
     assert 0 not in done.statuses
-    if device in ("cpu", "refdev"):  # NCCL may end the others before the guard knows
+    if gpu == "refdev":  # NCCL may end the others before the guard knows
         assert "rank 1: the process is gone" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("case", ["right", "barriers"])
-def test_program_that_is_right_trains_to_the_same_bits(device: str, case: str) -> None:
+def test_program_that_is_right_trains_to_the_same_bits(gpu: str, case: str) -> None:
     weights = set()
     for mode in ("strict", "step") if case == "barriers" else ("off", "strict", "step"):
-        done = programs.on_ranks("-m", "ddpstats", "run", "--guard", mode, PROGRAM, device, case)
+        done = programs.on_ranks("-m", "ddpstats", "run", "--guard", mode, PROGRAM, gpu, case)
         assert done.statuses == [0, 0], done.stderr
         assert mode == "off" or "2 ranks agree" in done.stderr
         weights.update(re.findall(r"weights (.*)", done.stdout))

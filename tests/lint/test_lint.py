@@ -46,6 +46,13 @@ def test_finding_has_location_reason_and_fix(tree: Path, capsys: pytest.CaptureF
     assert last == "1 finding in 2 files"
 
 
+def test_an_exit_before_a_match_skips_what_is_in_it(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    branch = "    if rank != 0:\n        return\n    match kind:\n        case 1:\n            dist.barrier()\n"
+    Path("src/match.py").write_text(f"import torch.distributed as dist\ndef save(rank, kind):\n{branch}")
+    assert cli.main(["lint", "src/match.py"]) == 1
+    assert "early-exit: return skips barrier (line 7)" in capsys.readouterr().out
+
+
 def test_clean_file_exits_0(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lint", "src/legal.py", "src/legal.py"]) == 0
     assert capsys.readouterr().out == "nothing found in 1 file\n"

@@ -67,7 +67,7 @@ def broken_group(dirpath: str, what: str) -> str:
         os._exit(1)
     try:
         with _watcher(dirpath, what, model) as micro_batch, micro_batch(None):
-            for _ in range(1000):
+            for _ in range(5000):
                 dist.all_reduce(tensor, async_op=True)
                 time.sleep(0.02)
     except RankMissing as error:

@@ -92,8 +92,8 @@ def waits() -> list[float]:
     seconds = []
     for read in (x.sum().item, x.cpu, x.nonzero, lambda: torch.zeros(4).to("refdev"), torch.accelerator.synchronize):
         torch.accelerator.synchronize()
-        refdev.occupy(0.3)
         start = time.monotonic()
+        refdev.occupy(0.3)
         read()
         seconds.append(time.monotonic() - start)
     return seconds
@@ -125,31 +125,33 @@ def streams() -> tuple[float, float, float, float]:
     for is_ordered in (False, True):
         x = torch.zeros((), device="refdev")
         torch.accelerator.synchronize()
-        refdev.occupy(0.5)
+        refdev.occupy(LIMIT_SEC)
         x.add_(1)
         if is_ordered:
             other.wait_stream(torch.accelerator.current_stream())
+            refdev.release()
         with other:
-            y = x + 0
+            values.append(x + 0)
         other.synchronize()
-        values.append(y.to("cpu").item() if is_ordered else 0.0)
-        if not is_ordered:
-            early = y
+        refdev.release()
     start, end = (torch.Event("refdev", enable_timing=True) for _ in range(2))
     start.record()
-    refdev.occupy(0.2)
+    refdev.occupy(LIMIT_SEC)
     end.record()
     is_early = float(end.query())
+    time.sleep(0.2)
+    refdev.release()
     end.synchronize()
-    return early.item(), values[1], start.elapsed_time(end), is_early
+    return values[0].item(), values[1].item(), start.elapsed_time(end), is_early
 
 
 def error_that_stays() -> list[str]:
     refdev = register()
     x, index = torch.ones(3, device="refdev"), torch.tensor([7], device="refdev")
     messages = []
-    refdev.occupy(0.5)
+    refdev.occupy(LIMIT_SEC)
     total = x[index].sum()  # the host learns of it later
+    refdev.release()
     for read in (total.item, torch.accelerator.synchronize, lambda: x + 1):
         try:
             read()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def test_adds_to_a_window_wait_for_nothing_and_its_flush_waits_once(refdev_rank: RankPool) -> None:
+def test_adds_to_a_window_wait_for_nothing_and_its_flush_copies_nothing(refdev_rank: RankPool) -> None:
     adds, flush, mean = refdev_rank.run(runs.window_adds).values()[0]
     assert {"synchronizations", "host_reads"}.isdisjoint(adds)
     assert adds["copies_to_host"] == 5

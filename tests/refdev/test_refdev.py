@@ -35,7 +35,7 @@ def test_the_host_cannot_read_the_memory(refdev: None) -> None:
 def test_streams_are_not_ordered_without_an_event(refdev_rank: RankPool) -> None:
     early, ordered, milliseconds, is_early = refdev_rank.run(runs.streams).values()[0]
     assert (early, ordered, is_early) == (0.0, 1.0, 0.0)
-    assert 190 < milliseconds < 5000
+    assert milliseconds > 190
 
 
 def test_an_asynchronous_error_stays(refdev: None) -> None:
