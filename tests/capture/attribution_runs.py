@@ -105,17 +105,22 @@ def _same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 
 def attributed(
-    dirpath: str, trained: str, step_fn: str, batch_value: float | None = None, keeps_loss: bool = True
+    dirpath: str,
+    trained: str,
+    step_fn: str,
+    batch_value: float | None = None,
+    keeps_loss: bool = True,
+    device: str = "cpu",
 ) -> tuple[CaptureVerdict, bool]:
     """Return the verdict on one step, and whether the reruns left the training as it was.
 
     ``batch_value`` is what rank 1's batch is filled with; ``keeps_loss``: the capture learns the loss.
     """
     _calls.clear()
-    model = make_model({"in_float16": "one layer", "without_room": "large"}.get(trained, ""))
+    model = make_model({"in_float16": "one layer", "without_room": "large"}.get(trained, "")).to(device)
     module = DistributedDataParallel(model)
     with NaNCapture(dirpath, model=module, attribute=True, step_fn=globals()[step_fn]) as capture:
-        batch = batch_of(0)
+        batch = {name: tensor.to(device) for name, tensor in batch_of(0).items()}
         if rank() == 1 and batch_value is not None:
             batch["x"].fill_(batch_value)
         with capture.micro_batch(batch) as micro:

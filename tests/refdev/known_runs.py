@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import time
@@ -20,8 +21,10 @@ from ddpstats import CollectiveMismatch, NaNCapture, RankMissing, Sentinel, coll
 from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.groups import longest_timeout_sec
 from ddpstats._rerun.state import RandomState
+from ddpstats.capture import CaptureVerdict
 from ddpstats.testing import BitFlip, inject_bit_flips
 from tests import training
+from tests.capture import attribution_runs
 
 from .runs import join
 
@@ -235,6 +238,15 @@ def raises_and_lives_on(dirpath: str, syncs: bool) -> list[str]:
                 break
             model.zero_grad()
     return told
+
+
+def attributed(dirpath: str, step: str) -> tuple[CaptureVerdict, bool, int]:
+    """Return the verdict on a step, whether its reruns left the training as it was, and the bytes they left behind."""
+    join()
+    before = torch.accelerator.memory_allocated()
+    verdict, is_untouched = attribution_runs.attributed(dirpath, step, step, 1.0, device="refdev")
+    gc.collect()
+    return verdict, is_untouched, torch.accelerator.memory_allocated() - before
 
 
 def _batch(step: int, micro: int = 0) -> training.Batch:

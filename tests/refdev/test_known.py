@@ -163,3 +163,19 @@ def test_values_that_the_device_has_not_made_yet_are_waited_for(refdev_rank: Ran
 
 def test_the_state_of_the_device_s_generator_is_kept_beside_the_cpu_s(refdev_rank: RankPool) -> None:
     assert refdev_rank.run(runs.random_state_of_the_device).values() == [[True] * 4]
+
+
+@pytest.mark.parametrize(
+    ("step", "texts"),
+    [
+        ("transient", ["a race or a transient fault on rank 1", "finite in 2 of 2 runs"]),
+        ("broken_device", ["hardware of rank 1 (host ", "rank 0 gets finite ones"]),
+    ],
+)
+def test_the_cause_of_a_nan_is_found_by_reruns_on_the_device(
+    refdev_ranks: RankPool, tmp_path: Path, step: str, texts: list[str]
+) -> None:
+    for verdict, is_untouched, left_bytes in refdev_ranks.run(runs.attributed, str(tmp_path), step).values():
+        assert all(text in verdict.attribution for text in texts), verdict.attribution
+        assert is_untouched
+        assert left_bytes < 100_000  # parameters take 2,000; caches of the library are small
