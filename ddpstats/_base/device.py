@@ -204,4 +204,4 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # of which there is one
+    return () if device.type == "mps" else (device,)  # MPS is one device

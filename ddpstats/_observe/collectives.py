@@ -60,7 +60,7 @@ from ddpstats.errors import ConfigError
 
 
 class Subscriber(Protocol):
-    """Base of what sees collectives, in the thread that issues them."""
+    """Base class of whatever sees collectives, in the thread that issues them."""
 
     def before(self, call: Collective) -> None:
         """Called before it runs. Whatever this raises, the caller gets, and the collective does not run."""

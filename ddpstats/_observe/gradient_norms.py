@@ -45,8 +45,7 @@ def any_bad(gradients: Sequence[Tensor | None], norms: Sequence[Tensor] = ()) ->
         if not vectors:
             return False
         device = vectors[0].device
-        wide = widest_float(device)
-        if math.isfinite(torch.cat([vector.to(device, wide) for vector in vectors]).sum().item()):
+        if math.isfinite(torch.cat([vector.to(device, widest_float(device)) for vector in vectors]).sum().item()):
             return False
         on_host = [measure(values), *(vector.to("cpu", torch.float64) for vector in norms)]
         return not bool(torch.cat(on_host).isfinite().all())

@@ -136,15 +136,13 @@ def default_store() -> Any:
 def start_fake_group(rank: int, world_size: int) -> None:
     """Make this process one rank of torch's "fake" backend: for tensors of any device, also of a plugin loaded later.
 
-    That of torch itself is for those of four kinds of devices alone.
+    Torch's own covers four kinds of devices alone.
     """
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     group: Any = dist.group.WORLD
-    known: list[str] = dist.Backend.backend_capability["fake"]
     for kind in ("privateuseone", "mps", "mtia"):
         group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.CUSTOM, backend_of(group, HOST))
-        if kind not in known:
-            known.append(kind)  # for groups that the program makes
+        dist.Backend.backend_capability["fake"].append(kind)  # for groups that the program makes
 
 
 # -- what is known of a group -----------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ _MAX_POSITION_BYTES = 2000
 
 
 class OwnRank(Protocol):
-    """The guard of this process, as its agreement asks it, and tells it verdicts. Called from any thread."""
+    """An agreement asks the guard of this process through it, and delivers verdicts. Called from any thread."""
 
     def report_status(self, name: str) -> RankStatus:
         """Return what this rank knows of itself about one group."""

@@ -230,12 +230,9 @@ class Verdicts:
         return group.is_given_up
 
     def note_failure(self, call: Collective, error: RuntimeError) -> None:
-        """Note that a collective has failed while it was issued: torch's own barrier with a timeout does so.
-
-        So does each one of NCCL's after one that broke: then a rank is lost, and no time is over.
-        """
-        group, text = self._session.find(call.view), nccl_reason(str(error))
-        if group is not None and _BROKEN.search(text) and "communicator was aborted" not in text:
+        """Note that a collective has failed while it was issued: torch's own barrier with a timeout does so."""
+        group = self._session.find(call.view)
+        if group is not None and ends_by_timeout(str(error)):
             self.give_up(group)
 
     def is_own_timeout(self, error: RuntimeError, group: Group, limit: Limit) -> bool:
@@ -445,6 +442,15 @@ def add_note(error: RuntimeError, text: str) -> None:
         error.add_note(f"ddpstats: {text}")
     else:
         log.warning("ddpstats: %s", text)
+
+
+def ends_by_timeout(text: str) -> bool:
+    """Return whether a collective that failed while it was issued may have failed for a timeout.
+
+    All of NCCL's fail so after one that broke: then the reason that NCCL gives decides, and without any a rank is lost.
+    """
+    reason = nccl_reason(text)
+    return bool(_BROKEN.search(reason) and ("communicator was aborted" not in text or _TIMED_OUT.search(reason)))
 
 
 def is_broken(error: BaseException) -> bool:

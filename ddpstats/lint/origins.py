@@ -107,7 +107,10 @@ _CUTS = re.compile(  # what a tensor says of itself, and what has no gradient
 
 
 class Value(NamedTuple):
-    """What is known of a variable. ``is_model``: DistributedDataParallel may wrap it. ``is_made``: by such a model."""
+    """A variable's origin, and how models concern it.
+
+    ``is_model``: DistributedDataParallel may wrap it. ``is_made``: such a model has made it.
+    """
 
     origin: Origin = None
     is_model: bool = False
@@ -345,7 +348,7 @@ class Origins:
         """Return whether it is a dict, and neither configuration nor written down in the text."""
         values = self._values.get(held.id, [])
         is_configured = any(isinstance(value, ast.Dict) or _CONFIGURED.search(ast.unparse(value)) for value in values)
-        is_dict = names_entries(held) and re.search(rf"\b{held.id}(\[|\.(items|keys|values|get)\b)", self.text)
+        is_dict = _names_entries(held) and re.search(rf"\b{held.id}(\[|\.(items|keys|values|get)\b)", self.text)
         return bool(is_dict) and not is_configured and not self._may_be_equal(held)
 
     # -- where a value came from --------------------------------------------------------------------------------------
@@ -446,16 +449,16 @@ class Origins:
         source = values[0] if len(values) == 1 else iterated
         args = source.args if isinstance(source, ast.Call) else []
         has_keys = any(
-            names_entries(argument) and f"{ast.unparse(argument)}[{target}]" in self.text for argument in args
+            _names_entries(argument) and f"{ast.unparse(argument)}[{target}]" in self.text for argument in args
         )
         if _is_set_of_strings(source, "keys" if has_keys else dotted(iterated)):
             return f"the set `{text_of(iterated)}`, whose strings each process hashes otherwise"
         if isinstance(iterated, ast.Call) and isinstance(iterated.func, ast.Attribute) and not iterated.args:
             held = iterated.func.value if iterated.func.attr in ("items", "keys", "values") else iterated
-            is_dict = names_entries(held) or self._is_for_any(target, call)
+            is_dict = _names_entries(held) or self._is_for_any(target, call)
         else:
             held = iterated
-            is_dict = names_entries(held) and f"{ast.unparse(held)}[{target}]" in self.text
+            is_dict = _names_entries(held) and f"{ast.unparse(held)}[{target}]" in self.text
         name = dotted(held)
         is_own = is_dict and name and not _SHARED.fullmatch(name) and self._is_own(name)
         return f"the dict `{name}`, which is that of its insertions on this rank" if is_own else ""
@@ -505,7 +508,7 @@ def _joined(values: Sequence[Value]) -> Value:
     return Value(_combined(origins), any(models), all(made))
 
 
-def names_entries(node: ast.expr) -> bool:
+def _names_entries(node: ast.expr) -> bool:
     """Return whether a dict is likely to hold this rank's statistics, and not its configuration or model."""
     return bool(_ENTRIES.fullmatch(last_name(node)))
 

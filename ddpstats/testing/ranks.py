@@ -54,7 +54,7 @@ class RankProcess:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `release`
         self._stderr_start = 0
         self._control, theirs = multiprocessing.Pipe()
-        _limit_stalls(self._control)
+        _limit_stall(self._control, socket.SO_RCVTIMEO, _STALL_SEC)
         environ = rank_environ(rank, world_size, store_port, env)
         with theirs:
             self.process = Fork(
@@ -62,8 +62,12 @@ class RankProcess:
             )
             self.process.start()
 
-    def send(self, payload: bytes) -> None:
-        """Send one frame. A rank that is gone or does not read is no error here: its answer does not come."""
+    def send(self, payload: bytes, limit_sec: float) -> None:
+        """Send one frame. A rank that is gone or does not read is no error here: its answer does not come.
+
+        ``limit_sec``: how long it may take to read on, positive. A large frame waits until a new rank has joined.
+        """
+        _limit_stall(self._control, socket.SO_SNDTIMEO, limit_sec)
         self._stderr_start = os.fstat(self._stderr.fileno()).st_size
         with contextlib.suppress(OSError):
             self._control.send_bytes(payload)
@@ -129,11 +133,10 @@ def rank_environ(rank: int, world_size: int, store_port: int, env: Mapping[str, 
     }
 
 
-def _limit_stalls(control: connection.Connection) -> None:
+def _limit_stall(control: connection.Connection, option: int, limit_sec: float) -> None:
     """Have a message that stops in its middle be an error: the rank hangs, and its time limit is to hold."""
     with socket.socket(fileno=os.dup(control.fileno())) as same:
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            same.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STALL_SEC, 0))
+        same.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(limit_sec) + 1, 0))
 
 
 def serve_store() -> TCPStore:
@@ -276,7 +279,7 @@ class RankPool:
                     self._processes.append(RankProcess(rank, self.world_size, self._store.port, self._env))
             deadline = time.monotonic() + timeout_sec
             for process, payload in zip(self._processes, payloads, strict=True):
-                process.send(payload)
+                process.send(payload, max(deadline - time.monotonic(), 0))
             answers = [process.receive(deadline) for process in self._processes]
             outcomes = [
                 RankOutcome(process.rank, error=process.explain_silence(timeout_sec))
@@ -297,7 +300,7 @@ class RankPool:
         processes = list(self._processes)
         try:
             for process in processes:
-                process.send(END)
+                process.send(END, _STALL_SEC)
             deadline = time.monotonic() + grace_sec
             for process in processes:
                 process.process.join(max(deadline - time.monotonic(), 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpstats._base.config import GuardMode
-from ddpstats.guard.verdicts import is_broken
+from ddpstats.guard.verdicts import ends_by_timeout, is_broken
 from ddpstats.testing import RankPool, run_ranks
 from tests.guard import verdict_runs as runs
 from tests.guard.tiers import tiers
@@ -96,3 +96,22 @@ def test_what_a_backend_says_of_a_lost_rank_is_known(text: str) -> None:
     except RuntimeError:
         assert is_broken(error)
     assert not is_broken(RuntimeError(text))  # the program has made it
+
+
+ABORTED = "NCCL communicator was aborted on rank 0."
+
+
+@pytest.mark.parametrize(
+    ("text", "is_timeout"),
+    [
+        ("Rank 0 failed to pass monitoredBarrier in 1000 ms", True),
+        (ABORTED, False),
+        (f"{ABORTED} Original reason for failure was: ncclRemoteError: A call failed", False),
+        (f"{ABORTED} Original reason for failure was: Watchdog caught collective operation timeout: WorkNCCL(", True),
+        (f"{ABORTED} Original reason for failure was: NCCL error: ncclUnhandledCudaError", False),
+        ("shape mismatch", False),
+    ],
+)
+def test_whether_a_collective_that_fails_at_once_has_timed_out(text: str, is_timeout: bool) -> None:
+    """Where it has, the program gets torch's error; where a rank is lost, the guard names it."""
+    assert ends_by_timeout(text) == is_timeout
