@@ -92,7 +92,7 @@ def average_with_weights(
     group: Any = None,
     nonfinite: NonFinitePolicy = "propagate",
 ) -> tuple[Any, torch.Tensor, list[LeafAverage]]:
-    """`recursive_average`, and each path with the weight that its own mean stands for: what a logger must average with.
+    """`recursive_average`, and each path with the weight of its mean: what a logger must average with.
 
     Collective in the same way. The tensors of the third result are the very objects of the first, in the same order.
     """

@@ -245,7 +245,7 @@ def meeting(world_size: int) -> Phase:
         for detector in detectors:
             tally.plays(detector.rank)
             detector.members.join = lambda: None  # type: ignore[method-assign]  # it has
-            detector.meet(time.monotonic() + LIMIT_SEC, 1.0)
+            detector.rendezvous(time.monotonic() + LIMIT_SEC, 1.0)
     return tally.take()
 
 
@@ -254,7 +254,7 @@ def missing_at_first_use(world_size: int, timeout_sec: float) -> Phase:
 
     def play(detector: FailureDetector) -> None:
         if detector.rank:
-            _name_rank_0(detector.meet(time.monotonic() + timeout_sec, 1.0))
+            _name_rank_0(detector.rendezvous(time.monotonic() + timeout_sec, 1.0))
 
     return _in_detectors(world_size, play)
 

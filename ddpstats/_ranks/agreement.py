@@ -3,8 +3,9 @@
 1. Each rank writes what it has to add up, and control lanes, into the group's buffer.
 2. One all_reduce(SUM). It is never conditional: a rank that is stale or failed takes part and says so in its lanes.
 3. Control lanes clean: all ranks made the same call with the same in common (`Site`). The sums are the answer.
-4. Not clean, on every rank: every rank sends every rank its status (`Agreement.tell`). What is wrong raises the same
-   error everywhere; else all ranks know the same, derive from it what they have in common now, and go back to 1.
+4. Not clean, on every rank: every rank sends every rank its status (`Agreement.exchange_statuses`). What is wrong
+   raises the same error everywhere; otherwise all ranks know the same, derive from it what they have in common now, and
+   go back to 1.
 
 ::
 
@@ -19,9 +20,9 @@ A sum alone does not prove that all ranks sent the same x: the sum of x and the 
 sums S1 and S2 agree exactly where S1 = W x and S2 = W x squared (the variance is zero). Both stay exact in float64 for
 fewer than 2**21 ranks.
 
-The size of the buffer is the capacity of the group, the same on all ranks and for all names: a call that meets another
-name's call meets a buffer of the same size, and the lanes show it. A buffer sized from a rank's own keys would abort
-the process.
+The size of the buffer is the capacity of the group, the same on all ranks and for all names: where calls of two names
+are paired, their buffers have one size, and the lanes show the mistake. A buffer sized from a rank's own keys would
+abort the process.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class Agreement:
         self.world_size, self.position = len(comm.ranks), comm.ranks.index(comm.rank)
         self.sites: OrderedDict[tuple[str, str | None], Site] = OrderedDict()
         self.buffer = Buffer(capacity_for(HEADER_LANES))
-        self.collectives = 0  # of this group so far: how ranks tell each other where they wait
+        self.collectives = 0  # of this group so far: how ranks report to each other where they wait
         self.deadline = 0.0
         self._nothing = Site()
 
@@ -183,7 +184,7 @@ class Agreement:
             assert len(values) <= _MOST_NUMBERS
             self.buffer.lanes[HEADER_LANES : HEADER_LANES + len(values)] = values
         if not self.sum(seal, counters):
-            self.tell(Status(call, self._nothing.agreed, failure), counters)
+            self.exchange_statuses(Status(call, self._nothing.agreed, failure), counters)
 
     # -- the one collective -------------------------------------------------------------------------------------------
 
@@ -231,7 +232,7 @@ class Agreement:
 
     # -- where the lanes were not clean -------------------------------------------------------------------------------
 
-    def tell(self, status: Status, counters: Counters) -> Statuses:
+    def exchange_statuses(self, status: Status, counters: Counters) -> Statuses:
         """Return every rank's status. Raises what is wrong with the call, on every rank."""
         counters.renegotiations += 1
         statuses = [
@@ -285,7 +286,7 @@ class Agreement:
     def _gather_padded(
         self, payload: bytes | bytearray, padded: int, sizes: Sequence[int], counters: Counters
     ) -> list[memoryview]:
-        """Return every rank's payload of at most ``padded`` bytes, and something else for larger ones."""
+        """Return every rank's payload of at most ``padded`` bytes, and an arbitrary part of a larger one."""
         if not padded:
             return [memoryview(b"")] * self.world_size
         self.count(counters, padded)

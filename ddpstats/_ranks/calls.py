@@ -1,4 +1,4 @@
-"""The calls of one group: one at a time, in call order, over a gloo group that stands beside the user's.
+"""The calls of one group: one at a time, in call order, over a gloo group beside the user's.
 
 1. All reducers of a group share its channel (`channel_of`). A call with nothing pending runs on the caller's thread;
    `Channel.submit` hands a call to the one worker, and calls that follow queue behind it.
@@ -240,7 +240,7 @@ class Channel:
             self._agreement = Agreement(self._connect(timeout_sec, lambda: None), self.group_name)
             return self._agreement
         if self._comm is None:
-            verdict = detector.meet(started + timeout_sec - slice_sec(timeout_sec), slice_sec(timeout_sec))
+            verdict = detector.rendezvous(started + timeout_sec - slice_sec(timeout_sec), slice_sec(timeout_sec))
             if verdict is not None:
                 raise self._close_with(verdict)
             self._comm = self._connect(left_sec(), detector.find_dead)  # the connection to the store is busy meanwhile
@@ -309,7 +309,7 @@ def refuse_in_fork(rank: int) -> NoReturn:
 def channel_of(group: Any) -> Channel:
     """Return the channel of ``group`` (None: the default group); one for this process where there is no other rank.
 
-    Raises ``ConfigError`` on a rank that is not a member. Local: ranks meet at the first reduction.
+    Raises ``ConfigError`` on a rank that is not a member. Local: the ranks' rendezvous is at the first reduction.
     """
     own = getattr(group, "channel", None)
     if isinstance(own, Channel):  # ranks that are threads (`ddpstats.testing`)

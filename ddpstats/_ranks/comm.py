@@ -3,7 +3,7 @@
 Every method of a `Comm` is a collective: all ranks of the group must call the same methods in the same order. Every
 method has a timeout and raises `CommFailed` where it could not be completed; `failure` decides what that means.
 
-How gloo waits (torch 2.13, measured): the timeout of an operation counts anew for every step of its ring, so a rank may
+How gloo waits (torch 2.13, measured): the timeout of an operation starts again at every step of its ring, so a rank may
 wait several times as long; a rank that gave up is not noticed by the others; ``abort()`` wakes no rank; and destroying
 a group joins its operations, so it blocks as long as they do. So `wait_in_slices` cuts the wait into slices, between
 which the rank looks for failures of others; and a group whose operation never ended is kept instead of destroyed.
@@ -121,7 +121,7 @@ class GlooComm:
     def __init__(
         self, ranks: tuple[int, ...], rank: int, store: BoundedStore, timeout_sec: float, watch: Watch = lambda: None
     ) -> None:
-        """``store``: a part of the group's store that no group has met on before."""
+        """``store``: a part of the group's store that no group has used before."""
         self.ranks = ranks
         self.rank = rank
         self.watch: Watch = watch
@@ -281,7 +281,7 @@ def refuse_fake(group: Any) -> None:
 def attempt_prefix() -> str:
     """Return the prefix of this attempt of a torchrun job, which earlier attempts do not use; on all ranks the same.
 
-    Ranks of a new attempt meet on the store of the one before. Each of torchrun's agents counts for itself (torch 2.13:
+    Ranks of a new attempt use the store of the one before. Each of torchrun's agents counts for itself (torch 2.13:
     one whose ranks were ended because those of another host had died counts nothing), so on several hosts the numbers
     say nothing.
     """
@@ -307,7 +307,7 @@ def group_store(group: dist.ProcessGroup) -> BoundedStore:
 
 
 def bounded_part(store: Any, name: str, group_words: str, prefix_of: Callable[[Any], str]) -> BoundedStore:
-    """Return the keys of ``store`` below a prefix, over a connection of its own.
+    """Return the keys of ``store`` below a prefix, over a separate connection.
 
     A wait in a TCPStore keeps all users of that object waiting: two groups could wait for each other.
     """

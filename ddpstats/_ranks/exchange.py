@@ -157,7 +157,7 @@ def _refuse_different_calls(statuses: Statuses, group_name: str) -> None:
     by_rank = {rank: _call_text(status.call) for status, ranks in statuses for rank in ranks}
     if len(set(by_rank.values())) < 2:
         return
-    lines = [f"ranks of {group_name} met in one collective with different calls:", *holders_lines(by_rank)]
+    lines = [f"ranks of {group_name} take part in one collective with different calls:", *holders_lines(by_rank)]
     lines.append(
         "All ranks must make the same calls in the same order. A rank with one call more or less than the others, "
         "or a call that only some ranks reach, is the usual cause. Nothing was reduced."

@@ -1,7 +1,7 @@
 """Every error about a missing, dead or late rank is decided and worded here: one failure, one verdict on all ranks.
 
 1. Each rank writes into the store which process it is. Ranks of one host see each other's processes live and die.
-2. `FailureDetector.meet`: before a group's first collective every rank waits until all have written that.
+2. `FailureDetector.rendezvous`: before a group's first collective every rank waits until all have written that.
 3. `poll`: a rank that waits in a collective looks whether a rank reported a failure, or a process of its host died.
 4. `decide`: the first rank whose collective failed reports that. Every rank that waits then answers with the number
    of its collective, and the ranks of its host that it sees alive. A verdict is due at once where a process is dead,
@@ -43,7 +43,7 @@ from ddpstats._ranks.store import (
 from ddpstats.errors import ConfigError
 
 _POLL_SEC = 0.05
-_LOOK_SEC = 0.5  # between two looks for processes that died while ranks meet
+_LOOK_SEC = 0.5  # between two looks for processes that died during the rendezvous
 _GLANCE_SEC = 1.0
 _BROKEN_SEC = 2.5  # from a broken connection to the verdict: for the answers of all ranks that wait
 _YIELD_SEC = 0.5  # after that, for the verdict of the rank that reads the answers
@@ -119,7 +119,7 @@ def _machine(pid: int) -> bytes:
 
 
 def _start_time(pid: int) -> int | None:
-    """Return when the process started, in clock ticks since boot; None if there is none, or only its zombie."""
+    """Return when the process started, in clock ticks since boot; None if it has ended, a zombie included."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -138,7 +138,7 @@ class StoreLoss(NamedTuple):
     def message(self, head: Iterable[str], closing: str = "") -> str:
         """Return the error's text. ``head``: lines that say what was not completed; ``closing``: its last sentence."""
         advice = f"Look at their output and at the network first. {closing}".rstrip()
-        cause = f"The store, which could tell who is missing, does not answer: {self.why}"
+        cause = f"The store, which could say which rank is missing, does not answer: {self.why}"
         return "\n".join([*head, self.line, advice, cause])
 
 
@@ -331,7 +331,7 @@ class FailureDetector:
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    def meet(self, deadline: float, longest_poll_sec: float) -> Verdict | None:
+    def rendezvous(self, deadline: float, longest_poll_sec: float) -> Verdict | None:
         """Join and wait for all other ranks; a verdict if one of them does not come before ``deadline``, or cannot."""
         started = looked = time.monotonic()
         reason = "this was the first use of the group, and not all ranks came"
@@ -494,7 +494,7 @@ class FailureDetector:
             time.sleep(shared_poll(_POLL_SEC, len(self.ranks)))
 
     def _decide_without_store(self, error: BaseException) -> Verdict:
-        if isinstance(error, ConfigError):  # it never was a store in which ranks can meet
+        if isinstance(error, ConfigError):  # it never was a store for a rendezvous
             raise error
         loss = self.members.diagnose_without_store(error, name=self.name)
         verdict = Verdict(loss.missing, loss.message([f"{self._what} was not completed:"], self._closing))

@@ -1,10 +1,10 @@
-"""The functions of torch beside the documented ones that `_ranks` needs, for `_observe.torch_compat` lies above it.
+"""The undocumented functions of torch that `_ranks` needs; `_observe.torch_compat` has those of the rooms above it.
 
 - ``ProcessGroup._set_default_backend``, ``_register_backend``, ``_set_group_name``, ``_set_group_desc``: a group that
   torch's registry knows nothing of. Tried when a group is made; without the first two there is no reduction (the first
   use of a group raises ``AttributeError``), without the last two the group has no name.
-- ``ProcessGroup.get_group_store`` (newer than torch 2.6), or ``distributed_c10d._world``: the store that a group met
-  on. Without either the first use of a group raises `ConfigError`.
+- ``ProcessGroup.get_group_store`` (newer than torch 2.6), or ``distributed_c10d._world``: the store of a group's
+  rendezvous. Without either the first use of a group raises `ConfigError`.
 - ``Store.clone`` (newer than torch 2.6): another connection to the same store. Without it one is made to a `TCPStore`'s
   host and port, and any other store is shared with the program.
 - ``distributed_c10d._default_pg_init_method``: whether torch made that store. Without it no rank is known to serve it,
@@ -26,7 +26,7 @@ OWN_GROUP = "ddpstats"  # the name and the description of groups that carry our 
 
 
 def gloo_backend(store: Any, rank: int, size: int, timeout_sec: float) -> Any:
-    """Connect a gloo backend to the other ranks, which meet at ``store``. Raises what the store and gloo raise."""
+    """Connect a gloo backend to the other ranks through ``store``. Raises what the store and gloo raise."""
     kind: Any = dist.distributed_c10d.ProcessGroupGloo
     return kind(store, rank, size, timedelta(seconds=timeout_sec))
 
@@ -35,7 +35,7 @@ def group_around(backend: Any, store: Any, rank: int, size: int, name: str) -> A
     """Return a process group of that backend alone, for tensors in host memory. Local.
 
     Not `dist.new_group`: only the members of a subgroup may be asked to call it, and with
-    ``use_local_synchronization=True`` it makes up the name under which ranks meet from the *number* of groups that this
+    ``use_local_synchronization=True`` it makes up the name of the rendezvous from the *number* of groups that this
     process has (torch 2.13, ``_hash_ranks_to_str``). Ranks 0 and 1 of the groups [0, 1] and [1, 2] would wait for each
     other under two names.
     """
@@ -65,7 +65,7 @@ def done_within(work: Any, limit: timedelta, wait: Callable[..., Any] | None = N
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """Return the store that the ranks of ``group`` met on. Raises `ConfigError` where torch does not say."""
+    """Return the store of the rendezvous of ``group``. Raises `ConfigError` where torch does not say."""
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     try:

@@ -60,7 +60,7 @@ class GridComm:
     def __init__(
         self, ranks: tuple[int, ...], rank: int, store: BoundedStore, timeout_sec: float, watch: Watch = lambda: None
     ) -> None:
-        """``store``: a part of the group's store that no group has met on before. Raises `CommFailed`."""
+        """``store``: a part of the group's store that no group has used before. Raises `CommFailed`."""
         self.ranks = ranks
         self.rank = rank
         self._position = ranks.index(rank)
@@ -71,19 +71,19 @@ class GridComm:
         self._watch = watch
         left = _countdown(timeout_sec)
 
-        def meet(name: str, positions: Sequence[int]) -> GlooComm:
+        def connect(name: str, positions: Sequence[int]) -> GlooComm:
             members = tuple(ranks[position] for position in positions)
             return GlooComm(members, rank, store.part(f"{name}/{positions[0]}"), left(), watch)
 
         host = self._position % self._cells
         if host + self._cells < len(ranks):
-            self._pair = meet("pair", (host, host + self._cells))
+            self._pair = connect("pair", (host, host + self._cells))
         if self._position >= self._cells:
             return
         stride = 1
         for number, side in enumerate(sides):
             first = self._position - self._position // stride % side * stride
-            self._lines.append(meet(f"side{number}", range(first, first + side * stride, stride)))
+            self._lines.append(connect(f"side{number}", range(first, first + side * stride, stride)))
             stride *= side
 
     @property

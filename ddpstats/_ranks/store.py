@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 STORE_ERRORS = (RuntimeError, OSError, ValueError)
-"""Errors of a request: the store is gone or silent, or holds bytes that no rank of ours wrote."""
+"""Errors of a request: the store is gone or silent, or holds bytes that ddpstats did not write."""
 
 GLANCE_SEC = 0.5  # limit of a request that is repeated where the store is silent
 LIMIT_SEC = 10.0  # limit of a request whose caller names none
@@ -282,7 +282,7 @@ class BoundedStore:
         return self.use(lambda store, prefix: bool(store.check([prefix + key for key in keys])))
 
     def absent(self, keys: Sequence[str]) -> list[str]:
-        """Return the keys that do not exist. One request where there are none, otherwise a few for each of them."""
+        """Return the keys that do not exist. One request where all exist, otherwise a few for each that does not."""
         if not keys or self.check(keys):
             return []
         half = len(keys) // 2

@@ -3,8 +3,8 @@
 1. Each rank places its leaves in the layout agreed before, and writes sums, weights and codes into the group's buffer.
 2. `Agreement.sum` adds up, and says whether all ranks made the same call on the same layout. If so: read the result;
    if some rank holds a minimum or maximum, one all_reduce(MAX) more.
-3. If not, on every rank: `Agreement.tell` brings what each rank holds, and `layout.agree` raises, or yields a new
-   layout; then back to 1.
+3. If not, on every rank: `Agreement.exchange_statuses` brings what each rank holds, and `layout.agree` raises, or
+   yields a new layout; then back to 1.
 4. Where the call asks for every rank's values (``per_rank``), one all_gather more brings them.
 
 What changes here (layouts, the buffer's size) changes only after all ranks have agreed, and is computed from what all
@@ -231,7 +231,7 @@ class Reduction:
         body = b"[[],[]]" if isinstance(prepared, Failure) else prepared.structure.encoded
         stale = placement is not None and placement.is_stale
         status = Status(self._call, site.agreed, failure, stale, body)
-        statuses = agreement.tell(status, self._counters)
+        statuses = agreement.exchange_statuses(status, self._counters)
         held = [(decode(status.body), ranks) for status, ranks in statuses]
         before = site.layout if are_in_step(statuses) else Layout()
         site.adopt(agree(held, before, agreement.group_name))

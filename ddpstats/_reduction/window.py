@@ -192,7 +192,7 @@ class StatsWindow:
         is initialised.
 
         Raises:
-            SchemaConflict: on leaving, where the stats of this window have something else under ``time``.
+            SchemaConflict: on leaving, where the stats of this window have another value under ``time``.
         """
         if not isinstance(name, str):
             raise ConfigError(f"name={name!r} must be a str")

@@ -1,7 +1,7 @@
 """Each rank reports what it is by itself, and what the ranks of a job measure together.
 
 1. Each rank finds out host, directory, versions, distributions and environment: `facts_of_this_rank`.
-2. All wait for each other at the store (`FailureDetector.meet`), which names the ranks that do not come.
+2. All wait for each other at the store (`FailureDetector.rendezvous`), which names the ranks that do not come.
 3. gloo connects the ranks, and they pass through an all_reduce together, many times. No rank leaves it before the last
    one has entered, so two clocks that are read then differ by the longer stay at most, unless one of them is wrong.
 4. Rank 0 has made a file of a random name, and all look for it.
@@ -181,7 +181,7 @@ class _Job:
         detector = FailureDetector(
             store, self._rank, self._ranks, what, timeout_name="--timeout-sec", peers=self._peers
         )
-        verdict = detector.meet(time.monotonic() + limit_sec, slice_sec(limit_sec))
+        verdict = detector.rendezvous(time.monotonic() + limit_sec, slice_sec(limit_sec))
         if verdict is not None:
             raise RankMissing(verdict.message, missing_ranks=verdict.missing)
         self._peers = detector.members.peers

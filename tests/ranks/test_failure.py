@@ -294,7 +294,7 @@ def test_garbage_in_the_store_is_no_verdict(clock: Clock, garbage: bytes) -> Non
     assert first.poll() is None
     verdict = decide(first)
     assert verdict.missing == ()
-    assert "\nThe store, which could tell who is missing, does not answer: " in verdict.message
+    assert "\nThe store, which could say which rank is missing, does not answer: " in verdict.message
     assert len(verdict.message) < 1000
 
 
@@ -346,7 +346,7 @@ def test_late_rank_gets_the_verdict_at_once(clock: Clock) -> None:
     late = detector(store, 1)
     assert late.poll() == "another rank has given up"
     assert decide(late, 3, 60.0) == first
-    assert late.meet(clock.now + 60, 1) == first
+    assert late.rendezvous(clock.now + 60, 1) == first
     assert clock.now - decided < 0.1
 
 
@@ -464,7 +464,7 @@ def test_ranks_meet_in_any_order() -> None:
 
     def meet(rank: int) -> Verdict | None:
         time.sleep(0.05 * rank)
-        return detector(store, rank, ranks).meet(time.monotonic() + 30, 0.2)
+        return detector(store, rank, ranks).rendezvous(time.monotonic() + 30, 0.2)
 
     with ThreadPoolExecutor(6) as threads:
         assert list(threads.map(meet, ranks)) == [None] * 6
@@ -473,12 +473,12 @@ def test_ranks_meet_in_any_order() -> None:
 def test_rank_that_never_comes_is_missing_at_the_timeout_and_raises_that_when_it_comes(clock: Clock) -> None:
     store, ranks = HashStore(), (0, 1, 2)
     Membership(bounded(store), 1, ranks).join()
-    verdict = detector(store, 0, ranks).meet(10.0, 0.1)
+    verdict = detector(store, 0, ranks).rendezvous(10.0, 0.1)
     assert verdict is not None
     assert verdict.missing == (2,)
     assert "  rank 2: did not take part\n" in verdict.message
     assert 10.0 <= clock.now < 10.6
-    assert detector(store, 2, ranks).meet(clock.now + 30.0, 1.0) == verdict
+    assert detector(store, 2, ranks).rendezvous(clock.now + 30.0, 1.0) == verdict
     assert clock.now < 11.2
 
 
@@ -494,7 +494,7 @@ def test_rank_that_dies_while_others_are_waited_for_is_known_at_once(clock: Cloc
         wait_until_ended(child.pid)
 
     clock.at(3.0, kill)
-    verdict = detector(store, 0, ranks).meet(60.0, 1.0)
+    verdict = detector(store, 0, ranks).rendezvous(60.0, 1.0)
     assert verdict is not None
     assert verdict.missing == (1,)
     assert "  rank 1: the process is gone\n" in verdict.message
@@ -535,12 +535,12 @@ def lost_store() -> Any:
 def test_without_the_store_no_rank_is_named_and_the_text_says_why(clock: Clock, lost_store: Any) -> None:
     first = detector(lost_store, 0)
     assert first.poll() is None
-    for verdict in (decide(first, 1, 60.0), first.meet(clock.now + 60, 1), first.leave("MemoryError")):
+    for verdict in (decide(first, 1, 60.0), first.rendezvous(clock.now + 60, 1), first.leave("MemoryError")):
         assert verdict is not None
         assert verdict.missing == ()
         lines = verdict.message.splitlines()
         assert lines[:2] == ["the test was not completed:", "  which rank is missing cannot be determined"]
-        assert lines[3].startswith("The store, which could tell who is missing, does not answer: ")
+        assert lines[3].startswith("The store, which could say which rank is missing, does not answer: ")
         assert len(lines) == 4
     assert clock.now < 10.0
 

@@ -141,7 +141,7 @@ def test_calls_that_do_not_belong_together(mine: str, theirs: str, mine_text: st
     error = refused_by_all(lambda reducer, rank, group: call_by(mine if rank == 1 else theirs, group))
     assert (error.kind, error.ranks, error.path) == (ProtocolMismatch, (0, 1, 2), None)
     first, second, third, advice = error.text.split("\n")
-    assert first == "ranks of 3 threads met in one collective with different calls:"
+    assert first == "ranks of 3 threads take part in one collective with different calls:"
     assert second.startswith("  ranks 0, 2: ")
     assert theirs_text in second
     assert third.startswith("  rank 1: ")

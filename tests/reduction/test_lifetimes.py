@@ -75,7 +75,7 @@ def test_the_host_of_the_store_is_killed() -> None:
         kind, missing, text, again, waited_sec = found.value
         assert (kind, missing, again) == ("RankMissing", (0,), "RankMissing")
         assert "rank 0: the process is gone" in text
-        assert "The store, which could tell who is missing, does not answer" in text
+        assert "The store, which could say which rank is missing, does not answer" in text
         assert waited_sec < 15
 
 
