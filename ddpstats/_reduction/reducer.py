@@ -107,8 +107,8 @@ class StatsReducer:
             than the others is then noticed only when it waits alone.
         nonfinite: ``"propagate"``: a NaN stays a NaN in its path. ``"skip"``: that rank's entry counts as absent for
             that path. ``"raise"``: `NonFiniteStat` on every rank. Must be the same on every rank.
-        timeout_sec: limit of one call in seconds, the rendezvous of all ranks included; default DDPSTATS_TIMEOUT_SEC, or
-            300.
+        timeout_sec: limit of one call in seconds, the rendezvous of all ranks included; default
+            DDPSTATS_TIMEOUT_SEC, or 300.
         per_rank: also `Reduced.by_rank`: which rank held what. One collective more, in which each rank gets 9 bytes of
             every rank for each path of the layout, at most 256 MB in all. Must be the same on every rank.
 

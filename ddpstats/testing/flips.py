@@ -56,7 +56,7 @@ class BitFlip:
         bit: 0 is the least significant.
         step: the first step is 0.
         rank: global; None means every rank.
-        sticky: the bit is stuck from that step on, at the value it was flipped to; else it flips once.
+        sticky: the bit is stuck from that step on, at the value it was flipped to; otherwise it flips once.
     """
 
     name: str

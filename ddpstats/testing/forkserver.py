@@ -3,7 +3,7 @@
 An interpreter that imports torch costs seconds of a core; a fork of one that has imported it costs milliseconds.
 
 1. The first `Fork` starts the server: it imports torch and the modules that `preload` names, and then only forks.
-2. A fork becomes the leader of a session of its own, takes the given streams, environment and directory, and calls one
+2. A fork becomes the leader of a new session, takes the given streams, environment and directory, and calls one
    function.
 3. The end of the parent, by SIGKILL too, ends the forks with their process groups, and the server.
 
@@ -76,7 +76,7 @@ class Fork(ForkServerProcess):
                 raise RuntimeError("the process that forks ranks has ended: its own stderr says why") from error
 
     def kill(self) -> None:
-        """Kill it with its process group, which outlives it where it left processes of its own."""
+        """Kill it with its process group, which outlives it where it left child processes."""
         assert self.pid is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -98,9 +98,9 @@ class Fork(ForkServerProcess):
         os.environ.clear()
         os.environ.update(self._environ)
         multiprocessing.set_start_method(None, force=True)
-        tempfile.tempdir = None  # the server may have looked for the directory of its own TMPDIR
+        tempfile.tempdir = None  # the server may have looked for the directory of another TMPDIR
         if (torch := sys.modules.get("torch")) is not None:
-            torch.default_generator.seed()  # every process draws numbers of its own
+            torch.default_generator.seed()  # every process draws other numbers
             if self._environ.get("OMP_NUM_THREADS", "").isdecimal():
                 torch.set_num_threads(int(self._environ["OMP_NUM_THREADS"]))
         if "numpy" in sys.modules:

@@ -4,7 +4,7 @@
 
 1. The parent serves the rendezvous store on a port that the system picks; the ranks are its clients.
 2. Each rank is forked from a process that has imported torch (`forkserver`) and ends with the parent. It runs in a
-   session of its own, with the parent's `sys.path`.
+   separate session, with the parent's `sys.path`.
 3. The function and its arguments go to each rank by pickle, the answers come back the same way, over a socket pair that
    only the two hold: nothing from outside ever reaches pickle.
 4. When the time limit passes, the ranks that still run give their stacks and are killed with all their children.
