@@ -183,7 +183,7 @@ def _has_passed(report: Any) -> bool:
 
 
 def _merge(ends: Sequence[_RankEnd]) -> _MergedReport:
-    """Return one report for all ranks: theirs where all ended the same way, otherwise a failure that names the ranks."""
+    """Return one report for all ranks: theirs where all ended the same way, or a failure that names the ranks."""
     kinds = {end.kind for end in ends}
     first = min(ends, key=lambda end: end.blame_order)
     if (len(kinds) == 1 and kinds <= {"passed", "skipped", "xfailed", "xpassed"}) or kinds == {"xfailed", "xpassed"}:
