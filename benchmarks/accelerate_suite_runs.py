@@ -1,4 +1,4 @@
-"""Run a test script of accelerate on the ranks that torchrun started, on their CPUs: SCRIPT."""
+"""Run a test script of accelerate on ranks of CPUs: SCRIPT."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Train a demonstration model of Lightning's wheel with DDP on two processes, and write what it ends with: NAME FILE.
+"""Train a demonstration model of Lightning's wheel with DDP on two ranks, and write what it ends with: NAME FILE.
 
-Lightning's launcher starts the second process, with the same arguments. What is logged is each rank's own loss.
+What is logged is each rank's own loss.
 """
 
 from __future__ import annotations

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+
+from tests import programs
+from tests.programs import Ended
 
 WITH_US = ("patched", "strict", "step")
-LIMIT_SEC = 900.0  # of one run; alone on two cores the longest takes two minutes
+LIMIT_SEC = 600.0  # of one run; alone on two cores the longest takes two minutes
 
 
-def run(library: str, way: str, module: str, *arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run a module of this folder in the given way, "bare" or one of `WITH_US`; on ranks of torchrun if any.
+def on_ranks(library: str, way: str, module: str, *arguments: str, ranks: int) -> Ended:
+    """Run a module of this folder on forked ranks in the given way, "bare" or one of `WITH_US`.
 
     The module calls `install_patches` before it does anything else.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DDPSTATS_")}
-    environment.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore")
+    return programs.on_ranks(
+        *("-m", f"benchmarks.{module}", *arguments), ranks=ranks, limit_sec=LIMIT_SEC, **_environ(library, way)
+    )
+
+
+def alone(library: str, way: str, module: str, *arguments: str) -> Ended:
+    """Run a module that starts its own ranks, as `on_ranks` does, in a fresh interpreter."""
+    command = ["-m", f"benchmarks.{module}", *arguments]
+    done = programs.run(command, timeout=LIMIT_SEC, fresh=True, environ=_environ(library, way))
+    return Ended([done.returncode], done.stdout, done.stderr)
+
+
+def _environ(library: str, way: str) -> dict[str, str]:
+    environ = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     if way != "bare":
-        environment["SUITE_PATCHES"] = library
+        environ["SUITE_PATCHES"] = library
     if way in ("strict", "step"):
-        environment["DDPSTATS_GUARD"] = way
-    launcher: list[str] = []
-    if ranks:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        launcher += ["--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launcher, "-m", f"benchmarks.{module}", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SEC, check=False)
+        environ["DDPSTATS_GUARD"] = way
+    return environ
 
 
 def install_patches() -> None:

@@ -1,7 +1,7 @@
 """What passes of the test scripts in accelerate's wheel passes with our patch, and under the guard, too.
 
 Not run: `test_ddp_comm_hook` and `test_merge_weights`, which need GPUs; `test_notebook`, which starts processes of its
-own; those of `external_deps`, which download models.
+own; those of `external_deps`, which download models. `test_script` splits two rows among the ranks, and so has two.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import suites
 from tests.needs import imported, needs
+from tests.programs import Ended
 
 pytestmark = pytest.mark.library
 needs("accelerate")
@@ -25,27 +26,28 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def run(script: str, way: str, world_size: int) -> tuple[int, str]:
-    ended = suites.run("accelerate", way, "accelerate_suite_runs", str(SCRIPTS / f"{script}.py"), ranks=world_size)
-    return ended.returncode, ended.stderr[-6000:]
+def run(script: str, way: str, world_size: int) -> Ended:
+    path = str(SCRIPTS / f"{script}.py")
+    return suites.on_ranks("accelerate", way, "accelerate_suite_runs", path, ranks=world_size)
 
 
 @pytest.mark.parametrize("way", suites.WITH_US)
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("script", ["test_ops", "test_sync", "test_script"])
+@pytest.mark.parametrize(
+    ("script", "world_size"), [("test_ops", 2), ("test_ops", 3), ("test_sync", 2), ("test_sync", 3), ("test_script", 2)]
+)
 def test_accelerates_own_scripts_pass_as_they_pass_without(script: str, world_size: int, way: str) -> None:
-    status, errors = run(script, "bare", world_size)
-    if status != 0:
-        pytest.skip(f"accelerate's {script} fails on {world_size} ranks without ddpstats, too: {errors[-200:]}")
-    status, errors = run(script, way, world_size)
-    assert status == 0, errors
+    without = run(script, "bare", world_size)
+    if any(without.statuses):
+        pytest.skip(f"accelerate's {script} fails on {world_size} ranks without ddpstats, too: {without.stderr[-200:]}")
+    ended = run(script, way, world_size)
+    assert not any(ended.statuses), ended.stderr[-6000:]
 
 
 @pytest.mark.parametrize("mode", ["strict", "step"])
 def test_where_accelerates_own_script_hangs_without_gpus_the_guard_says_why(mode: str) -> None:
     # `join_uneven_inputs` has no effect there, and the script goes on: rank 0 trains, and rank 1 has no batch left
-    status, errors = run("test_distributed_data_loop", mode, 2)
-    assert status == 1
-    assert "rank 0: broadcast(" in errors
-    assert "rank 1: barrier()" in errors
-    assert "in test_can_join_uneven_inputs" in errors
+    ended = run("test_distributed_data_loop", mode, 2)
+    assert ended.statuses == [1, 1]
+    assert "rank 0: broadcast(" in ended.stderr
+    assert "rank 1: barrier()" in ended.stderr
+    assert "in test_can_join_uneven_inputs" in ended.stderr

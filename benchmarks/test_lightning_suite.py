@@ -24,8 +24,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def ends(model: str, way: str, directory: Path) -> list[Any]:
     path = directory / f"{model}-{way}"
-    ended = suites.run("lightning", way, "lightning_suite_runs", model, str(path))
-    assert ended.returncode == 0, ended.stderr[-6000:]
+    ended = suites.on_ranks("lightning", way, "lightning_suite_runs", model, str(path), ranks=2)
+    assert not any(ended.statuses), ended.stderr[-6000:]
     return [json.loads(path.with_suffix(f".{rank}").read_text()) for rank in range(2)]
 
 

@@ -1,19 +1,22 @@
 """Run torcheval's own tester of metrics, which its wheel ships, on metrics of torcheval, each with random updates.
 
-The tester merges the metrics of four processes. torchelastic starts them, and each imports this file again, so that the
-patches are installed there, too.
+The tester merges the metrics of four processes. torchelastic starts them, here from a server that has imported torch,
+and each imports this file again, so that the patches are installed there, too.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
+import multiprocessing
 import sys
 import types
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.launcher as launcher
 
 from benchmarks import suites
 
@@ -37,6 +40,8 @@ tester: Any = importlib.import_module("torcheval.utils.test_utils.metric_class_t
 
 
 def main() -> None:
+    multiprocessing.set_forkserver_preload(["torch", "torcheval.metrics"])
+    launcher.LaunchConfig = functools.partial(launcher.LaunchConfig, start_method="forkserver")  # type: ignore
     scores = torch.rand(UPDATES, BATCH)
     labels = torch.randint(0, 2, (UPDATES, BATCH))
     classes = torch.randint(0, 5, (UPDATES, BATCH))

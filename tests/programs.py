@@ -189,7 +189,7 @@ def of_torchrun(done: subprocess.CompletedProcess[str]) -> Ended:
     )
 
 
-def on_ranks(script: str, *args: str, ranks: int = 2, **env: str) -> Ended:
+def on_ranks(script: str, *args: str, ranks: int = 2, limit_sec: float = LIMIT_SEC, **env: str) -> Ended:
     """Run the ranks of ``torchrun SCRIPT ARGS...`` without torchrun, and read what it would report of them."""
     store = serve_store()
     with tempfile.TemporaryDirectory() as scratch:
@@ -201,7 +201,7 @@ def on_ranks(script: str, *args: str, ranks: int = 2, **env: str) -> Ended:
             )
             for rank in range(ranks)
         ]
-        ended = _run_together([script, *args], environs)
+        ended = _run_together([script, *args], environs, limit_sec)
         failures = [path.read_text() for path in paths if path.exists()]
     if failures:  # torchrun takes the first failure; within one second, that of the lowest rank
         first = min(failures, key=lambda failure: int(json.loads(failure)["message"]["extraInfo"]["timestamp"]))
@@ -215,10 +215,10 @@ def alone(script: str, *args: str, **env: str) -> Ended:
     return _run_together([script, *args], [{**inherited, **env}])
 
 
-def _run_together(arguments: list[str], environs: list[dict[str, str]]) -> Ended:
+def _run_together(arguments: list[str], environs: list[dict[str, str]], limit_sec: float = LIMIT_SEC) -> Ended:
     with contextlib.ExitStack() as stack:
         programs = [stack.enter_context(Program(arguments, environ)) for environ in environs]
-        _watch(programs)
+        _watch(programs, limit_sec)
         statuses = [program.wait() for program in programs]
         return Ended(
             statuses,
@@ -227,9 +227,9 @@ def _run_together(arguments: list[str], environs: list[dict[str, str]]) -> Ended
         )
 
 
-def _watch(programs: Sequence[Program]) -> None:
+def _watch(programs: Sequence[Program], limit_sec: float) -> None:
     """Wait until all have ended. As torchrun does, end the others when one has failed."""
-    deadline, failed_at = time.monotonic() + LIMIT_SEC, 0.0
+    deadline, failed_at = time.monotonic() + limit_sec, 0.0
     while None in (statuses := [program.poll() for program in programs]):
         now = time.monotonic()
         assert now < deadline, f"a rank still runs: {statuses}"
