@@ -491,8 +491,8 @@ def _missing(group: str, words: str, by_rank: ByRank, seq: int, missing: tuple[i
     waits = [by_rank[rank].waits_in for rank in missing if not by_rank[rank].dead]
     if len(waits) == len(missing) and all(wait is not None and wait[0] != group for wait in waits):
         lines.append(
-            "Likely: the order is swapped between groups, and ranks wait for each other for ever. Make all ranks use "
-            "their groups in the same order."
+            "Likely: a rank skipped a call, or the order is swapped between groups, and ranks wait for each other for "
+            "ever. Make all ranks issue the same calls, and use their groups in the same order."
         )
         return GuardFinding(MISMATCH, "\n".join(lines), group, seq, missing, (), events)
     others = [rank for rank in by_rank if rank not in missing]
@@ -604,21 +604,21 @@ def unmatched(event: Event, rank: int, words: str, peer: RankStatus | None) -> G
         op, answer, call = "send", "receive", f"recv(src={rank}, tag={event.tag})"
         head = f"{waiting} sends a message to {there}, which has not received it ({words}):"
     lines = [head, *call_lines([rank], event)]
-    sent = [
-        message
-        for message in (peer.messages if peer is not None and not is_sent else ())
-        if (message.peer, message.signature.op) == (rank, "send")
-    ]
+    messages = () if peer is None or is_sent else peer.messages
+    sent = [message for message in messages if (message.peer, message.signature.op) == (rank, "send")]
     if sent:
         lines += [f"  {there}: its last message to {waiting} was {sent[-1]}", *sent[-1].site_lines()[:1]]
         lines += ["What differs: the tag."] if sent[-1].tag != event.tag else []
     elif peer is not None:
         lines.append(f"  {there}: {_whereabouts(peer)}")
-    lines.append(
-        f"Make {there} call dist.{call} with a tensor of this shape and dtype, or leave out the call of {waiting}. "
-        f"Where both ranks {op} first, let one of them {answer} first.{_LARGER_TIMEOUT}"
-    )
-    if not is_sent and not sent:
-        lines.append("A guard sees no message that was sent before it began: if that is so here, begin it earlier.")
+    if peer is not None and (peer.dead or peer.left not in (None, LEFT)):
+        lines.append(f"Look at the output of {there} first.")
+    else:
+        lines.append(
+            f"Make {there} call dist.{call} with a tensor of this shape and dtype, or leave out the call of {waiting}. "
+            f"Where both ranks {op} first, let one of them {answer} first.{_LARGER_TIMEOUT}"
+        )
+        if not is_sent and not sent:
+            lines.append("A guard sees no message that was sent before it began: if that is so here, begin it earlier.")
     missing = () if peer is None else (peer.rank,)
     return GuardFinding(MISSING, "\n".join(lines), event.group, event.seq, missing, (), {rank: event})

@@ -149,5 +149,13 @@ def test_message_of_another_tag_is_the_fault_where_both_ranks_wait_to_receive() 
     assert "What differs: the tag." in text_of(first, second, overdue=1, group="0" + MESSAGES)
 
 
+@pytest.mark.parametrize("op", ["send", "recv"])
+def test_where_the_other_end_of_a_message_raised_its_output_is_what_to_look_at(op: str) -> None:
+    raised = RankStatus(1, left="left the guard by ValueError: no data")
+    text = text_of(waiting(0, message(op, 1, 5.0)), raised, overdue=1, group="0" + MESSAGES)
+    assert "rank 1: left the guard by ValueError: no data; " in text
+    assert text.endswith("\nLook at the output of rank 1 first.")
+
+
 def test_two_lines_in_swapped_order_are_warned_of_once(two_ranks: RankPool) -> None:
     assert sorted(two_ranks.run(runs.swapped_lines, "strict").values()) == [0, 2]

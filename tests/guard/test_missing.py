@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ddpstats._base.config import GuardMode
-from ddpstats.guard.diagnosis import LEFT, MISSING, NOTHING, RankStatus, find
+from ddpstats.guard.diagnosis import LEFT, MISMATCH, MISSING, NOTHING, RankStatus, find
 from ddpstats.guard.event import Event, Signature, digest_of
 from ddpstats.testing import run_ranks
 from tests.guard import missing_runs as runs
@@ -54,6 +56,15 @@ def test_rank_that_failed_is_named(others: list[RankStatus], named: tuple[int, .
     assert finding.seq == (4 if any(other.left == LEFT for other in others) else 5)
     has_slept = any(other.slept_sec and other.rank in named for other in others)
     assert ("ran no Python for 7 s" in finding.message) == has_slept
+
+
+def test_a_rank_that_waits_in_another_group_may_have_skipped_the_call_or_have_the_groups_in_another_order() -> None:
+    """Both leave the same traces: rank 1 would come to the call later, or never."""
+    other = replace(status(1, 4), waits_in=("1", 7))
+    finding = find("0", "the default group", [status(0, 5, 5), other], overdue=5)
+    assert finding is not None
+    assert finding.kind == MISMATCH
+    assert "a rank skipped a call, or the order is swapped between groups" in finding.message
 
 
 @pytest.mark.parametrize("stack", [None, "train.py:7 in load"])
