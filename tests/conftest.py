@@ -2,6 +2,7 @@
 
 Tests without a mark are what `scripts/launch.sh test` runs. The mark ``slow`` is for what takes seconds or repeats a
 mechanism that another test shows; ``library``, for what needs a library beside torch. Both are run by ``test --all``.
+Further cases of what another test shows have the mark ``nightly``, and only ``test --nightly`` runs them.
 """
 
 from __future__ import annotations
@@ -63,6 +64,15 @@ def four_ranks() -> Iterator[RankPool]:
     """Start four ranks for one module alone: four processes are many for two cores."""
     with RankPool(4, timeout_sec=60) as pool:
         yield pool
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked nightly, except in `scripts/launch.sh test --nightly`."""
+    if config.getoption("hypothesis_profile") == "nightly":
+        return
+    left_out = [item for item in items if item.get_closest_marker("nightly")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -28,6 +28,13 @@ _IMPORTS = {"lightning": "lightning", "transformers": "transformers", "espnet": 
 
 TRAINERS = list(_IMPORTS)
 LIMIT_SEC = 120  # of ranks that import a trainer, on a loaded machine
+
+
+def only_nightly(trainers: list[str]) -> list[Any]:
+    """Mark them: each of these ranks imports a library of many seconds."""
+    return [pytest.param(trainer, marks=pytest.mark.nightly) for trainer in trainers]
+
+
 every_trainer = pytest.mark.parametrize("trainer", TRAINERS)
 
 FACTORIES = {"lightning": "lightning_net", "transformers": "Net", "espnet": "espnet_net", "accelerate": "Net"}
@@ -115,7 +122,7 @@ def test_stop_names_the_rank_on_two_ranks_and_the_bundle_replays(
     assert replayed(capsys, bundle, FACTORIES[trainer], STEPS[trainer])["bit_for_bit"] == EQUAL
 
 
-@every_trainer
+@pytest.mark.parametrize("trainer", only_nightly(TRAINERS[:3]) + TRAINERS[3:])
 def test_stop_names_the_rank_on_four_ranks(four_ranks: RankPool, tmp_path: Path, trainer: str) -> None:
     ranks = trained(four_ranks, Scenario(trainer, str(tmp_path), bad=(2, 1)))
     bundle_of(ranks, 2, 1)
@@ -161,7 +168,7 @@ def test_accumulated_gradients_name_the_micro_batch(
     assert compared == EQUAL
 
 
-@pytest.mark.parametrize("trainer", TRAINERS[:3])  # accelerate's loop is the user's own
+@pytest.mark.parametrize("trainer", [TRAINERS[0], *only_nightly(TRAINERS[1:3])])  # accelerate's loop is the user's own
 def test_a_rank_that_raises_is_named_to_the_other(tmp_path: Path, trainer: str) -> None:
     needs(_IMPORTS[trainer])
     scenario = Scenario(trainer, str(tmp_path), raises=(1, 1))

@@ -256,7 +256,7 @@ def test_interface_that_does_not_exist_is_marked_as_unconnected() -> None:
     assert "nosuch0" in shown["measured"][UNCONNECTED]["by_rank"][1]
 
 
-@pytest.mark.parametrize("when", [pytest.param("at first", marks=pytest.mark.slow), "in the middle"])
+@pytest.mark.parametrize("when", [pytest.param("at first", marks=pytest.mark.nightly), "in the middle"])
 def test_killed_rank_is_named(when: str, tmp_path: Path) -> None:
     arguments = ("--dir", str(tmp_path), "--timeout-sec", "10")
     outcomes = run_ranks(doctor_without_rank_1, 2, when, *arguments, timeout_sec=LIMIT_SEC)

@@ -12,7 +12,7 @@ from ddpstats.testing import RankPool
 from tests.gpu import accelerator
 from tests.refdev.conftest import refdev as refdev
 
-REASON = "needs a GPU that torch can use: run `scripts/launch.sh test --all tests/gpu` on a machine that has one"
+REASON = "needs a GPU that torch can use: run `scripts/launch.sh test --nightly tests/gpu` on a machine that has one"
 OWN = accelerator.own_device() or "cuda"
 
 

@@ -18,6 +18,7 @@ from tests.gpu import accelerator, device_runs
 from tests.gpu.conftest import Ranks
 from tests.guard.scenarios import DIES, SCENARIOS
 from tests.guard.test_scenarios import UNMARKED_IN_STEP
+from tests.guard.tiers import tiers
 
 pytestmark = pytest.mark.slow
 PROGRAM = str(Path(__file__).with_name("program.py"))
@@ -34,20 +35,26 @@ WAITS_FOR_DEVICE = {
     *("functional", "compiled", "message_shape", "message_dtype", "message_bytes", "ddp_comm_hook"),
     *("subgroup_that_others_do_not_use", "late"),
 }
+# One for each thing that differs and each way to come to it; the others are nightly.
+FAULTS_OF_ALL_KINDS = {
+    *("operation", "dtype", "shape", "reduce_op", "root", "extra_call", "asynchronous", "coalesced_count"),
+    *("swap_of_equal_signature", "returns_early", "raises", "killed", "ddp_other_parameters", "compiled_with_breaks"),
+}
 
 
-def scenarios(excluded: set[str]) -> list[tuple[str, str]]:
+def scenarios(excluded: set[str], nightly: set[str]) -> list[Any]:
     names = [name for name in SCENARIOS if name not in NOT_ON_ACCELERATORS.keys() | excluded]
-    return [(name, "step" if name in UNMARKED_IN_STEP else "strict") for name in names]
+    cases = [(name, "step" if name in UNMARKED_IN_STEP else "strict") for name in names]
+    return tiers([case for case in cases if case[0] not in nightly], [], [case for case in cases if case[0] in nightly])
 
 
-@pytest.mark.parametrize(("name", "mode"), scenarios(set()))
+@pytest.mark.parametrize(("name", "mode"), scenarios(set(), set()))
 def test_legal_twin_is_silent(ranks: Ranks, gpu: str, name: str, mode: str) -> None:
     endings = ranks.of(gpu, SCENARIOS[name].ranks).run(accelerator.probe, gpu, name, mode, False).values()
     assert {ending.error for ending in endings} == {"silent"}
 
 
-@pytest.mark.parametrize(("name", "mode"), scenarios(WAITS_FOR_DEVICE))
+@pytest.mark.parametrize(("name", "mode"), scenarios(WAITS_FOR_DEVICE, SCENARIOS.keys() - FAULTS_OF_ALL_KINDS))
 def test_fault_is_named_on_every_rank(ranks: Ranks, gpu: str, name: str, mode: str) -> None:
     row = SCENARIOS[name]
     pool = ranks.of(gpu, row.ranks)
@@ -63,27 +70,33 @@ def test_fault_is_named_on_every_rank(ranks: Ranks, gpu: str, name: str, mode: s
     assert ("rank 1: " if name == "returns_early" else text) in messages.pop()  # no rank waits on the host
 
 
-@pytest.mark.parametrize("mode", ["strict", "step"])
+WORDS = {
+    "raises": "rank 1: left the guard by ValueError: bad batch",
+    "late": "rank 1: did not take part",
+    "skips": "Likely: rank 1 skipped a call",
+    "differs": "What differs: the reduce op",
+    "sends more": "What differs: the shape",
+}
+
+
 @pytest.mark.parametrize(
-    ("case", "text"),
-    [
-        ("raises", "rank 1: left the guard by ValueError: bad batch"),
-        ("late", "rank 1: did not take part"),
-        ("skips", "Likely: rank 1 skipped a call"),
-        ("differs", "What differs: the reduce op"),
-        ("sends more", "What differs: the shape"),
-    ],
+    ("case", "mode"),
+    tiers(
+        [("raises", "strict"), ("late", "step"), ("skips", "strict"), ("differs", "step"), ("sends more", "step")],
+        [],
+        [("raises", "step"), ("late", "strict"), ("skips", "step"), ("differs", "strict"), ("sends more", "strict")],
+    ),
 )
-def test_fault_of_a_program_is_named_on_every_rank(gpu: str, case: str, text: str, mode: str) -> None:
+def test_fault_of_a_program_is_named_on_every_rank(gpu: str, case: str, mode: str) -> None:
     done = programs.on_ranks("-m", "ddpstats", "run", "--guard", mode, PROGRAM, gpu, case)
     assert 0 not in done.statuses
-    assert text in done.stderr
+    assert WORDS[case] in done.stderr
     assert "ddpstats.errors." in done.stderr, done.stderr  # in full by one rank
     # the other one has its own error, or a line
     assert re.search(r"ValueError: bad batch$|^rank \d: \w+: rank 0: ", done.stderr, re.MULTILINE), done.stderr
 
 
-@pytest.mark.parametrize("mode", ["strict", "step"])
+@pytest.mark.parametrize("mode", tiers(["strict"], [], ["step"]))
 def test_rank_that_died_is_named(gpu: str, mode: str) -> None:
     done = programs.on_ranks("-m", "ddpstats", "run", "--guard", mode, PROGRAM, gpu, "dies")
     assert 0 not in done.statuses

@@ -86,9 +86,12 @@ ENDS = """
     tiers(
         [(on_ranks, "nothing more", 1), (on_ranks, "raise on rank 1", 1)],
         [
-            *((by_torchrun, how, 1) for how in ("nothing more", "exit 3", "raise on rank 1")),
-            *((on_ranks, how, 1) for how in ("destroy", "destroy, imported before", "destroy in finally", "caught")),
-            *((on_ranks, how, 1) for how in ("at exit", "exit 0", "raise")),
+            (by_torchrun, "nothing more", 1),
+            *((on_ranks, how, 1) for how in ("destroy", "destroy in finally", "caught", "at exit", "exit 0")),
+        ],
+        [
+            *((by_torchrun, how, 1) for how in ("exit 3", "raise on rank 1")),
+            *((on_ranks, how, 1) for how in ("destroy, imported before", "raise")),
         ],
     ),
 )
@@ -324,9 +327,10 @@ SIZES = """
     tiers(
         [(on_ranks, "blocking")],
         [
-            *((by_torchrun, "blocking"), (on_ranks, "async"), (on_ranks, "message")),
+            *((on_ranks, "async"), (on_ranks, "message")),
             (on_ranks, "at the same moment"),  # torchrun may end the other rank before it can print
         ],
+        [(by_torchrun, "blocking")],
     ),
 )
 def test_both_calls_are_named_where_sizes_differ(script: Any, run: Callable[..., Ended], how: str) -> None:

@@ -1,4 +1,4 @@
-"""Parameters of tests, some of which only `scripts/launch.sh test --all` runs."""
+"""Parameters of tests, some of which only `scripts/launch.sh test --all` or `test --nightly` runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 
-def tiers(unmarked: Sequence[Any], slow: Sequence[Any]) -> list[Any]:
-    """Return all cases, those of ``slow`` with the mark of this name. A tuple holds the arguments of one case."""
-    cases = [(case, ()) for case in unmarked] + [(case, pytest.mark.slow) for case in slow]
+def tiers(unmarked: Sequence[Any], slow: Sequence[Any], nightly: Sequence[Any] = ()) -> list[Any]:
+    """Return all cases, those of ``slow`` and ``nightly`` with these marks. A tuple holds the arguments of one case."""
+    cases: list[tuple[Any, Any]] = [(case, ()) for case in unmarked]
+    cases += [(case, pytest.mark.slow) for case in slow] + [(case, pytest.mark.nightly) for case in nightly]
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks) for case, marks in cases]

@@ -15,14 +15,19 @@ from tests.interference.watching import DUMPED_STEPS
 
 STEPS = 5
 QUICK = ("DDP", "no_sync")
-MARKS = {"FSDP2": [shards_on_cpu]}
-PROGRAM_PARAMETERS = [
-    pytest.param(name, marks=[*MARKS.get(name, ()), *([] if name in QUICK else [pytest.mark.slow])])
-    for name in PROGRAMS
-]
+NIGHTLY = (
+    "DDP with a static graph, the sentinel in mode 3 with detector v3",
+    *("accumulation", "no DDP, gradients reduced in hooks", "activation checkpointing", "tied parameters"),
+    *("torch.compile inside of DDP", "torch.compile in place"),
+)
 
 
-@pytest.mark.parametrize("name", PROGRAM_PARAMETERS)
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    tier = [] if name in QUICK else [pytest.mark.nightly if name in NIGHTLY else pytest.mark.slow]
+    return [*tier, shards_on_cpu] if name == "FSDP2" else tier
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in PROGRAMS])
 def test_parameters_and_random_streams_are_those_of_a_run_without(
     two_ranks: RankPool, tmp_path: Path, name: str
 ) -> None:

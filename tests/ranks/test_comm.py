@@ -94,7 +94,8 @@ def _grid_of_threads(world_size: int, fn: Callable[..., Any], *args: Any) -> lis
 
 
 KINDS = ["gloo-3", "grid-3", "threads-3"]
-KINDS += [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gloo-2", "grid-13", "grid-18", "threads-64")]  # type: ignore[misc]
+KINDS += [pytest.param(kind, marks=pytest.mark.slow) for kind in ("grid-18", "threads-64")]  # type: ignore[misc]
+KINDS += [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("gloo-2", "grid-13")]  # type: ignore[misc]
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -20,6 +20,7 @@ from ddpstats._ranks import calls, comm, grid
 from ddpstats.errors import RankMissing
 from ddpstats.testing import RankDied, RankOutcomes, RankPool, die, run_ranks, run_threads
 from ddpstats.testing.threads import ThreadGroup
+from tests.guard.tiers import tiers
 from tests.programs import Program
 from tests.ranks.clock import Clock, LonelyGroup
 from tests.ranks.processes import LINUX, id_of, wait_until_ended
@@ -373,8 +374,7 @@ except RankMissing as error:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["dies", "sleeps"])
+@pytest.mark.parametrize("how", tiers([], ["sleeps"], ["dies"]))
 def test_process_ends_although_operations_are_pending(how: str, tmp_path: pathlib.Path) -> None:
     """The waits that were given up have limits of minutes, or peers that never answer; the exit waits for neither."""
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}

@@ -28,7 +28,7 @@ def test_random_reductions_on_threads_are_exact(ranks: int, seeds: int) -> None:
     reduce_pairs.check_many(reduce_pairs.of_threads(ranks), ranks, range(10_000 * ranks, 10_000 * ranks + seeds))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_random_reductions_on_real_ranks_are_exact(ranks: int, request: pytest.FixtureRequest) -> None:
     pool = request.getfixturevalue({2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}[ranks])
     reduce_pairs.check_many(reduce_pairs.of_pool(pool, "pairs"), ranks, range(1000 * ranks, 1000 * ranks + 40))
@@ -38,7 +38,7 @@ def test_random_windows_on_two_ranks_are_exact(two_ranks: RankPool) -> None:
     assert window_pairs.check_many(two_ranks, 2, range(150), "pairs") > 700
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_random_windows_on_three_ranks_are_exact(three_ranks: RankPool) -> None:
     assert window_pairs.check_many(three_ranks, 3, range(1000, 1060), "pairs") > 500
 

@@ -8,6 +8,7 @@ import torch
 from ddpstats._rerun.record import StepRecord
 from ddpstats._rerun.run import Reruns
 from ddpstats.testing import run_ranks
+from tests.guard.tiers import tiers
 from tests.sentinel import compiled_runs as runs, replay_runs
 from tests.sentinel.compiled_runs import Program
 
@@ -26,14 +27,16 @@ def outcomes_of(program: Program, ranks: int) -> list[tuple[list[bool], str, lis
 
 @pytest.mark.parametrize(
     ("program", "ranks"),
-    [
-        (Program(zero_ranks=(0, 1, 2), zero_until=1, compiled_from=0), 3),
-        (Program(zero_ranks=(0,), compiled_from=0), 2),
-        (Program(compiled_from=2), 3),
-        (Program(compiled_ranks=(1,)), 3),
-        (Program(compiled_ranks=(0, 2), compiled_from=1), 3),
-    ],
-    ids=["a loss of 0 at first", "masked", "later", "one rank", "two ranks"],
+    tiers(
+        [(Program(zero_ranks=(0, 1, 2), zero_until=1, compiled_from=0), 3), (Program(compiled_ranks=(1,)), 3)],
+        [],
+        [
+            (Program(zero_ranks=(0,), compiled_from=0), 2),
+            (Program(compiled_from=2), 3),
+            (Program(compiled_ranks=(0, 2), compiled_from=1), 3),
+        ],
+    ),
+    ids=["a loss of 0 at first", "one rank", "masked", "later", "two ranks"],
 )
 def test_rounding_of_a_compiled_program_is_one_warning_and_no_fault(program: Program, ranks: int) -> None:
     for ok, error, warnings in outcomes_of(program, ranks):
@@ -44,15 +47,17 @@ def test_rounding_of_a_compiled_program_is_one_warning_and_no_fault(program: Pro
 
 @pytest.mark.parametrize(
     "program",
-    [
-        Program(compiled_from=0, fault=(2, 0)),
-        Program(compiled_from=0, fault=(1, 2)),
-        Program(compiled_from=2, fault=(2, 2)),
-        Program(zero_ranks=(0, 1, 2), zero_until=1, compiled_from=0, fault=(1, 1)),
-        Program(compiled_ranks=(1,), fault=(1, 0)),
-        Program(compiled_ranks=(0, 2), fault=(1, 3)),
-    ],
-    ids=["at the first time", "later", "while it begins to round", "after a loss of 0", "inside", "elsewhere"],
+    tiers(
+        [Program(compiled_from=2, fault=(2, 2)), Program(compiled_ranks=(1,), fault=(1, 0))],
+        [],
+        [
+            Program(compiled_from=0, fault=(2, 0)),
+            Program(compiled_from=0, fault=(1, 2)),
+            Program(zero_ranks=(0, 1, 2), zero_until=1, compiled_from=0, fault=(1, 1)),
+            Program(compiled_ranks=(0, 2), fault=(1, 3)),
+        ],
+    ),
+    ids=["while it begins to round", "inside", "at the first time", "later", "after a loss of 0", "elsewhere"],
 )
 def test_a_fault_beyond_rounding_is_found_in_a_compiled_program(program: Program) -> None:
     rank, step = program.fault

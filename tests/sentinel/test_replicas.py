@@ -12,6 +12,7 @@ from torch import nn
 from ddpstats.errors import InvalidStats
 from ddpstats.sentinel.replicas import Divergence, Split, running_names
 from ddpstats.testing import RankPool, RanksFailed
+from tests.guard.tiers import tiers
 from tests.sentinel import replicas_runs as runs
 from tests.sentinel.replicas_runs import Flip, Plan
 
@@ -66,7 +67,7 @@ def test_equal_replicas_are_equal(two_ranks: RankPool, case: str) -> None:
     assert outcomes[0]["warnings"] == ()
 
 
-@pytest.mark.parametrize("bit", [0, *(pytest.param(bit, marks=pytest.mark.slow) for bit in (22, 23, 30)), 31])
+@pytest.mark.parametrize("bit", tiers([0, 31], [30], [22, 23]))
 @pytest.mark.parametrize(("kind", "name"), [("parameter", "middle.weight"), ("gradient", "first.bias")])
 def test_a_flipped_bit_is_found_with_rank_and_element(three_ranks: RankPool, kind: str, name: str, bit: int) -> None:
     place = 1234 if kind == "parameter" else 17
