@@ -1,6 +1,6 @@
 """Values as safetensors: tensors as they are, the rest as JSON beside them, in one file.
 
-1. `to_plain` makes a user's batch plain: None, bool, int, float, str and lists stay; everything else becomes a dict
+1. `to_plain` makes a user's batch plain: None, bool, int, float, str and lists stay; any other value becomes a dict
    with a "kind", so that no dict of the user's can be taken for one of these. A tensor is detached and copied to the
    CPU, only the elements that it shows; it is marked if it was on an accelerator or required a gradient.
 2. `write` takes dataclasses of such values. Each tensor is stored once, under a number; the tensor "json"

@@ -7,7 +7,7 @@
    with 32 the two signs of one word would cancel in the fold, and a tensor times -1 would look like itself.
 3. Each word is multiplied by an odd number of its position, and the products are added: all modulo 2**64, so the order
    of the additions does not matter. An odd factor loses nothing: a change within one word always changes the digest.
-4. The multipliers repeat after `_CHUNK_WORDS`; each chunk's sum has an odd multiplier of its own.
+4. The multipliers repeat after `_CHUNK_WORDS`; each chunk's sum has another odd multiplier.
 
 Certain: any change within one word, so every flipped bit. Unrelated changes in several words are missed with a chance
 of 2**-64. The worst are differences in the highest bits only, such as two changed signs of float32: about 2**-32. It
@@ -54,7 +54,7 @@ def digests(tensors: Iterable[Tensor]) -> Tensor:
         tensors: strided ones, of any dtype and shape, on any devices.
 
     Returns:
-        int64[number of tensors] on the device of the first one; on the CPU where there are none.
+        int64[number of tensors] on the device of the first one; on the CPU without any.
     """
     with torch.no_grad():
         results = [_digest(flattened(tensor)) for tensor in tensors]
@@ -193,29 +193,29 @@ class GradientDigests:
         """Return whether no parameter has a gradient other than zero."""
         return not bool((self.norms > 0).logical_or(self.norms.isnan()).any())
 
-    def is_same(self, other: GradientDigests, room: float) -> bool:
+    def is_same(self, peer: GradientDigests, room: float) -> bool:
         """Return whether no gradient `differs`."""
-        return not bool(self.differs(other, room).any())
+        return not bool(self.differs(peer, room).any())
 
-    def differs(self, other: GradientDigests, room: float) -> Tensor:
+    def differs(self, peer: GradientDigests, room: float) -> Tensor:
         """Return a bool per parameter: it has other bits, and where ``room`` is not 0 also another norm.
 
         Norms differ by more than that part of the largest one. All True where the numbers of parameters differ.
         """
-        if self.digests.shape != other.digests.shape:
-            return torch.ones(max(len(self.digests), len(other.digests)), dtype=torch.bool, device="cpu")
-        differing = self.digests != other.digests
+        if self.digests.shape != peer.digests.shape:
+            return torch.ones(max(len(self.digests), len(peer.digests)), dtype=torch.bool, device="cpu")
+        differing = self.digests != peer.digests
         if room > 0.0 and len(differing):
-            larger = torch.maximum(self.norms, other.norms)
+            larger = torch.maximum(self.norms, peer.norms)
             most = room * larger.where(larger.isfinite(), 0.0).max().clamp(min=0.0)
-            differing &= ~((self.norms - other.norms).abs() <= most)
+            differing &= ~((self.norms - peer.norms).abs() <= most)
         return differing
 
-    def distance(self, other: GradientDigests) -> float:
+    def distance(self, peer: GradientDigests) -> float:
         """Return the largest difference of two norms as a part of the largest norm; inf where one is not finite."""
-        if self.norms.shape != other.norms.shape or not len(self.norms):
+        if self.norms.shape != peer.norms.shape or not len(self.norms):
             return float("inf")
-        difference, largest = (self.norms - other.norms).abs().max(), torch.maximum(self.norms, other.norms).max()
+        difference, largest = (self.norms - peer.norms).abs().max(), torch.maximum(self.norms, peer.norms).max()
         distance = float(difference / largest) if float(largest) > 0 else float(difference)
         return distance if distance == distance else float("inf")
 

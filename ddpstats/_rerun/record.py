@@ -46,7 +46,7 @@ class MicroBatch:
     """One micro-batch, as it was just before its forward pass.
 
     Attributes:
-        batch: containers of its own around the caller's very tensors; around copies where these must be.
+        batch: new containers around the caller's very tensors; around copies where these must be.
         random: the generators' state.
         autocast: as it was when the module was called first; None before that.
         loss: what was differentiated, without a GradScaler's scale; if the caller says so.
@@ -176,7 +176,7 @@ class BufferCopies:
 class _Keeping:
     """Makes new containers, so that a key taken out later is still there, around the leaves themselves, or copies.
 
-    A container that cannot be made again is kept itself: a list of a class of its own, or one that contains itself.
+    A container that cannot be made again is kept itself: a list of a user's class, or one that contains itself.
 
     Attributes:
         tensors: those that were not copied, each with its version.
@@ -267,9 +267,9 @@ class Running(Generic[T_co]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        other: BaseException | None = self._owner._end(error)
-        if other is not None:
-            raise other from error
+        replacement: BaseException | None = self._owner._end(error)
+        if replacement is not None:
+            raise replacement from error
 
 
 class StepWatch:
@@ -413,7 +413,7 @@ def _open(
         entries = dict(value.items())
         return (f"[{key!r}]" for key in entries), list(entries.values()), partial(_dict, list(entries))
     if isinstance(value, tuple) and isinstance(getattr(kind, "_fields", None), tuple):
-        # a named one may have a __new__ of its own
+        # a named one may override __new__
         return (f".{name}" for name in kind._fields), value, lambda items: tuple.__new__(kind, items)
     if isinstance(value, (list, tuple)):
         make = kind if kind in (list, tuple) else lambda items: value

@@ -12,7 +12,7 @@ plain attributes of modules (numbers, strings, tuples of these) are as they were
 Limits of live reruns:
 
 - What modules keep in lists, dicts and other objects is not put back, and no attribute is set to what it was before the
-  step: a step that acts on a count of its own forward passes is another step when it is run again.
+  step: a step that acts on the number of its forward passes is another step when it is run again.
 - Reentrant checkpointing cannot be differentiated this way. It says so, unless the segment's inputs want no gradient:
   then its parameters silently get none. ``use_reentrant=False`` is needed there.
 - An optimizer inside the backward pass has changed the parameters by now.
@@ -57,7 +57,7 @@ def alone(what: str, device: torch.device) -> Iterator[None]:
     """Run ``what``, the user's function, on one rank while the others wait; put the random state back afterwards.
 
     No collective may run in this thread, or in a backward pass: `ConfigError`. Those of other threads, such as a
-    checkpoint that is written meanwhile on a group of its own, go on as they do.
+    checkpoint that is written meanwhile on another group, go on as they do.
     """
     global _running
     watcher, before = _Refusing(what), RandomState.take(device)
@@ -97,7 +97,7 @@ class Runner:
         """Set what the micro-batch had, around forward and backward pass: checkpointing runs forward passes in it.
 
         Raises:
-            BundleError: the random state is none.
+            BundleError: it is not a random state.
         """
         with torch.enable_grad(), self._autocast(packet.autocast):
             try:

@@ -157,7 +157,7 @@ class RandomState:
         A generator's state fits one kind of device only: on another kind it is left out. So is numpy's where numpy is
         not installed: nothing can draw from it there.
 
-        Raises ValueError, TypeError, KeyError or IndexError for anything else.
+        Raises ValueError, TypeError, KeyError or IndexError for any other value.
         """
         taken_on = str(plain["device"])  # of a kind that this torch need not know
         device = torch.device(taken_on) if device is None else device

@@ -83,11 +83,11 @@ class CapturedMicroBatch(Packet):
     """One forward and backward pass.
 
     Attributes:
-        batch_missing: why there is none, or None.
+        batch_missing: why the batch is missing, or None.
         changed: paths of what was changed in place after the batch was taken.
         loss: what was differentiated, without the scale.
-        norms: of the gradients accumulated so far, in the order of `RankPart.parameter_names`, -1 where there is none;
-            None if no backward pass ran.
+        norms: of the gradients accumulated so far, in the order of `RankPart.parameter_names`, -1 without a
+            gradient; None if no backward pass ran.
     """
 
     batch_missing: str | None
@@ -209,8 +209,8 @@ class Bundle:
         part = self._load(name, ModelPart)
         if not part.shards:
             return part.parameters
-        others = dict.fromkeys(other for other in self.manifest.model_files.values() if other != name)
-        return _joined([part, *(self._load(other, ModelPart) for other in others)], str(self.path))
+        files = dict.fromkeys(file for file in self.manifest.model_files.values() if file != name)
+        return _joined([part, *(self._load(file, ModelPart) for file in files)], str(self.path))
 
     def _load(self, name: str, kind: type[T]) -> T:
         path, expected = self.path / name, self.manifest.files[name]

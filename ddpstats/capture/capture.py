@@ -6,7 +6,7 @@
    before the reduce? On none: the step is forgotten.
 3. Otherwise all ranks gather what they saw, come to one verdict (`verdict`), write their files of a bundle (`bundle`),
    and with ``attribute=True`` look for the cause by running the step again.
-4. A rank that raises inside `micro_batch` writes its part into a bundle of its own, and a note into the group's store.
+4. A rank that raises inside `micro_batch` writes its part into another bundle, and a note into the group's store.
    It may catch the exception and go on: its next call takes the note back. If the exception leaves the capture, too,
    or the other ranks miss this one in `check` or as their connection to it breaks, `RankMissing` has the note's text.
 """

@@ -279,10 +279,10 @@ class Outcome:
     nonfinite: list[str] = field(default_factory=list)
     error: str | None = None
 
-    def is_same(self, other: Outcome) -> bool:
+    def is_same(self, second: Outcome) -> bool:
         """Return whether two runs came to the same result, in every bit."""
-        return (self.nonfinite, self.error) == (other.nonfinite, other.error) and all(
-            tensors.keys() == other.tensors[kind].keys() and _difference(tensors, other.tensors[kind]) is None
+        return (self.nonfinite, self.error) == (second.nonfinite, second.error) and all(
+            tensors.keys() == second.tensors[kind].keys() and _difference(tensors, second.tensors[kind]) is None
             for kind, tensors in self.tensors.items()
         )
 
@@ -518,7 +518,7 @@ def _facts(bundle: Bundle, replay: Replay, settings: RunSettings, outcomes: list
         "reproduced": any(reproduced),
         "runs": len(outcomes),
         "reproduced_runs": sum(reproduced),
-        "runs_identical": all(outcomes[0].is_same(other) for other in outcomes[1:]),
+        "runs_identical": all(outcomes[0].is_same(outcome) for outcome in outcomes[1:]),
         "nonfinite_then": [name for name in part.parameter_names if name in bad],
         "nonfinite_now": list(dict.fromkeys(name for outcome in outcomes for name in outcome.nonfinite)),
         "error_then": part.error,

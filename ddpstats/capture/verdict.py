@@ -270,9 +270,9 @@ def find_cause(
     if not verdict.culprit_ranks:
         return None
     culprit = verdict.culprit_ranks[0]
-    replicas = [other for other in model_writers if model_writers[other] == model_writers[culprit]]
+    replicas = [replica for replica in model_writers if model_writers[replica] == model_writers[culprit]]
     peers = from_rank_on(replicas, culprit)[1:]
-    finite = [other for other in peers if other not in verdict.culprit_ranks]
+    finite = [replica for replica in peers if replica not in verdict.culprit_ranks]
     peer = next(iter([*finite, *peers]), None)
 
     def packed() -> dict[str, Any]:

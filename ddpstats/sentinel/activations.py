@@ -159,7 +159,7 @@ class _GradientHook:
 
     def __call__(self, gradient: Tensor | None) -> None:
         checkpoints = self.checkpoints()
-        # There is none where only another output of the same operator was used.
+        # It is None where only another output of the same operator was used.
         if gradient is not None and checkpoints is not None and checkpoints.is_open:
             checkpoints._arrived(self.index, gradient)
 
@@ -170,7 +170,7 @@ def _first_wanting_gradient(output: Any) -> Tensor | None:
 
 
 def _default(module: nn.Module) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """Return the norm layers, or where there are none the layers that have a matrix, with a warning."""
+    """Return the norm layers; of a model without any the layers that have a matrix, with a warning."""
     leaves = [child for child in _called(module).values() if _is_leaf(child)]
     norms = [child for child in leaves if _is_norm(child)]
     if norms:

@@ -91,7 +91,7 @@ class Product(NamedTuple):
         op: "mm", "addmm", "bmm" or "baddbmm".
         result, left, right: the program's own tensors, (m, n), (m, k) and (k, n); of bmm and baddbmm a batch of them.
         addend: anything that broadcasts to ``result``; None where nothing is added.
-        again: computes the result once more, by the same kernel, into a tensor of its own.
+        again: computes the result once more, by the same kernel, into a new tensor.
     """
 
     op: str
@@ -216,7 +216,7 @@ def _is_plain(tensor: Tensor) -> bool:
 _SUMS, _ELEMENTS = 40.0, 2.0
 _MAGNITUDES = 12.0  # the same, of the magnitudes of A and B
 _FEW_ROWS = 4  # cost less to settle than to look at again
-# Of a row: a wrong element stands out less, the more columns are summed with it. Products of halves take so long that
+# Of a row: a wrong element shows less, the more columns are summed with it. Products of halves take so long that
 # smaller blocks cost little beside them.
 _COLUMNS, _COLUMNS_OF_HALVES = 1024, 256
 _LARGEST_NORM = 1e19  # squares beyond that overflow in float32

@@ -2,11 +2,11 @@
 
 `PeerReplay.examine`, every so many steps, on all ranks together:
 
-1. Each rank has digests of its own gradients of the step's first micro-batch, taken before the reduce
+1. Each rank has digests of the gradients of its first micro-batch of the step, taken before the reduce
    (`_rerun.digest`). At the first time it also runs that micro-batch twice itself: does the step repeat itself bit for
    bit? `measured` says what that comes to: bits are compared, or norms, with room for noise. All-zero gradients are no
-   evidence. Where a part of the step is compiled, norms are compared, with room for ``limit``: a program may get other
-   graphs at any time, on one rank only, and they round otherwise.
+   evidence. Where a part of the step is compiled, or that is not known, norms are compared, with room for ``limit``: a
+   program may get other graphs at any time, on one rank only, and they round otherwise.
 2. As many ranks as fit into `MOST_BYTES` hand out their micro-batch (all of them where batches are small), beginning
    with another rank each time, and those buffers that differ between ranks. The next rank runs it, and all gather what
    came of it.
@@ -156,9 +156,9 @@ class PeerReplay(Detector):
             return None
         packets = gathered(lambda: _packet(own, differing) if self._rank in owners else None, "micro-batches")
         checkers = {owner: from_rank_on(self._ranks, owner)[1 % len(self._ranks)] for owner in owners}
-        mine = [owner for owner, checker in checkers.items() if checker == self._rank]
+        checked = [owner for owner, checker in checkers.items() if checker == self._rank]
         answers = gathered(
-            lambda: attempt(lambda: {str(owner): self._run(packets[owner]) for owner in mine}), "what came of them"
+            lambda: attempt(lambda: {str(owner): self._run(packets[owner]) for owner in checked}), "what came of them"
         )
         _refuse(answers)
         checks = {owner: answers[checker][str(owner)] for owner, checker in checkers.items()}
@@ -230,7 +230,9 @@ class PeerReplay(Detector):
     def _note_compiled(self, trees: Iterable[Mapping[str, Any]]) -> None:
         if not self._compiled and any(tree["compiled"] for tree in trees):
             self._compiled = True
-            self._warn(f"a part of the step is compiled. {_less_is_seen(self._limit)}")
+            self._warn(
+                f"a part of the step is compiled, or does not pass the model's forward(). {_less_is_seen(self._limit)}"
+            )
 
     def _is_same(self, first: GradientDigests, second: GradientDigests) -> bool:
         return first.is_same(second, self._room)
@@ -437,7 +439,7 @@ def explain_alarm(
 ) -> str:
     """Return in words why rank ``owner``'s micro-batch gave a value that is not normal. Collective: two gathers.
 
-    Whether values are normal only the owner can say: each rank has a past of its own. What both ranks compute is no
+    Only the owner can say whether values are normal: each rank remembers other values. What both ranks compute is no
     fault of one of them.
 
     ``ranks``: of the group; ``rank``: this one; ``is_abnormal``: of the values of a rerun, asked on ``owner`` only.
@@ -466,39 +468,39 @@ def explain_alarm(
 def _explanation(owner: int, peer: int, answers: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> str:
     if "error" in answers[owner]:
         return f"Rank {owner} could not run the micro-batch again: {answers[owner]['error']}"
-    here, there = answers[owner]["runs"], answers[peer].get("runs")
-    difference = None if there is None else _first_difference(here[0]["values"], there[0]["values"])
-    wrong_there = None if there is None or peer == owner else difference is None
-    cause = cause_of([run["bad"] for run in here], wrong_there)
+    runs, peer_runs = answers[owner]["runs"], answers[peer].get("runs")
+    difference = None if peer_runs is None else _first_difference(runs[0]["values"], peer_runs[0]["values"])
+    wrong_on_peer = None if peer_runs is None or peer == owner else difference is None
+    cause = cause_of([run["bad"] for run in runs], wrong_on_peer)
     again = f"Run again on rank {owner}, the micro-batch gives "
     if cause is Cause.TRANSIENT:
         return again + "normal values: a transient fault of its hardware, or a race."
     again += "such a value again"
-    if there is None:
+    if peer_runs is None:
         return f"{again}. Rank {peer} could not run it: {answers[peer]['error']}"
     if cause is Cause.UNDECIDED:
         return again + "; there is no other rank to distinguish hardware from software."
     if difference is None:
         return f"{again}, and so it does on rank {peer}: software or data, not hardware."
-    index, value, other = difference
+    index, value, peer_value = difference
     return (
         f"{again}, and on rank {peer} it does not: hardware of rank {owner}, or something that only "
-        f"it holds. {names[index]} has {value:.4g} on rank {owner} and {other:.4g} on rank {peer}."
+        f"it holds. {names[index]} has {value:.4g} on rank {owner} and {peer_value:.4g} on rank {peer}."
     )
 
 
 def _first_difference(
-    here: Sequence[tuple[int, float]], there: Sequence[tuple[int, float]]
+    first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]
 ) -> tuple[int, float, float] | None:
-    """Return (checkpoint, the value here, the value there) of the first that are not about equal; NaN for none."""
-    room = _ATOL * max((abs(value) for _, value in (*here, *there) if math.isfinite(value)), default=0.0)
-    for mine, other in itertools.zip_longest(here, there, fillvalue=(-1, math.nan)):
-        if mine[0] != other[0] or not _is_about(mine[1], other[1], room):
-            return max(mine[0], other[0]), mine[1], other[1]
+    """Return (checkpoint, value in the first run, in the second) of the first that differ; NaN for none."""
+    room = _ATOL * max((abs(value) for _, value in (*first, *second) if math.isfinite(value)), default=0.0)
+    for (index, value), (index2, value2) in itertools.zip_longest(first, second, fillvalue=(-1, math.nan)):
+        if index != index2 or not _is_about(value, value2, room):
+            return max(index, index2), value, value2
     return None
 
 
-def _is_about(here: float, there: float, room: float) -> bool:
-    if not (math.isfinite(here) and math.isfinite(there)):
-        return not (math.isfinite(here) or math.isfinite(there))
-    return math.isclose(here, there, rel_tol=_RTOL, abs_tol=room)
+def _is_about(first: float, second: float, room: float) -> bool:
+    if not (math.isfinite(first) and math.isfinite(second)):
+        return not (math.isfinite(first) or math.isfinite(second))
+    return math.isclose(first, second, rel_tol=_RTOL, abs_tol=room)

@@ -11,7 +11,7 @@
 Each round is decided on what the one before gathered, which is the same everywhere; so no rank goes on by itself.
 
 Ranks that hold the same are a group. Damage does not strike twice in the same way, so the one largest group of at least
-two ranks is right, and the others are the culprits. Where there is none (two ranks, two against two), no rank is. How
+two ranks is right, and the others are the culprits. Without such a group (two ranks, two against two) no rank is. How
 much differs says what to suspect: one element is hardware, many are software.
 
 Not compared: what `ignore` names, what DistributedDataParallel ignores, sharded parameters, the running
@@ -80,7 +80,7 @@ class Split:
 
     @property
     def majority(self) -> tuple[int, ...]:
-        """Return the one largest group of at least two ranks; empty where there is none."""
+        """Return the one largest group of at least two ranks; empty where no group is."""
         sizes = [*map(len, self.groups), 0, 0]
         return self.groups[0] if sizes[0] > max(1, sizes[1]) else ()
 
@@ -110,7 +110,7 @@ class Element:
     def flipped(self) -> tuple[int, ...]:
         """Return the bits, ascending from the lowest one (0), in which any two ranks differ."""
         first, *others = self.bits.values()
-        return tuple(bit for bit in range(self.width) if any((first ^ other) >> bit & 1 for other in others))
+        return tuple(bit for bit in range(self.width) if any((first ^ bits) >> bit & 1 for bits in others))
 
     @property
     def lines(self) -> list[str]:
@@ -499,7 +499,7 @@ class Unit:
 
     Args:
         prefix: of its names in the model.
-        replica: the DistributedDataParallel around it; None where there is none.
+        replica: the DistributedDataParallel around it, if there is one.
 
     Attributes:
         copies: name in the model -> copy, of the buffers that must be equal; None where no forward pass came, or no
@@ -543,7 +543,7 @@ class Unit:
 
 
 def running_names(module: nn.Module) -> set[str]:
-    """Return batch norm's running statistics, which each rank has of its own data; SyncBatchNorm's are of all."""
+    """Return batch norm's running statistics, which each rank computes from its data; SyncBatchNorm's are of all."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, owner in module.named_modules()

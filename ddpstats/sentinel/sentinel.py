@@ -99,7 +99,7 @@ class Setup:
     """Objects that detectors are made of. It holds neither the sentinel nor ``replay_fn``, which may hold the sentinel.
 
     Attributes:
-        scale: of the GradScaler, now; None where there is none, or it is off.
+        scale: of the GradScaler, now; None without one, or where it is off.
         record, reruns: the step under way and how to repeat it; None without a ``replay_fn``.
     """
 

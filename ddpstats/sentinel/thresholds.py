@@ -1,9 +1,9 @@
 """Layer 1 on one rank: sizes of activation gradients, compared with thresholds, and logged.
 
-1. `read_settings` reads mode, detector and thresholds: each from the argument, or else the ``DDPSTATS_SENTINEL_*``
-   variable, or else the ``NPU_ASD_*`` variable that MindSpore and torch_npu read, or else the default. An empty
-   variable does not count. A bad argument is an error. A bad variable is a warning, as in MindSpore, and says what is
-   used instead: jobs that were started with it there start here, too.
+1. `read_settings` reads mode, detector and thresholds: each from the first that is given of the argument, the
+   ``DDPSTATS_SENTINEL_*`` variable, the ``NPU_ASD_*`` variable that MindSpore and torch_npu read, and the default. An
+   empty variable does not count. A bad argument is an error. A bad variable is a warning, as in MindSpore, and says
+   what is used instead: jobs that were started with it there start here, too.
 2. Gradients leave a value each at the checkpoints (`activations`), on the device, and no thread waits for it.
 3. `Thresholds` compares all values of the step with its memory of the steps before: one vector of values per
    micro-batch, and per further call of a module in it. One tensor is read, once, and a GradScaler's scale besides.

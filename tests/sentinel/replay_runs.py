@@ -96,6 +96,26 @@ def first_item(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return loss_of(model, batch[0])
 
 
+def without_forward(model: nn.Module, x: Tensor) -> Tensor:
+    """Return the loss of the model's parts, as a program has it that calls a method of its own."""
+    assert isinstance(model, Small)
+    return loss_of(nn.Sequential(model.first, model.norm, model.head), x)
+
+
+def run_without_forward() -> Told:
+    """Train replicas that nothing reduces, so that peer replay alone compares them."""
+    torch.manual_seed(0)
+    model = Small()
+
+    def step(number: int, sentinel: Sentinel) -> None:
+        model.zero_grad()
+        x = torch.randn(3, 4)
+        with sentinel.micro_batch(x):
+            without_forward(model, x).backward()  # type: ignore[no-untyped-call]
+
+    return trained(model, 2, without_forward, step)
+
+
 def weighted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss_of(model, batch["x"]) * batch["weight"]
 

@@ -14,7 +14,10 @@ from tests.sentinel.compiled_runs import Program
 
 pytestmark = pytest.mark.slow
 LIMIT_SEC = 120.0
-COMPILED = "a part of the step is compiled. Peers' gradients are compared by their norms, with room for 1.0e-02"
+COMPILED = (
+    "a part of the step is compiled, or does not pass the model's forward(). Peers' gradients are compared by their "
+    "norms, with room for 1.0e-02"
+)
 
 
 def outcomes_of(program: Program, ranks: int) -> list[tuple[list[bool], str, list[str]]]:
@@ -78,6 +81,12 @@ def test_a_difference_on_most_ranks_is_a_warning_and_then_an_error_of_replay_fn(
 def test_gradients_that_are_all_zero_are_no_evidence() -> None:
     for ok, error, warnings in outcomes_of(Program(zero_ranks=(0, 1, 2)), 3):
         assert (ok, error, warnings) == ([True] * 4, "", [])
+
+
+def test_a_step_that_does_not_call_forward_may_be_compiled_and_the_warning_says_so() -> None:
+    for told in run_ranks(replay_runs.run_without_forward, 2, timeout_sec=LIMIT_SEC).values():
+        assert (told.ok, told.error) == ([True] * 2, "")
+        assert [COMPILED in warning for warning in told.warnings] == [True]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
