@@ -1,4 +1,4 @@
-"""Train a demonstration model of Lightning's wheel with DDP on two ranks, and write what it ends with: NAME FILE.
+"""Train demonstration models of Lightning's wheel with DDP on two ranks, and write what they end with: FILE NAME ...
 
 What is logged is each rank's own loss.
 """
@@ -32,7 +32,15 @@ class Logging(L.Callback):  # type: ignore[misc]
             module.log("validation", outputs["x"], sync_dist=True, batch_size=1)
 
 
-def main(name: str, path: str) -> None:
+def main(path: str, *names: str) -> None:
+    ends = {name: _end_of(name) for name in names}
+    with open(f"{path}.{torch.distributed.get_rank()}", "w", encoding="utf-8") as file:
+        json.dump(ends, file)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _end_of(name: str) -> dict[str, Any]:
     L.seed_everything(38, verbose=False)
     model = getattr(demos, name)()
     trainer = L.Trainer(
@@ -51,15 +59,11 @@ def main(name: str, path: str) -> None:
     data = demos.BoringDataModule()
     data.prepare_data()
     trainer.fit(model, datamodule=data)
-    ended = {
+    return {
         "weights": [parameter.flatten().tolist() for parameter in model.parameters()],
         "logged": {key: float(value) for key, value in sorted(trainer.callback_metrics.items())},
         "steps": trainer.global_step,
     }
-    with open(f"{path}.{trainer.global_rank}", "w", encoding="utf-8") as file:
-        json.dump(ended, file)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

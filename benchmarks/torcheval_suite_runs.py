@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.launcher as launcher
 
 from benchmarks import suites
 
@@ -41,7 +40,7 @@ tester: Any = importlib.import_module("torcheval.utils.test_utils.metric_class_t
 
 def main() -> None:
     multiprocessing.set_forkserver_preload(["torch", "torcheval.metrics"])
-    launcher.LaunchConfig = functools.partial(launcher.LaunchConfig, start_method="forkserver")  # type: ignore
+    tester.pet.LaunchConfig = functools.partial(tester.pet.LaunchConfig, start_method="forkserver")
     scores = torch.rand(UPDATES, BATCH)
     labels = torch.randint(0, 2, (UPDATES, BATCH))
     classes = torch.randint(0, 5, (UPDATES, BATCH))
