@@ -13,9 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -68,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         reports = run_ranks(measure_rank, args.ranks, timeout_sec=limit_sec, env={config.GUARD: ""}).values()
     except RankError as error:
         raise DdpstatsError(f"the ranks could not run: {error}") from error
-    VerbReport(0, lambda: as_text(reports, colour=_wants_colour()), lambda: as_json(reports), indent=2).show(args.json)
+    VerbReport(0, lambda: as_text(reports), lambda: as_json(reports), indent=2).show(args.json)
     if not is_right(reports):
         raise DdpstatsError("ddpstats got a number wrong here, which is a bug in ddpstats: please report it")
     return 0
@@ -78,10 +75,6 @@ def _number_of_ranks(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MAX_RANKS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_RANKS}")
     return int(text)
-
-
-def _wants_colour() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 # -- what is right ----------------------------------------------------------------------------------------------------
@@ -127,7 +120,7 @@ def as_json(reports: Sequence[RankReport]) -> dict[str, Any]:
     return {"ranks": len(reports), "weight": WEIGHT, "true": true, "by_rank": list(reports), "ok": ok}
 
 
-def as_text(reports: Sequence[RankReport], *, colour: bool) -> str:
+def as_text(reports: Sequence[RankReport]) -> str:
     """Return the text of the report: the premise, the table, what went wrong, what it cost, the fix."""
     ranks, first = len(reports), reports[0]
     names = ("rank 0", "rank 1") if ranks <= 2 else ("each even rank", "each odd rank")
@@ -141,8 +134,7 @@ def as_text(reports: Sequence[RankReport], *, colour: bool) -> str:
         _WORST + ", ".join(f"rank {rank:.0f} with {value:.4f}" for rank, value in first["worst"]) if ranks > 1 else "",
         _FIX,
     ]
-    text = "\n\n".join(filter(None, paragraphs))
-    return re.sub(r"\S+ <- wrong", r"\033[31m\g<0>\033[0m", text) if colour else text  # in red
+    return "\n\n".join(filter(None, paragraphs))
 
 
 _PREMISE = f"Ranks average their losses, each with weight {WEIGHT:g}. An L1 loss is never negative."

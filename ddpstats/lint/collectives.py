@@ -146,7 +146,7 @@ class Collectives:
     def check_time(self) -> None:
         """Raise `TooLongError` where the file has had its time."""
         if time.process_time() > self._end:
-            raise TooLongError
+            raise TooLongError("it takes too long")
 
     def among(self, nodes: Sequence[ast.AST]) -> list[Collective]:
         """Return the collectives of all ranks in the nodes, in the order of the text."""

@@ -37,7 +37,9 @@ SWALLOWED_ERROR = "swallowed-error"
 DICT_ORDER = "dict-order"
 
 _ENDS_THE_RUN = frozenset({"exit", "_exit", "abort", "quit", "kill", "destroy_process_group"})
-_ONLY_TELLS = re.compile(r"(?i)(\w*print|log|warn|write|sync)\w*|info|debug|error|exception|critical|len|str|repr|type")
+_ONLY_REPORTS = re.compile(
+    r"(?i)(\w*print|log|warn|write|sync)\w*|info|debug|error|exception|critical|len|str|repr|type"
+)
 _ONE_AFTER_ANOTHER = re.compile(r".*(process|zero|rank)_first")
 _MAY_FAIL_ON_ONE = frozenset(
     {"", "Exception", "BaseException", "RuntimeError", "ValueError", "KeyError", "OSError", "OutOfMemoryError"}
@@ -306,7 +308,8 @@ class FlowWalk:
     def _handler(self, node: ast.Try, handler: ast.ExceptHandler, ops: list[Collective], later: _Later) -> None:
         kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
         broad = any(kind is None or last_name(kind) in _MAY_FAIL_ON_ONE for kind in kinds)
-        if not broad or node.finalbody or not _swallows(handler.body):
+        usual = {ast.unparse(statement) for statement in self._body if statement.lineno > handler.lineno}
+        if not broad or node.finalbody or not _swallows(handler.body, usual):
             return
         collectives = {id(collective.call) for collective in ops}
         calls = [call for call in calls_in(*node.body) if id(call) not in collectives]
@@ -340,24 +343,28 @@ def _is_true(test: ast.expr) -> bool:
     return isinstance(test, ast.Constant) and bool(test.value)
 
 
-def _swallows(statements: Sequence[ast.stmt]) -> bool:
+def _swallows(statements: Sequence[ast.stmt], usual: set[str]) -> bool:
     """Return whether a handler surely goes on as if nothing had happened.
 
-    It prints, and sets variables or returns None. What keeps the error or a flag may raise it later, or end the run.
+    It prints, and sets variables or returns None. What keeps the error or a flag may raise it later, or end the run,
+    unless the flag is set in the same way where nothing has failed: by one of the ``usual`` statements.
     An ``if`` swallows where one of its sides does, and then leaves.
     """
     for node in statements:
         if isinstance(node, ast.If):
             sides = (node.body, node.orelse)
-            if any(_swallows(side) for side in sides if side and isinstance(side[-1], EXITS)):
+            if any(_swallows(side, usual) for side in sides if side and isinstance(side[-1], EXITS)):
                 return True
-            if all(map(_swallows, sides)):
+            if all(_swallows(side, usual) for side in sides):
                 continue
         calls = list(calls_in(node))
         value = getattr(node, "value", None)
         is_none = value is None or (isinstance(value, ast.Constant) and value.value is None)
-        only_tells = isinstance(node, ast.Expr) and all(_ONLY_TELLS.fullmatch(last_name(call.func)) for call in calls)
-        if not only_tells and not (is_none and isinstance(node, (*EXITS, ast.Pass, ast.Assign))):
+        is_usual = isinstance(node, ast.Assign) and ast.unparse(node) in usual
+        only_reports = isinstance(node, ast.Expr) and all(
+            _ONLY_REPORTS.fullmatch(last_name(call.func)) for call in calls
+        )
+        if not only_reports and not is_usual and not (is_none and isinstance(node, (*EXITS, ast.Pass, ast.Assign))):
             return False
     return True
 

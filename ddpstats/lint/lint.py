@@ -18,7 +18,6 @@ import io
 import json
 import os
 import re
-import stat
 import sys
 import tokenize
 import warnings
@@ -225,12 +224,9 @@ def lint(paths: Sequence[Path], rules: Sequence[str] = tuple(RULES)) -> LintResu
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
-        try:
-            is_dir = stat.S_ISDIR(path.stat().st_mode)
-        except (OSError, ValueError) as error:  # also of a name that is too long, or has a null in it
-            why = getattr(error, "strerror", None) or first_line(error)
-            raise DdpstatsError(f"{path}: {why[:1].lower()}{why[1:]}.", path=str(path)) from None
-        files = list(_files_below(path)) if is_dir else [path]
+        if not os.path.exists(path):
+            raise DdpstatsError(f"{path}: it does not exist, or cannot be reached.", path=str(path))
+        files = list(_files_below(path)) if path.is_dir() else [path]
         if not files:
             raise DdpstatsError(f"{path}: there is no Python file in this directory.", path=str(path))
         yield from files
@@ -260,38 +256,31 @@ def check_file(path: Path) -> list[Finding]:
         if not MAY_HOLD.search(content):
             return []
         text = decode_source(content)
-        return check_tree(parsed(text), text, str(path))
+        return check_text(text, str(path))
     except OSError as error:
         raise UnreadError(error.strerror or type(error).__name__) from None
     except SyntaxError as error:
         where = f"line {error.lineno}: " if error.lineno else ""
         raise UnreadError(f"{where}{error.msg} (read as Python {sys.version_info[0]}.{sys.version_info[1]})") from None
-    except (ValueError, tokenize.TokenError) as error:  # also UnicodeDecodeError
+    except (ValueError, tokenize.TokenError, TooLongError) as error:  # also UnicodeDecodeError
         raise UnreadError(first_line(error)) from None
     except (RecursionError, MemoryError):
         raise UnreadError("it is nested too deeply") from None
-    except TooLongError:
-        raise UnreadError("it takes too long") from None
 
 
-def parsed(text: str) -> ast.Module:
-    """Raises SyntaxError, ValueError, RecursionError or MemoryError."""
+def check_text(text: str, path: str) -> list[Finding]:
+    """Check a program. Findings name ``path``. Raises `TooLongError`, and what `ast.parse` raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about escape sequences in the program's strings
-        return ast.parse(text)
-
-
-def check_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
-    """``path`` is what findings name. Raises RecursionError and `TooLongError`."""
-    program = Program(tree)
+        program = Program(ast.parse(text))
     collectives = Collectives(program)
     accused, findings = list[Accusation](), set()
     for body, function in program.scopes():
         accused += FlowWalk(collectives).walk(body, function)
     lines = text.split("\n")
     for accusation in without_completed(accused):
-        node, reason = accusation.node, re.sub(r"\s+", " ", accusation.reason)
+        node = accusation.node
         before = lines[node.lineno - 1].encode()[: node.col_offset].decode()  # ast counts bytes
         last = node.end_lineno or node.lineno
-        findings.add(Finding(path, node.lineno, len(before) + 1, accusation.rule, reason, last))
+        findings.add(Finding(path, node.lineno, len(before) + 1, accusation.rule, accusation.reason, last))
     return sorted(_without_ignored(sorted(findings), text, path))

@@ -16,8 +16,10 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from ddpstats.lint.collectives import SYNCED, Collectives, is_about_world
@@ -117,8 +119,36 @@ class Value(NamedTuple):
     is_made: bool = False
 
 
-Environment = dict[str, Value]
-"""Values by the text of a target: "loss", "self.loss", "losses[0]". One that changes is replaced."""
+class Variables:
+    """The values of a function's variables, by the text of a target: "loss", "self.loss", "losses[0]".
+
+    ``now`` is the number of changes until here. It may be set back, and the values are then those of that time.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._changed: list[str] = []
+        self._values: dict[str, list[tuple[int, Value | None]]] = {}
+
+    def get(self, name: str) -> Value | None:
+        values = self._values.get(name, [])
+        index = bisect_right(values, self.now, key=itemgetter(0))
+        return values[index - 1][1] if index else None
+
+    def set(self, name: str, value: Value | None) -> None:
+        self._changed.append(name)
+        self.now = len(self._changed)
+        self._values.setdefault(name, []).append((self.now, value))
+
+    def changed_since(self, then: int) -> dict[str, Value | None]:
+        """Return the values of all variables that have changed."""
+        return {name: self.get(name) for name in self._changed[then:]}
+
+    def undo_since(self, then: int) -> None:
+        """Give the variables that have changed the values that they had."""
+        names, self.now = set(self._changed[then:]), then
+        for name, value in [(name, self.get(name)) for name in names]:
+            self.set(name, value)
 
 
 class Origins:
@@ -135,8 +165,8 @@ class Origins:
         self._owned_by = self._program.functions[function] + function.name if function else ""
         self.text = "\n".join(map(ast.unparse, body))
         self._may_reduce = "backward" in self.text and not _MAY_NOT_REDUCE.search(self.text)
-        self._environment: Environment = {}
-        self._at: dict[ast.AST, Environment] = {}
+        self._variables = Variables()
+        self._at: dict[ast.AST, int] = {}  # when `Variables.now` was at each statement
         self._values: dict[str, list[ast.expr]] = {}  # all that are assigned to a name
         self._asked = set[str]()  # flags that may be of themselves
         for name, default in defaults_of(function) if function else ():
@@ -145,7 +175,7 @@ class Origins:
         self._walk(body)
 
     def at(self, node: ast.AST) -> None:
-        self._environment = self._at[node]
+        self._variables.now = self._at[node]
 
     # -- statements ---------------------------------------------------------------------------------------------------
 
@@ -154,7 +184,7 @@ class Origins:
             self._collectives.check_time()
             for part in parts_of(*heads_of(node)):
                 self._expression(part)
-            self._at[node] = self._environment
+            before = self._at[node] = self._variables.now
             if isinstance(node, (ast.For, ast.AsyncFor)):
                 self._turn(node)
             elif isinstance(node, ast.AugAssign):
@@ -173,12 +203,10 @@ class Origins:
                 for block in blocks_of(node):
                     self._walk(block)
             if isinstance(node, ast.With) and any(map(_WITHOUT_GRADIENT.search, map(ast.unparse, node.items))):
-                before = self._at[node]
-                new = {name: value for name, value in self._environment.items() if value is not before.get(name)}
-                cut = {name: value._replace(is_made=False) for name, value in new.items()}
-                self._environment = {**self._environment, **cut}
+                for name, value in self._variables.changed_since(before).items():
+                    self._variables.set(name, value and value._replace(is_made=False))
             if isinstance(node, ast.While):
-                self._at[node.test] = self._environment
+                self._at[node.test] = self._variables.now
 
     def _turn(self, node: ast.For | ast.AsyncFor) -> None:
         """Set the variables of a loop; ``rank`` of ``for rank in ranks`` is not this process' rank."""
@@ -189,23 +217,23 @@ class Origins:
 
     def _sides(self, sides: Sequence[Sequence[ast.stmt]], test: ast.expr | None = None) -> None:
         """Walk the sides. A constant that is set under a condition depends on what the condition does."""
-        before = self._environment
+        before = self._variables.now
         origin = self.of_condition(test) if test is not None else None
-        ends: list[tuple[bool, Environment]] = []
+        ends: list[tuple[bool, dict[str, Value | None]]] = []
         for side in sides:
-            self._environment = before
             self._walk(side)
-            if isinstance(origin, Differs):
-                assigned = {ast.unparse(node.targets[0]): node.value for node in side if isinstance(node, ast.Assign)}
-                constants = (name for name, value in assigned.items() if isinstance(value, ast.Constant))
-                self._environment = {**self._environment, **dict.fromkeys(constants, Value(origin))}
+            assigned = {ast.unparse(node.targets[0]): node.value for node in side if isinstance(node, ast.Assign)}
+            for name, value in assigned.items():
+                if isinstance(origin, Differs) and isinstance(value, ast.Constant):
+                    self._variables.set(name, Value(origin))
             if not side or not isinstance(side[-1], LEAVES):
                 synced = test is not None and any(map(self._collectives.syncs, calls_in(*side)))
-                ends.append((synced, self._environment))
-        kept = [end for synced, end in ends if synced] or [end for _, end in ends] or [before]
-        names = {name for end in kept for name in end} if len(kept) > 1 else ()
-        joined = {name: _joined([end.get(name, Value()) for end in reversed(kept)]) for name in names}
-        self._environment = joined if names else kept[0]
+                ends.append((synced, self._variables.changed_since(before)))
+            self._variables.undo_since(before)
+        kept = [end for synced, end in ends if synced] or [end for _, end in ends]
+        for name in {name for end in kept for name in end}:
+            old = self._variables.get(name)
+            self._variables.set(name, _joined([end.get(name, old) or Value() for end in reversed(kept)]))
 
     def _expression(self, part: ast.AST) -> None:
         """Take in what a part of an expression changes."""
@@ -229,13 +257,13 @@ class Origins:
     # -- variables ----------------------------------------------------------------------------------------------------
 
     def _known(self, target: ast.expr) -> Value:
-        return self._environment.get(ast.unparse(target), Value())
+        return self._variables.get(ast.unparse(target)) or Value()
 
     def _set(self, target: ast.expr, value: Value) -> None:
-        self._environment = {**self._environment, ast.unparse(target): value}
+        self._variables.set(ast.unparse(target), value)
         if isinstance(target, ast.Subscript):
             held = self._known(target.value)._replace(is_made=value.is_made)
-            self._environment[ast.unparse(target.value)] = held
+            self._variables.set(ast.unparse(target.value), held)
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         known = self._value(target, value)
@@ -253,8 +281,9 @@ class Origins:
         return Value(SAME if is_other else self.of(value), is_model, self._is_made(value))
 
     def _is_model(self, name: str) -> bool:
-        if name in self._environment or (self._function and name in parameters_of(self._function)):
-            return self._environment.get(name, Value()).is_model
+        known = self._variables.get(name)
+        if known or (self._function and name in parameters_of(self._function)):
+            return bool(known and known.is_model)
         return any(map(_WRAPS_MODEL.search, map(ast.unparse, self._program.flags.get(name, ()))))
 
     def _is_made(self, node: ast.AST) -> bool:
@@ -264,7 +293,7 @@ class Origins:
             return False
         if isinstance(node, ast.Call) and self._is_model(dotted(node.func)):
             return True
-        known = self._environment.get(dotted(node))
+        known = self._variables.get(dotted(node))
         return bool(known and known.is_made) or any(map(self._is_made, ast.iter_child_nodes(node)))
 
     # -- expressions --------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Exit = ast.Return | ast.Break | ast.Continue
@@ -23,75 +22,57 @@ class Program:
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
-        self.nodes = list(ast.walk(tree))
         self.imports: dict[str, str] = {}
         self.modules = set[str]()  # the first words of what is imported: "torch", "lightning"
         self.functions: dict[Function, str] = {}  # with the class of a method; of other functions ""
         self.flags: dict[str, list[ast.expr]] = {}  # "self.is_main", "MAIN": the conditions and calls assigned to it
-        self._class_around: dict[ast.Call, str] = {}
+        self.constants: dict[str, bool] = {}  # by their last word: whether the file sets a negative number, so no rank
+        self.sizes = set[str]()  # what is a size by its default or in a tensor's shape: ``rank`` of a decomposition
+        self._parameters = set[str]()
+        self._class_around: dict[ast.AST, str] = {}
         self._bases: dict[str, list[str]] = {}
-        self._collect(tree, "")
+        for node in ast.walk(tree):
+            self._collect(node)
+        self._by_name: dict[tuple[str, str], list[Function]] = {}
+        for function, owner in self.functions.items():
+            self._by_name.setdefault((owner, function.name), []).append(function)
 
-    def _collect(self, node: ast.AST, owner: str, is_inside: bool = False) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                self.imports.update((alias.asname, alias.name) for alias in child.names if alias.asname)
-                self.modules.update(alias.name.partition(".")[0] for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                home = "." * child.level + (child.module or "")
-                self.imports.update((alias.asname or alias.name, f"{home}.{alias.name}") for alias in child.names)
-                self.modules.add(home.partition(".")[0])
-            elif isinstance(child, ast.Assign) and isinstance(child.value, (ast.Compare, ast.Call, ast.Subscript)):
-                for first in (element for target in child.targets for element in elements_of(target)[:1]):
-                    self.flags.setdefault(dotted(first), []).append(child.value)
-            elif isinstance(child, ast.Call):
-                self._class_around[child] = owner
-            if isinstance(child, ast.ClassDef):
-                self._bases[child.name] = [dotted(base) for base in child.bases]
-                self._collect(child, child.name)
-            elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                self.functions[child] = "" if is_inside else owner
-                self._collect(child, owner, True)
-            else:
-                self._collect(child, owner, is_inside)
+    def _collect(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Import):
+            self.imports.update((alias.asname, alias.name) for alias in node.names if alias.asname)
+            self.modules.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            home = "." * node.level + (node.module or "")
+            self.imports.update((alias.asname or alias.name, f"{home}.{alias.name}") for alias in node.names)
+            self.modules.add(home.partition(".")[0])
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                if last_name(target).isupper():
+                    self.constants[last_name(target)] = isinstance(node.value, ast.UnaryOp)
+                if isinstance(node.value, (ast.Compare, ast.Call, ast.Subscript)):
+                    self.flags.setdefault(dotted(*elements_of(target)[:1]), []).append(node.value)
+        elif isinstance(node, ast.Call) and last_name(node.func) in _SHAPED and len(node.args) > 1:
+            self.sizes.update(map(last_name, node.args))
+        elif isinstance(node, ast.arg):
+            self._parameters.add(node.arg)
+        elif isinstance(node, ast.ClassDef):
+            self._bases[node.name] = [dotted(base) for base in node.bases]
+            self._class_around.update((inner, node.name) for inner in ast.walk(node))  # an inner class comes later
+            self.functions.update((part, node.name) for part in node.body if isinstance(part, Function))
+        elif isinstance(node, Function):
+            self.functions.setdefault(node, "")
+            texts = ((name, ast.unparse(default)) for name, default in defaults_of(node))
+            self.sizes.update(name for name, text in texts if text.isdigit() and text != "0")
 
     def maker(self, name: str) -> ast.Call | None:
         """Return the call that a value came from, of ``window, _ = make()`` as well."""
         calls = [value for value in self.flags.get(name, ()) if isinstance(value, ast.Call)]
         return calls[-1] if calls and name else None
 
-    @cached_property
-    def sizes(self) -> set[str]:
-        """Parameters that are a size, by their default or in the shape of a tensor: ``rank`` of a decomposition."""
-        defaults = (pair for function in self.functions for pair in defaults_of(function))
-        sizes = {name for name, default in defaults if ast.unparse(default).isdigit() and ast.unparse(default) != "0"}
-        calls = (node for node in self.nodes if isinstance(node, ast.Call) and last_name(node.func) in _SHAPED)
-        return sizes.union(*(map(last_name, call.args) for call in calls if len(call.args) > 1))
-
-    @cached_property
-    def constants(self) -> dict[str, bool]:
-        """Return constants by the last word of their name, with whether the file sets a negative number: no rank."""
-        assigned = (
-            (target, node.value) for node in self.nodes if isinstance(node, ast.Assign) for target in node.targets
-        )
-        named = ((last_name(target), isinstance(value, ast.UnaryOp)) for target, value in assigned)
-        return {name: is_negative for name, is_negative in named if name.isupper()}
-
     def is_elsewhere(self, call: ast.Call) -> bool:
         """Return whether a call is of another file of the program, or of a library that may know ranks."""
         first = dotted(call.func).partition(".")[0]
         return first in self.imports and self.imports[first].partition(".")[0] not in _WITHOUT_RANKS
-
-    @cached_property
-    def _by_name(self) -> dict[tuple[str, str], list[Function]]:
-        functions: dict[tuple[str, str], list[Function]] = {}
-        for function, owner in self.functions.items():
-            functions.setdefault((owner, function.name), []).append(function)
-        return functions
-
-    @cached_property
-    def _parameters(self) -> set[str]:
-        return {node.arg for node in self.nodes if isinstance(node, ast.arg)}
 
     def resolve(self, called: ast.expr) -> str:
         """``torch.distributed.all_reduce`` of ``dist.all_reduce``; empty where it is no plain name."""

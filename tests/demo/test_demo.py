@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +37,7 @@ def report(rank: int, ddpstats: Mapping[str, float] = TRUE) -> demo_module.RankR
 
 
 def test_text_of_two_ranks_has_both_tables_and_the_fix() -> None:
-    text = demo_module.as_text([report(0), report(1)], colour=False)
+    text = demo_module.as_text([report(0), report(1)])
     assert (
         text
         == """\
@@ -73,38 +71,9 @@ The fix:
 
 
 def test_text_of_three_ranks_says_which_ranks_hold_the_same() -> None:
-    text = demo_module.as_text([report(rank) for rank in range(3)], colour=False)
+    text = demo_module.as_text([report(rank) for rank in range(3)])
     assert "each odd rank holds" in text
     assert "Of the 3 ranks, every other even one gets what rank 0 gets" in text
-
-
-def test_colour_marks_wrong_numbers_only() -> None:
-    reports = [report(0), report(1)]
-    coloured, plain = (demo_module.as_text(reports, colour=colour) for colour in (True, False))
-    red = re.findall(r"\033\[31m(.*?)\033\[0m", coloured)
-    assert len(red) == plain.count("<- wrong") == 6
-    assert all(text.endswith(" <- wrong") for text in red)
-    assert re.sub(r"\033\[\d+m", "", coloured) == plain
-
-
-@pytest.mark.parametrize(
-    ("is_terminal", "environ", "colour"),
-    [
-        (True, {}, True),
-        (False, {}, False),
-        (True, {"NO_COLOR": "1"}, False),
-        (True, {"TERM": "dumb"}, False),
-    ],
-)
-def test_colour_follows_terminal_and_environment(
-    is_terminal: bool, environ: dict[str, str], colour: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
-    for name in ("NO_COLOR", "TERM"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert demo_module._wants_colour() is colour
 
 
 def test_true_means_are_by_name() -> None:
@@ -178,7 +147,7 @@ def demo(start: Start, *arguments: str, **settings: str) -> tuple[int, str, str]
 def test_demo_of_two_ranks_prints_what_reports_say(start: Start) -> None:
     status, out, err = demo(start, DDPSTATS_GUARD="strict")
     assert (status, err) == (0, "")
-    assert without_gloo(out) == demo_module.as_text([report(0), report(1)], colour=False) + "\n"
+    assert without_gloo(out) == demo_module.as_text([report(0), report(1)]) + "\n"
 
 
 @pytest.mark.slow

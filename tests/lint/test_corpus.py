@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ddpstats.lint.lint import check_tree, parsed
+from ddpstats.lint.lint import check_text
 
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "benchmarks" / "lint"
@@ -35,7 +35,7 @@ def programs() -> list[Program]:
 
 def _read(path: Path) -> Program:
     text = path.read_text()
-    findings = {(finding.line, finding.rule) for finding in check_tree(parsed(text), text, path.name)}
+    findings = {(finding.line, finding.rule) for finding in check_text(text, path.name)}
     expected, missed = (_marked(text, mark) for mark in ("expect", "missed"))
     return Program(path.relative_to(CORPUS).as_posix(), findings, expected, missed)
 
@@ -62,7 +62,7 @@ def test_example_of_rule_in_docs_is_found(rule: str) -> None:
     assert row is not None
     handler = "\n    except Exception: print(rank)" if rule == "swallowed-error" else ""
     text = f"{HEAD}{row[1]}{handler}"
-    assert [finding.rule for finding in check_tree(parsed(text), text, "docs")] == [rule]
+    assert [finding.rule for finding in check_text(text, "docs")] == [rule]
 
 
 def test_corpus() -> None:

@@ -92,9 +92,9 @@ def test_unreadable_files_are_named_and_others_checked(tree: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["nowhere.py"], "nowhere.py: no such file or directory."),
-        (["x" * 5000], f"{'x' * 5000}: file name too long."),
-        (["a\0b.py"], r"a\x00b.py: embedded null byte."),
+        (["nowhere.py"], "nowhere.py: it does not exist, or cannot be reached."),
+        (["x" * 5000], f"{'x' * 5000}: it does not exist, or cannot be reached."),
+        (["a\0b.py"], r"a\x00b.py: it does not exist, or cannot be reached."),
         (["src", "src/empty"], "src/empty: there is no Python file in this directory."),
         (["src", "--sarif", "none/x.sarif"], "none/x.sarif: there is no directory none. Make it."),
     ],
