@@ -14,22 +14,20 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from ddpstats.lint.collectives import Collective, Collectives, is_for_one_rank
 from ddpstats.lint.origins import RANK_BRANCH, SAME, Differs, Origin, Origins, is_of_rank
 from ddpstats.lint.program import (
-    COMPREHENSIONS,
-    EXITS,
-    Conditions,
     Exit,
     Function,
+    blocks_of,
     calls_in,
     exits,
     heads_of,
     last_name,
     parts_of,
     text_of,
-    with_conditions,
 )
 
 EARLY_EXIT = "early-exit"
@@ -50,6 +48,7 @@ _HARMLESS = re.compile(
 )
 _LEADS = re.compile(r"broadcast|scatter")  # which the others may await elsewhere, of a leader that may fail before
 _IN_ANY_ORDER = frozenset({"", "backward", "log", "log_dict", "pad_across_processes"})
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _MAKES_EVEN = re.compile(r"(?i) % |pad|drop|trunc|even|divisible|multiple|ceil")
 
 
@@ -61,13 +60,16 @@ For `ast.While`, those of a turn, in a loop that only an exit ends.
 
 
 def _behind(later: _Later, rest: Sequence[Collective]) -> _Later:
-    return {**later, **{kind: (*rest, *later.get(kind, ())) for kind in EXITS}}
+    return {**later, **{kind: (*rest, *later.get(kind, ())) for kind in get_args(Exit)}}
 
 
 def _in_loop(later: _Later, turn: Sequence[Collective], *, is_endless: bool = False) -> _Later:
     ops = tuple(turn)  # the others make more turns
     after: _Later = {ast.Return: (*ops, *later.get(ast.Return, ())), ast.Break: ops}
     return {**after, ast.While: ops} if is_endless else after
+
+
+_Conditions = frozenset[tuple[str, bool]]  # the texts of conditions, and whether each holds
 
 
 @dataclass(frozen=True)
@@ -84,22 +86,21 @@ class Accusation:
 class FlowWalk:
     """The walk through one function, or through a module's own statements."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, body: Sequence[ast.stmt], function: Function | None) -> None:
         self._collectives = collectives
         self._program = collectives.program
+        self._body = body
+        self._function = function
         self._accusations: list[Accusation] = []
-        self._body: Sequence[ast.stmt] = ()
-        self._conditions: dict[ast.AST, Conditions] = {}
-        self._origins: Origins
 
-    def walk(self, body: Sequence[ast.stmt], function: Function | None) -> list[Accusation]:
+    def walk(self) -> list[Accusation]:
+        body, function = self._body, self._function
         ops = self._among(body)
         if function is not None and is_for_one_rank(function):
             if ops:
                 self._accuse(RANK_BRANCH, ops[0], f"a decorator lets only one rank run {function.name}()")
-        elif ops or any(isinstance(part, COMPREHENSIONS) or last_name(part) == "backward" for part in parts_of(*body)):
-            self._body = body
-            self._conditions = dict(with_conditions(body))
+        elif ops or any(isinstance(part, _COMPREHENSIONS) or last_name(part) == "backward" for part in parts_of(*body)):
+            self._conditions = dict(_with_conditions(body))
             self._origins = Origins(self._collectives, body, function)
             self._block(body, {})
         return self._accusations
@@ -155,7 +156,7 @@ class FlowWalk:
             elif isinstance(part, ast.BoolOp):
                 for index, value in enumerate(part.values[:-1]):
                     self._compare(value, part.values[index + 1 :], [])
-            elif isinstance(part, COMPREHENSIONS):
+            elif isinstance(part, _COMPREHENSIONS):
                 element = [part.key, part.value] if isinstance(part, ast.DictComp) else [part.elt]
                 for generator in part.generators:
                     self._iteration(generator, element)
@@ -339,6 +340,29 @@ class FlowWalk:
         self._block(node.body, later, is_reported=uneven)
 
 
+def _with_conditions(
+    statements: Sequence[ast.stmt], known: _Conditions = frozenset()
+) -> Iterator[tuple[ast.AST, _Conditions]]:
+    """Yield the statements and the calls, each with what surely holds there, of the ``if`` statements around it."""
+    for statement in statements:
+        yield from ((node, known) for node in (statement, *calls_in(*heads_of(statement))))
+        if isinstance(statement, ast.If):
+            yield from _with_conditions(statement.body, known | _conditions_of(statement.test, True))
+            yield from _with_conditions(statement.orelse, known | _conditions_of(statement.test, False))
+        else:
+            for block in blocks_of(statement):
+                yield from _with_conditions(block, known)
+
+
+def _conditions_of(test: ast.expr, holds: bool) -> _Conditions:
+    """Return what holds where the test holds, or where it does not."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _conditions_of(test.operand, not holds)
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if holds else ast.Or):
+        return frozenset().union(*(_conditions_of(value, holds) for value in test.values))
+    return frozenset({(ast.unparse(test), holds)})
+
+
 def _is_true(test: ast.expr) -> bool:
     return isinstance(test, ast.Constant) and bool(test.value)
 
@@ -353,7 +377,7 @@ def _swallows(statements: Sequence[ast.stmt], usual: set[str]) -> bool:
     for node in statements:
         if isinstance(node, ast.If):
             sides = (node.body, node.orelse)
-            if any(_swallows(side, usual) for side in sides if side and isinstance(side[-1], EXITS)):
+            if any(_swallows(side, usual) for side in sides if side and isinstance(side[-1], Exit)):
                 return True
             if all(_swallows(side, usual) for side in sides):
                 continue
@@ -364,7 +388,7 @@ def _swallows(statements: Sequence[ast.stmt], usual: set[str]) -> bool:
         only_reports = isinstance(node, ast.Expr) and all(
             _ONLY_REPORTS.fullmatch(last_name(call.func)) for call in calls
         )
-        if not only_reports and not is_usual and not (is_none and isinstance(node, (*EXITS, ast.Pass, ast.Assign))):
+        if not only_reports and not is_usual and not (is_none and isinstance(node, Exit | ast.Pass | ast.Assign)):
             return False
     return True
 

@@ -276,7 +276,7 @@ def check_text(text: str, path: str) -> list[Finding]:
     collectives = Collectives(program)
     accused, findings = list[Accusation](), set()
     for body, function in program.scopes():
-        accused += FlowWalk(collectives).walk(body, function)
+        accused += FlowWalk(collectives, body, function).walk()
     lines = text.split("\n")
     for accusation in without_completed(accused):
         node = accusation.node

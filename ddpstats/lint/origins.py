@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 from ddpstats.lint.collectives import SYNCED, Collectives, is_about_world
 from ddpstats.lint.program import (
-    LEAVES,
+    Exit,
     Function,
     blocks_of,
     calls_in,
@@ -226,7 +226,7 @@ class Origins:
             for name, value in assigned.items():
                 if isinstance(origin, Differs) and isinstance(value, ast.Constant):
                     self._variables.set(name, Value(origin))
-            if not side or not isinstance(side[-1], LEAVES):
+            if not side or not isinstance(side[-1], Exit | ast.Raise):
                 synced = test is not None and any(map(self._collectives.syncs, calls_in(*side)))
                 ends.append((synced, self._variables.changed_since(before)))
             self._variables.undo_since(before)

@@ -8,11 +8,8 @@ from collections.abc import Iterator, Sequence
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Exit = ast.Return | ast.Break | ast.Continue
-EXITS = (ast.Return, ast.Break, ast.Continue)
-LEAVES = (*EXITS, ast.Raise)
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _WITHOUT_RANKS = frozenset({"torch", "numpy", "tqdm", *sys.stdlib_module_names})
 _SHAPED = frozenset({"Linear", "zeros", "ones", "empty", "rand", "randn"})
 
@@ -50,7 +47,8 @@ class Program:
                 if last_name(target).isupper():
                     self.constants[last_name(target)] = isinstance(node.value, ast.UnaryOp)
                 if isinstance(node.value, (ast.Compare, ast.Call, ast.Subscript)):
-                    self.flags.setdefault(dotted(*elements_of(target)[:1]), []).append(node.value)
+                    for first in elements_of(target)[:1]:
+                        self.flags.setdefault(dotted(first), []).append(node.value)
         elif isinstance(node, ast.Call) and last_name(node.func) in _SHAPED and len(node.args) > 1:
             self.sizes.update(map(last_name, node.args))
         elif isinstance(node, ast.arg):
@@ -135,37 +133,6 @@ def exits(statements: Sequence[ast.stmt]) -> Iterator[Exit]:
         for block in blocks_of(statement):
             inside = exits(block)
             yield from (exit_ for exit_ in inside if isinstance(exit_, ast.Return) or not isinstance(statement, _LOOPS))
-
-
-Conditions = frozenset[tuple[str, bool]]
-"""The texts of conditions, and whether each holds."""
-
-_NEGATED = {ast.NotEq: ast.Eq, ast.IsNot: ast.Is, ast.NotIn: ast.In}
-
-
-def with_conditions(
-    statements: Sequence[ast.stmt], known: Conditions = frozenset()
-) -> Iterator[tuple[ast.AST, Conditions]]:
-    """Yield the statements and the calls, each with what surely holds there, of the ``if`` statements around it."""
-    for statement in statements:
-        yield from ((node, known) for node in (statement, *calls_in(*heads_of(statement))))
-        if isinstance(statement, ast.If):
-            yield from with_conditions(statement.body, known | _conditions(statement.test, True))
-            yield from with_conditions(statement.orelse, known | _conditions(statement.test, False))
-        else:
-            for block in blocks_of(statement):
-                yield from with_conditions(block, known)
-
-
-def _conditions(test: ast.expr, holds: bool) -> Conditions:
-    """Return what holds where the test holds, or where it does not."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _conditions(test.operand, not holds)
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if holds else ast.Or):
-        return frozenset().union(*(_conditions(value, holds) for value in test.values))
-    if isinstance(test, ast.Compare) and (positive := _NEGATED.get(type(test.ops[0]))) and len(test.ops) == 1:
-        return _conditions(ast.Compare(test.left, [positive()], test.comparators), not holds)
-    return frozenset({(ast.unparse(test), holds)})
 
 
 def elements_of(target: ast.expr) -> list[ast.expr]:
