@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,7 +23,7 @@ _TORCH = {
     **dict.fromkeys(("barrier", "monitored_barrier"), 0),
     **dict.fromkeys(("all_reduce", "all_reduce_coalesced", "broadcast", "broadcast_object_list", "all_to_all"), 2),
     **dict.fromkeys(("all_gather", "all_gather_object", "all_gather_coalesced", "all_gather_into_tensor"), 2),
-    **dict.fromkeys(("_all_gather_base",), 2),
+    "_all_gather_base": 2,
     **dict.fromkeys(("gather", "gather_object", "scatter", "scatter_object_list", "reduce"), 3),
     **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base"), 3),
     **dict.fromkeys(("all_to_all_single", "new_group", "new_subgroups"), 4),
@@ -83,19 +82,18 @@ _OWN_RESULTS = frozenset(  # of torch's, whose results are not the same on all r
 )
 _ONLY_ONE_RANK = re.compile(r"(rank_?(zero|0)|main_process|master|on_main)(_only|_process)?(_fn)?|main_only")
 
+# what a function is called that makes its arguments equal on all ranks, or returns what is
 SYNCED = re.compile(r"(?i)all_?reduce|broadcast|bcast|_reduce$|reduce_|sync|agree|gather|across")
-"""What a function is called that makes its arguments equal on all ranks, or returns what is."""
 
 _MOST_OPS = 100  # of one function, which others call in turn
-MOST_SEC = 30.0  # of this process, for one file
 
 _LIBRARIES = {home.partition(".")[0] for home in (*_FUNCTIONS, *_METHODS_OF_MADE)} - {"torch"} | _LIGHTNING
 _WORDS = _LIBRARIES.union(
     ("torch.distributed", "import distributed", "sync_dist"),
     *(_WRAPPED, _METHODS, _METHODS_OF_NAMED, _FUNCTIONS["torch.nn.parallel"]),
 )
+# bytes that a file has where it calls a collective itself
 MAY_HOLD = re.compile("|".join(map(re.escape, sorted(_WORDS))).encode())
-"""Bytes that a file has where it calls a collective itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,10 +113,6 @@ class Collective:
         return f"{self.via}() runs {self.op}, which" if self.via else self.op
 
 
-class TooLongError(Exception):
-    """Raised when a file takes longer than `MOST_SEC`."""
-
-
 class Collectives:
     """The collectives of one file, looked up once for each call.
 
@@ -128,25 +122,18 @@ class Collectives:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.reducing = set[ast.Call]()
-        self._end = time.process_time() + MOST_SEC
         self._calls_in = cache(lambda node: tuple(calls_in(node)))
         self._certain_of: dict[Function, tuple[str, ...]] = {}
         self._possible_of: dict[Function, str] = {}
         self._known: dict[ast.Call, tuple[Collective, ...]] = {}
 
     def of(self, call: ast.Call) -> tuple[Collective, ...]:
-        """Return the collectives that a call runs, in order. Raises `TooLongError`."""
+        """Return the collectives that a call runs, in order."""
         if last_name(call.func) == "backward":
             return (Collective("backward", call, agrees=False),) if call in self.reducing else ()
         if call not in self._known:
-            self.check_time()
             self._known[call] = self._through(call) or self.of_library(call)
         return self._known[call]
-
-    def check_time(self) -> None:
-        """Raise `TooLongError` where the file has had its time."""
-        if time.process_time() > self._end:
-            raise TooLongError("it takes too long")
 
     def among(self, nodes: Sequence[ast.AST]) -> list[Collective]:
         """Return the collectives of all ranks in the nodes, in the order of the text."""
@@ -198,8 +185,6 @@ class Collectives:
             blocks = list(blocks_of(statement))
             for block in blocks[:1] if isinstance(statement, ast.Try) else blocks:
                 yield from self._certain(block)
-            if isinstance(statement, (ast.Return, ast.Raise)):
-                return
 
     # -- a library's --------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from ddpstats._base.files import open_regular, read_at_most
 from ddpstats._base.text import VerbReport, check_writable, count_of, first_line, write_file
 from ddpstats._base.version import __version__
 from ddpstats.errors import DdpstatsError
-from ddpstats.lint.collectives import MAY_HOLD, Collectives, TooLongError
+from ddpstats.lint.collectives import MAY_HOLD, Collectives
 from ddpstats.lint.flow import DICT_ORDER, EARLY_EXIT, SWALLOWED_ERROR, Accusation, FlowWalk, without_completed
 from ddpstats.lint.origins import DATA_BRANCH, RANK_BRANCH
 from ddpstats.lint.program import Program
@@ -262,14 +262,14 @@ def check_file(path: Path) -> list[Finding]:
     except SyntaxError as error:
         where = f"line {error.lineno}: " if error.lineno else ""
         raise UnreadError(f"{where}{error.msg} (read as Python {sys.version_info[0]}.{sys.version_info[1]})") from None
-    except (ValueError, tokenize.TokenError, TooLongError) as error:  # also UnicodeDecodeError
+    except (ValueError, tokenize.TokenError) as error:  # also UnicodeDecodeError
         raise UnreadError(first_line(error)) from None
     except (RecursionError, MemoryError):
         raise UnreadError("it is nested too deeply") from None
 
 
 def check_text(text: str, path: str) -> list[Finding]:
-    """Check a program. Findings name ``path``. Raises `TooLongError`, and what `ast.parse` raises."""
+    """Check a program. Findings name ``path``. Raises what `ast.parse` raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about escape sequences in the program's strings
         program = Program(ast.parse(text))

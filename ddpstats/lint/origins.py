@@ -88,7 +88,6 @@ _THROUGH = frozenset(
     {"bool", "int", "float", "abs", "any", "all", "max", "min", "sum", "round", "list", "tuple", "str", "tensor"}
     | {"mean", "cpu", "detach", "long", "numpy", "clone", "to", "logical_not", "squeeze", "tolist", "view", "get"}
 )
-_COUNTED = frozenset({"range", "trange", "enumerate"})
 # for the order of an iteration
 _SHARED = re.compile(
     r"(?i).*(param|state(_dict)?|buffers|modules|config|weights|groups|children|dataset|loader|batch|model|optim|args|hyper)"
@@ -181,16 +180,13 @@ class Origins:
 
     def _walk(self, statements: Sequence[ast.stmt]) -> None:
         for node in statements:
-            self._collectives.check_time()
             for part in parts_of(*heads_of(node)):
                 self._expression(part)
             before = self._at[node] = self._variables.now
             if isinstance(node, (ast.For, ast.AsyncFor)):
                 self._turn(node)
             elif isinstance(node, ast.AugAssign):
-                old, added = self._value(node.target, node.target), self._value(node.target, node.value)
-                origin = _combined([old.origin, added.origin])
-                self._set(node.target, Value(origin, False, old.is_made or added.is_made))
+                self._assign(node.target, ast.BinOp(node.target, node.op, node.value))
             elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     self._assign(target, node.value)
@@ -210,10 +206,9 @@ class Origins:
 
     def _turn(self, node: ast.For | ast.AsyncFor) -> None:
         """Set the variables of a loop; ``rank`` of ``for rank in ranks`` is not this process' rank."""
-        counted = isinstance(node.iter, ast.Call) and last_name(node.iter.func) in _COUNTED
         for target in parts_of(node.target):
             if isinstance(target, (ast.Name, ast.Attribute)):
-                self._set(target, Value(SAME if counted or _RANK.fullmatch(last_name(target)) else None))
+                self._set(target, Value(SAME if _RANK.fullmatch(last_name(target)) else None))
 
     def _sides(self, sides: Sequence[Sequence[ast.stmt]], test: ast.expr | None = None) -> None:
         """Walk the sides. A constant that is set under a condition depends on what the condition does."""
@@ -237,9 +232,7 @@ class Origins:
 
     def _expression(self, part: ast.AST) -> None:
         """Take in what a part of an expression changes."""
-        if isinstance(part, ast.NamedExpr):
-            self._assign(part.target, part.value)
-        elif isinstance(part, ast.Call):
+        if isinstance(part, ast.Call):
             arguments = (
                 [*part.args, *(keyword.value for keyword in part.keywords)] if self._collectives.syncs(part) else []
             )
@@ -326,8 +319,6 @@ class Origins:
             return self._of_call(node)
         if isinstance(node, ast.Compare):
             return self._of_comparison(node)
-        if isinstance(node, ast.NamedExpr):
-            return self.of(node.value)
         if isinstance(node, (ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.IfExp, ast.Tuple, ast.List, ast.Set, ast.Starred)):
             parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
             computes = isinstance(node, ast.BinOp)  # with a length: a number of steps, from the size of a data set

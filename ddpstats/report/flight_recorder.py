@@ -41,8 +41,7 @@ class Span(NamedTuple):
     seconds: float | None
 
 
-Spans = Mapping[tuple[str, float], Span]
-"""Group and time of an event -> its state."""
+Spans = Mapping[tuple[str, float], Span]  # group and time of an event -> its state
 
 
 def read_dumps(directories: Iterable[Path]) -> dict[int, tuple[RankRecord, Spans]]:

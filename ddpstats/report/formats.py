@@ -38,11 +38,10 @@ _SHOWN_VALUES = 1000  # of one rank and path on the page; more where they are no
 _LONGEST_SEC = 1e-3
 _TEMPLATE = Path(__file__).with_name("page.html")
 
-Row = Mapping[str, Any]
-Report = Row
-"""A report as `report_of` returns it; a `Row` is of one of its lists."""
+Report = Mapping[str, Any]  # as `report_of` returns it
+Row = Mapping[str, Any]  # of one of its lists
+# a number for all events that differ in nothing but their own number and time, and one of them
 _Calls = dict[tuple[object, ...], tuple[int, Event]]
-"""A number for all events that differ in nothing but their own number and time, and one of them."""
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
