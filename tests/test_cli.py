@@ -77,10 +77,10 @@ def test_help_of_verb_has_usage_json_status_and_examples_that_parse(
         (["--ranks", "2"], "error: "),
         (["demo", "--rank-count", "2"], "unrecognized arguments: --rank-count 2"),
         (["demo", "--ranks"], "--ranks: expected one argument"),
-        (["demo", "--ranks", "two"], "--ranks: 'two' is not a number from 1 to 64"),
-        (["demo", "--ranks", "0"], "--ranks: '0' is not a number from 1 to 64"),
-        (["demo", "--ranks=-1"], "--ranks: '-1' is not a number from 1 to 64"),
-        (["demo", "--ranks", "65"], "--ranks: '65' is not a number from 1 to 64"),
+        (["demo", "--ranks", "two"], "--ranks: invalid int value: 'two'"),
+        (["demo", "--ranks", "0"], "--ranks: invalid choice: 0 (choose from 1, "),
+        (["demo", "--ranks=-1"], "--ranks: invalid choice: -1 (choose from 1, "),
+        (["demo", "--ranks", "65"], "--ranks: invalid choice: 65 (choose from 1, "),
     ],
 )
 def test_wrong_arguments_give_usage_and_the_reason(

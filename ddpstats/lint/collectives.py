@@ -76,10 +76,7 @@ _ASKS_FOR_WORLD = re.compile(
     r"(?i)is_(available|initialized|dist|distributed|parallel|multi)|world_?size|distributed|num_processes|n_?gpu|ddp"
 )
 _ASKS_FOR_RANK = re.compile(r"rank|main_process|master|zero")
-_OWN_RESULTS = frozenset(  # of torch's, whose results are not the same on all ranks
-    {"gather", "gather_object", "reduce", "scatter", "scatter_object_list", "barrier"}
-    | {"reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"}
-)
+_OWN_RESULTS = re.compile("gather|reduce|scatter|all_to_all|barrier")  # of torch's: not the same on all ranks
 _ONLY_ONE_RANK = re.compile(r"(rank_?(zero|0)|main_process|master|on_main)(_only|_process)?(_fn)?|main_only")
 
 # what a function is called that makes its arguments equal on all ranks, or returns what is
@@ -122,6 +119,7 @@ class Collectives:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.reducing = set[ast.Call]()
+        self._has_lightning = bool(program.modules & _LIGHTNING)
         self._calls_in = cache(lambda node: tuple(calls_in(node)))
         self._certain_of: dict[Function, tuple[str, ...]] = {}
         self._possible_of: dict[Function, str] = {}
@@ -216,7 +214,7 @@ class Collectives:
         groups += [] if op.startswith("new_") else positional
         groups += [argument for argument in call.args if _names_group(last_name(getattr(argument, "func", argument)))]
         grouped = not all(ast.unparse(group) == "None" or dotted(group).endswith(".WORLD") for group in groups)
-        return (Collective(op, call, "", grouped, op not in _OWN_RESULTS),)
+        return (Collective(op, call, "", grouped, not _OWN_RESULTS.match(op)),)
 
     def _method(self, call: ast.Call) -> tuple[Collective, ...]:
         op, on = "__call__", call.func  # of an object that the file has made, or a method
@@ -246,10 +244,6 @@ class Collectives:
             return keywords.get("sync_dist") == "True" and keywords.keys().isdisjoint(_SYNCS_OTHERWISE)
         gathers = op == "all_gather" and dotted(on) in ("self", "pl_module")
         return self._has_lightning and (gathers or (op == "save_checkpoint" and last_name(on) == "trainer"))
-
-    @property
-    def _has_lightning(self) -> bool:
-        return bool(self.program.modules & _LIGHTNING)
 
 
 def is_for_one_rank(function: Function) -> bool:

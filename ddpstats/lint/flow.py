@@ -18,17 +18,7 @@ from typing import get_args
 
 from ddpstats.lint.collectives import Collective, Collectives, is_for_one_rank
 from ddpstats.lint.origins import RANK_BRANCH, SAME, Differs, Origin, Origins, is_of_rank
-from ddpstats.lint.program import (
-    Exit,
-    Function,
-    blocks_of,
-    calls_in,
-    exits,
-    heads_of,
-    last_name,
-    parts_of,
-    text_of,
-)
+from ddpstats.lint.program import Exit, Function, blocks_of, calls_in, exits, heads_of, last_name, parts_of, text_of
 
 EARLY_EXIT = "early-exit"
 SWALLOWED_ERROR = "swallowed-error"
@@ -87,12 +77,9 @@ class FlowWalk:
     def __init__(self, collectives: Collectives, body: Sequence[ast.stmt], function: Function | None) -> None:
         self._collectives = collectives
         self._program = collectives.program
+        self._among = collectives.among
         self._body = body
-        self._function = function
-        self._accusations: list[Accusation] = []
-
-    def walk(self) -> list[Accusation]:
-        body, function = self._body, self._function
+        self.accusations: list[Accusation] = []
         ops = self._among(body)
         if function is not None and is_for_one_rank(function):
             if ops:
@@ -101,26 +88,22 @@ class FlowWalk:
             self._conditions = dict(_with_conditions(body))
             self._origins = Origins(self._collectives, body, function)
             self._block(body, {})
-        return self._accusations
-
-    def _among(self, nodes: Sequence[ast.AST]) -> list[Collective]:
-        return self._collectives.among(nodes)
 
     def _accuse(
         self, rule: str, first: Collective, why: str, ops: tuple[str, ...] = (), is_for_rest: bool = False
     ) -> None:
         reason = f"{first} needs all ranks: {why}."
-        self._accusations.append(Accusation(rule, first.call, reason, ops, is_for_rest))
+        self.accusations.append(Accusation(rule, first.call, reason, ops, is_for_rest))
 
     def _report_skip(self, exit_: ast.stmt, first: Collective, why: str) -> None:
         skipped = f"{type(exit_).__name__.lower()} skips {first.op} (line {first.call.lineno})"
-        self._accusations.append(Accusation(EARLY_EXIT, exit_, f"{skipped}, which other ranks run: {why}."))
+        self.accusations.append(Accusation(EARLY_EXIT, exit_, f"{skipped}, which other ranks run: {why}."))
 
     # -- statements ---------------------------------------------------------------------------------------------------
 
     def _block(self, statements: Sequence[ast.stmt], later: _Later, *, is_reported: bool = False) -> None:
         """Walk statements. ``is_reported``: a finding covers them already, so that none is added for what is inside."""
-        before = len(self._accusations)
+        before = len(self.accusations)
         leaves = [index for index, statement in enumerate(statements) if isinstance(statement, (ast.Return, ast.Raise))]
         rest = self._among(statements)
         for index, statement in enumerate(statements):
@@ -128,11 +111,9 @@ class FlowWalk:
             others = {} if leaves and index < leaves[-1] else later  # the others leave as well
             self._statement(statement, _behind(others, rest) if hasattr(statement, "body") else later)
         if is_reported:
-            del self._accusations[before:]
+            del self.accusations[before:]
 
     def _statement(self, node: ast.stmt, later: _Later) -> None:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            return
         self._origins.at(node)
         self._expressions(*heads_of(node))
         if isinstance(node, ast.If):
@@ -289,7 +270,7 @@ class FlowWalk:
             return
         if why := self._origins.differing_order(loop, call):
             reason = f"{op} for each entry in the order of {why}."
-            self._accusations.append(Accusation(DICT_ORDER, call, reason))
+            self.accusations.append(Accusation(DICT_ORDER, call, reason))
 
     # -- errors and contexts ------------------------------------------------------------------------------------------
 

@@ -47,40 +47,15 @@ exit status: 0 nothing found, 1 something found, 2 it could not run"""
 UNUSED_IGNORE = "unused-ignore"
 
 
-@dataclass(frozen=True)
-class Rule:
-    """``meaning`` is one sentence, ``fix`` says what to write in its place."""
-
-    meaning: str
-    fix: str
-
-
-RULES = {
-    RANK_BRANCH: Rule(
-        "A collective that only some ranks run, because a condition depends on the rank.",
-        "Move the collective out of the branch, so that each rank runs it; leave only printing and saving in it.",
-    ),
-    DATA_BRANCH: Rule(
-        "A collective under a condition that depends on this rank's data, clock or file system.",
-        "Let the ranks agree on the condition first (ddpstats.any_rank, or an all_reduce of the flag), or run the "
-        "collective on each rank, with weight 0 where there is nothing to add.",
-    ),
-    EARLY_EXIT: Rule(
-        "return, break or continue on some ranks only, before a collective that the others run.",
-        "Let the ranks agree on leaving (ddpstats.any_rank, or an all_reduce of the flag), and leave on all of them.",
-    ),
-    SWALLOWED_ERROR: Rule(
-        "An exception on one rank skips a collective, and is caught, so that the program goes on.",
-        "Catch only around what may fail, and run the collective after it on each rank; or let the error end the run.",
-    ),
-    DICT_ORDER: Rule(
-        "A collective for each entry, in an order that ranks do not share: that of a dict's insertions, or of a set.",
-        "Loop over sorted keys that all ranks agree on, or reduce the dict in one call: ddpstats.reduce_stats(stats).",
-    ),
-    UNUSED_IGNORE: Rule(
-        "A comment that suppresses a finding that is not there.",
-        "Remove the comment, or correct the rule's name in it.",
-    ),
+RULES = {  # with what to write in its place
+    RANK_BRANCH: "Move the collective out of the branch, so that each rank runs it; leave printing and saving in it.",
+    DATA_BRANCH: "Let the ranks agree on the condition first (ddpstats.any_rank, or an all_reduce of the flag), or run "
+    "the collective on each rank, with weight 0 where there is nothing to add.",
+    EARLY_EXIT: "Let the ranks agree on leaving (ddpstats.any_rank, or an all_reduce of the flag), and leave together.",
+    SWALLOWED_ERROR: "Catch only around what may fail, and run the collective after it on each rank, or let the error "
+    "end the run.",
+    DICT_ORDER: "Loop over sorted keys that all ranks agree on, or reduce the dict in one call of ddpstats.reduce_stats.",
+    UNUSED_IGNORE: "Remove the comment, or correct the rule's name in it.",
 }
 
 
@@ -95,15 +70,11 @@ class Finding:
     reason: str
     last_line: int = 0
 
-    @property
-    def fix(self) -> str:
-        return RULES[self.rule].fix
-
     def as_text(self) -> str:
-        return f"{self.path}:{self.line}:{self.column}: {self.rule}: {self.reason}\n    fix: {self.fix}"
+        return f"{self.path}:{self.line}:{self.column}: {self.rule}: {self.reason}\n    fix: {RULES[self.rule]}"
 
     def as_dict(self) -> dict[str, str | int]:
-        return {**vars(self), "fix": self.fix}
+        return {**vars(self), "fix": RULES[self.rule]}
 
 
 _COMMENT = re.compile(r"#\s*ddpstats:\s*ignore(?:\[([^\]]*)\])?")
@@ -138,16 +109,13 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 def as_sarif(findings: Iterable[Finding], unread: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Return one SARIF run. A file that could not be read is a notification, and the run is not complete then."""
     notes = [{"level": "error", "message": {"text": why}, "locations": _locations(path)} for path, why in unread]
-    rules = [
-        {"id": name, "shortDescription": {"text": rule.meaning}, "help": {"text": rule.fix}}
-        for name, rule in RULES.items()
-    ]
+    rules = [{"id": name, "shortDescription": {"text": name}, "help": {"text": fix}} for name, fix in RULES.items()]
     results = [
         {
             "ruleId": finding.rule,
             "ruleIndex": list(RULES).index(finding.rule),
             "level": "warning",
-            "message": {"text": f"{finding.reason} {finding.fix}"},
+            "message": {"text": f"{finding.reason} {RULES[finding.rule]}"},
             "locations": _locations(finding.path, region={"startLine": finding.line, "startColumn": finding.column}),
         }
         for finding in findings
@@ -276,7 +244,7 @@ def check_text(text: str, path: str) -> list[Finding]:
     collectives = Collectives(program)
     accused, findings = list[Accusation](), set()
     for body, function in program.scopes():
-        accused += FlowWalk(collectives, body, function).walk()
+        accused += FlowWalk(collectives, body, function).accusations
     lines = text.split("\n")
     for accusation in without_completed(accused):
         node = accusation.node

@@ -28,7 +28,6 @@ from ddpstats.lint.program import (
     Function,
     blocks_of,
     calls_in,
-    defaults_of,
     dotted,
     elements_of,
     heads_of,
@@ -139,15 +138,13 @@ class Variables:
         self.now = len(self._changed)
         self._values.setdefault(name, []).append((self.now, value))
 
-    def changed_since(self, then: int) -> dict[str, Value | None]:
-        """Return the values of all variables that have changed."""
-        return {name: self.get(name) for name in self._changed[then:]}
-
-    def undo_since(self, then: int) -> None:
-        """Give the variables that have changed the values that they had."""
-        names, self.now = set(self._changed[then:]), then
-        for name, value in [(name, self.get(name)) for name in names]:
+    def undo_since(self, then: int) -> dict[str, Value | None]:
+        """Give the variables that have changed the values that they had, and return those that they have now."""
+        changed = {name: self.get(name) for name in self._changed[then:]}
+        self.now = then
+        for name, value in [(name, self.get(name)) for name in changed]:
             self.set(name, value)
+        return changed
 
 
 class Origins:
@@ -168,7 +165,8 @@ class Origins:
         self._at: dict[ast.AST, int] = {}  # when `Variables.now` was at each statement
         self._values: dict[str, list[ast.expr]] = {}  # all that are assigned to a name
         self._asked = set[str]()  # flags that may be of themselves
-        for name, default in defaults_of(function) if function else ():
+        self._parameters = parameters_of(function) if function else {}
+        for name, default in self._parameters.items():
             if isinstance(default, (ast.Tuple, ast.List)):
                 self._assign(ast.Name(name), default)
         self._walk(body)
@@ -199,7 +197,7 @@ class Origins:
                 for block in blocks_of(node):
                     self._walk(block)
             if isinstance(node, ast.With) and any(map(_WITHOUT_GRADIENT.search, map(ast.unparse, node.items))):
-                for name, value in self._variables.changed_since(before).items():
+                for name, value in self._variables.undo_since(before).items():
                     self._variables.set(name, value and value._replace(is_made=False))
             if isinstance(node, ast.While):
                 self._at[node.test] = self._variables.now
@@ -221,10 +219,10 @@ class Origins:
             for name, value in assigned.items():
                 if isinstance(origin, Differs) and isinstance(value, ast.Constant):
                     self._variables.set(name, Value(origin))
+            changed = self._variables.undo_since(before)
             if not side or not isinstance(side[-1], Exit | ast.Raise):
                 synced = test is not None and any(map(self._collectives.syncs, calls_in(*side)))
-                ends.append((synced, self._variables.changed_since(before)))
-            self._variables.undo_since(before)
+                ends.append((synced, changed))
         kept = [end for synced, end in ends if synced] or [end for _, end in ends]
         for name in {name for end in kept for name in end}:
             old = self._variables.get(name)
@@ -275,7 +273,7 @@ class Origins:
 
     def _is_model(self, name: str) -> bool:
         known = self._variables.get(name)
-        if known or (self._function and name in parameters_of(self._function)):
+        if known or name in self._parameters:
             return bool(known and known.is_model)
         return any(map(_WRAPS_MODEL.search, map(ast.unparse, self._program.flags.get(name, ()))))
 
@@ -496,7 +494,7 @@ class Origins:
         if any(map(key_of_data.fullmatch, self._values)):
             return True
         values, function = self._values.get(name, []), self._function
-        if function is None or name not in parameters_of(function):
+        if function is None or name not in self._parameters:
             return False
         resets = [
             node.value for node in function.body if isinstance(node, ast.Assign) and dotted(node.targets[0]) == name

@@ -59,8 +59,8 @@ class Program:
             self.functions.update((part, node.name) for part in node.body if isinstance(part, Function))
         elif isinstance(node, Function):
             self.functions.setdefault(node, "")
-            texts = ((name, ast.unparse(default)) for name, default in defaults_of(node))
-            self.sizes.update(name for name, text in texts if text.isdigit() and text != "0")
+            defaults = parameters_of(node).items()
+            self.sizes.update(name for name, value in defaults if value and ast.unparse(value).strip("0").isdigit())
 
     def maker(self, name: str) -> ast.Call | None:
         """Return the call that a value came from, of ``window, _ = make()`` as well."""
@@ -141,18 +141,13 @@ def elements_of(target: ast.expr) -> list[ast.expr]:
     return [element.value if isinstance(element, ast.Starred) else element for element in elements]
 
 
-def defaults_of(function: Function) -> list[tuple[str, ast.expr]]:
-    """The parameters that have a default, with it."""
-    named = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
-    defaults = function.args.defaults
-    return list(zip(named[len(named) - len(defaults) :], defaults, strict=True))
-
-
-def parameters_of(function: Function) -> list[str]:
-    """Return the names of the parameters in the order in which a call passes them."""
+def parameters_of(function: Function) -> dict[str, ast.expr | None]:
+    """Return the parameters by name, each with its default, in the order in which a call passes them."""
     signature = function.args
-    arguments = (*signature.posonlyargs, *signature.args, *signature.kwonlyargs)
-    return [argument.arg for argument in arguments if argument.arg not in ("self", "cls")]
+    positional = [*signature.posonlyargs, *signature.args]
+    defaults = [None] * (len(positional) - len(signature.defaults)) + [*signature.defaults, *signature.kw_defaults]
+    pairs = zip([*positional, *signature.kwonlyargs], defaults, strict=True)
+    return {argument.arg: default for argument, default in pairs if argument.arg not in ("self", "cls")}
 
 
 def dotted(node: ast.AST) -> str:

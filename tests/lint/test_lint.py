@@ -42,7 +42,7 @@ def test_finding_has_location_reason_and_fix(tree: Path, capsys: pytest.CaptureF
     assert cli.main(["lint", "src"]) == 1
     first, second, last = capsys.readouterr().out.splitlines()
     assert first == "src/faulty.py:4:9: rank-branch: barrier needs all ranks: `rank` is this rank's own."
-    assert second == f"    fix: {RULES['rank-branch'].fix}"
+    assert second == f"    fix: {RULES['rank-branch']}"
     assert last == "1 finding in 2 files"
 
 
