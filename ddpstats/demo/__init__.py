@@ -44,8 +44,7 @@ exit status: 0 it ran, 2 it could not"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    text = "1 to 8 processes (default: 2)"
-    parser.add_argument("--ranks", type=int, choices=range(1, 9), default=2, metavar="N", help=text)
+    parser.add_argument("--ranks", type=int, choices=range(1, 9), default=2, metavar="N", help="1 to 8 (default: 2)")
 
 
 def run(args: argparse.Namespace) -> int:

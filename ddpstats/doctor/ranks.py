@@ -49,7 +49,6 @@ _LISTED = re.compile(
     "|(NCCL|RCCL|GLOO|UCC|UCX|FI|CUDA|CUBLAS|NVIDIA|HIP|HSA|ROCR|OMP|MKL|KMP)_"
 )
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY")
-_COLLECTED = ("os", "gpu_info", "nvidia_driver_version")  # the list of packages takes seconds
 _COMMAND_SEC = 10.0  # `nvidia-smi` hangs where a driver does
 _TIMES = 20
 _LOOK_SEC = 5.0  # for a file that another host has made: network file systems take their time
@@ -84,7 +83,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "CUDA", torch.version.cuda or "none"
     yield "NCCL", ".".join(map(str, nccl.version())) if nccl and dist.is_nccl_available() else "none"
     yield "accelerators", f"{torch.accelerator.device_count()} {device}" if device else "none"
-    for name in _COLLECTED:
+    for name in ("os", "gpu_info", "nvidia_driver_version"):  # the list of packages takes seconds
         try:
             value = getattr(collect_env, f"get_{name}")(_run_command)
         except Exception as error:

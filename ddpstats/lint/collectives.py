@@ -1,4 +1,4 @@
-"""The calls of a program that are collectives of all ranks.
+"""The tables and rules here say which calls of a program are collectives of all ranks.
 
 The tables have the functions of torch.distributed and of libraries that are built on it, methods of objects that the
 file makes, and a few methods by name. A function of the same file that always runs a collective counts as a collective.
@@ -144,7 +144,7 @@ class Collectives:
         return any(collective.agrees for collective in run) if run else bool(SYNCED.search(last_name(call.func)))
 
     def possible(self, call: ast.Call) -> str:
-        """Return an operation that the call may run, of any group and under any condition; empty if there is none."""
+        """Return an operation that the call may run, of any group and under any condition; empty if it runs none."""
         if run := self.of_library(call):
             return run[0].op
         function = self.program.function_called(call)

@@ -1,10 +1,10 @@
-"""The walk through one function: it reports collectives that some ranks run and others do not.
+"""The walk through one function reports collectives that some ranks run and others do not.
 
 1. The statements are walked in order; `Origins` follows what each variable depends on.
 2. At a condition in which ranks may differ, the collectives of the two sides are compared, up to where the sides meet
    again: what comes after an early exit belongs to the other side. Sides that run the same operations are no finding.
-3. A loop of which ranks may make different numbers of turns, an iteration in an order of its own, an exception that is
-   caught between collectives, and a context or a decorator for single ranks are reported on the way.
+3. A loop of which ranks may make different numbers of turns, an iteration in an order that ranks do not share, an
+   exception that is caught between collectives, and a context or a decorator for single ranks are reported on the way.
 4. Branches that complete each other (first the others wait, then rank 0) are taken out at the end.
 """
 
@@ -173,7 +173,7 @@ class FlowWalk:
         return [each for each in behind if excluding.isdisjoint(self._conditions.get(each.call, ()))]
 
     def _missed_sometimes(self, later: _Later, exit_: ast.stmt) -> list[Collective]:
-        """As `_missed`, but a rank that begins an endless loop's turn again only comes later."""
+        """Do as `_missed`, but a rank that begins an endless loop's turn again only comes later."""
         only_later = isinstance(exit_, ast.Continue) and later.get(ast.Continue) == later.get(ast.While)
         return [] if only_later else self._missed(later, exit_)
 
@@ -213,7 +213,7 @@ class FlowWalk:
         if body == orelse or (body and orelse and {*body} == {*orelse}):
             return False
         pairs = enumerate(zip(body, orelse, strict=False))
-        common = next((at for at, (first, other) in pairs if first != other), min(len(body), len(orelse)))
+        common = next((index for index, (first, second) in pairs if first != second), min(len(body), len(orelse)))
         on_body = len(body) > common
         longer = runs[0] if on_body else runs[1]
         if exit_ is not None:

@@ -1,12 +1,12 @@
-"""``ddpstats lint PATH...``: which collectives of a program some ranks may not run, read from its text.
+"""``ddpstats lint PATH...`` reads from a program's text which collectives some ranks may not run.
 
-A directory stands for the ``.py`` files in it, without those in hidden directories below it. A file that cannot be read
-or is no such file, or has a word of a collective and cannot be parsed, is named, and the others are checked.
+Of a directory, the ``.py`` files in it are checked, without those in hidden directories below it. A file that cannot
+be read, is no such file, or has a word of a collective and cannot be parsed, is named, and the others are checked.
 
 Exit status 0 if nothing is found, 1 if something is, 2 if nothing is found and some file could not be checked.
 
-``# ddpstats: ignore[rule-name]`` stands on a line of what is found, or alone on the line before; several rules have
-commas between them. A comment that suppresses nothing is a finding itself. SARIF is what code hosts and editors show
+``# ddpstats: ignore[rule-name]`` suppresses a finding on its line, or on the next line where it has no code before it;
+commas separate several rules. A comment that suppresses nothing is a finding itself. Code hosts and editors show SARIF
 beside the lines: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html
 """
 
@@ -54,7 +54,7 @@ RULES = {  # with what to write in its place
     EARLY_EXIT: "Let the ranks agree on leaving (ddpstats.any_rank, or an all_reduce of the flag), and leave together.",
     SWALLOWED_ERROR: "Catch only around what may fail, and run the collective after it on each rank, or let the error "
     "end the run.",
-    DICT_ORDER: "Loop over sorted keys that all ranks agree on, or reduce the dict in one call of ddpstats.reduce_stats.",
+    DICT_ORDER: "Loop over sorted keys that all ranks agree on, or reduce the dict at once, by ddpstats.reduce_stats.",
     UNUSED_IGNORE: "Remove the comment, or correct the rule's name in it.",
 }
 
@@ -103,9 +103,6 @@ def _comments(text: str, path: str) -> Iterator[tuple[tuple[int, str], Finding]]
                 yield (covered, rule), Finding(path, line, column + 1, UNUSED_IGNORE, f"ignore[{rule}]: {why}.")
 
 
-_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-
-
 def as_sarif(findings: Iterable[Finding], unread: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Return one SARIF run. A file that could not be read is a notification, and the run is not complete then."""
     notes = [{"level": "error", "message": {"text": why}, "locations": _locations(path)} for path, why in unread]
@@ -126,7 +123,7 @@ def as_sarif(findings: Iterable[Finding], unread: Iterable[tuple[str, str]]) -> 
         "invocations": [{"executionSuccessful": not notes, "toolExecutionNotifications": notes}],
         "results": results,
     }
-    return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
+    return {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]}
 
 
 def _locations(path: str, **where: Any) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The origin of an expression's value: the rank, this rank's data, or nothing that ranks differ in.
+"""An expression's value has an origin: the rank, this rank's data, or nothing that ranks differ in.
 
 Judged by names that the field uses and by calls, and carried through the variables of one function. Three answers:
 
@@ -77,7 +77,6 @@ _COMPUTES = re.compile(r"\w*$|(self|torch|F)\.|.*(model|net|module|criterion)\."
 _EQUAL_NAMES = re.compile(
     r"(?i).*(grad|param|weight|norm|step|epoch|buffer|version|config|args|group|world|count|scale|lr)"
 )
-_EQUAL_RESULT = re.compile(r"(?i)eval|valid|average|avg|train_batch")  # of a function of another file
 _NAN_CHECKS = frozenset({"isnan", "isinf", "isfinite"})
 _CLOCKS = frozenset({"time.time", "time.monotonic", "time.perf_counter", "time.process_time"})
 _FILE_CHECKS = frozenset({"exists", "isfile", "isdir", "is_file", "is_dir"})
@@ -99,7 +98,6 @@ _WRAPS_MODEL = re.compile(r"\b(DistributedDataParallel|DDP)\(")
 _MAY_NOT_REDUCE = re.compile(  # where a function has it, its backward() is not judged
     r"no_(backward_)?sync|require_backward_grad_sync|\baccumulate\(|set_grad_enabled\((?!True)|requires_grad_\(False"
 )
-_WITHOUT_GRADIENT = re.compile(r"no_grad|inference_mode")
 _CUTS = re.compile(  # what a tensor says of itself, and what has no gradient
     r"dtype|device|shape|n?dim|size|numel|nelement|stride|layout|requires_grad|element_size|is_(cuda|floating_point)|"
     r"detach_?|item|data|grad|tolist|numpy|long|int|float|bool|len|arg(max|min|sort|where)|\w+_like|tensor|from_numpy"
@@ -180,7 +178,7 @@ class Origins:
         for node in statements:
             for part in parts_of(*heads_of(node)):
                 self._expression(part)
-            before = self._at[node] = self._variables.now
+            self._at[node] = self._variables.now
             if isinstance(node, (ast.For, ast.AsyncFor)):
                 self._turn(node)
             elif isinstance(node, ast.AugAssign):
@@ -196,9 +194,6 @@ class Origins:
             else:
                 for block in blocks_of(node):
                     self._walk(block)
-            if isinstance(node, ast.With) and any(map(_WITHOUT_GRADIENT.search, map(ast.unparse, node.items))):
-                for name, value in self._variables.undo_since(before).items():
-                    self._variables.set(name, value and value._replace(is_made=False))
             if isinstance(node, ast.While):
                 self._at[node.test] = self._variables.now
 
@@ -290,7 +285,7 @@ class Origins:
     # -- expressions --------------------------------------------------------------------------------------------------
 
     def of_condition(self, node: ast.expr) -> Origin:
-        """As `of`, but RANK in the environment, asked for alone, says that there is a launcher."""
+        """Do as `of`, but RANK in the environment, asked for alone, says that there is a launcher."""
         if isinstance(node, ast.BoolOp):
             origins = [self.of_condition(value) for value in node.values]
             others = (value for value, origin in zip(node.values, origins, strict=True) if origin is None)
@@ -334,22 +329,21 @@ class Origins:
             origin = self.of(values[0])  # a flag of the class or the module
             self._asked.remove(text)
             return origin if is_of_rank(origin) else None
-        is_part = isinstance(node, ast.Attribute) and self._known(node.value).origin == SAME
-        return SAME if is_part else None
+        return None
 
     def _of_comparison(self, node: ast.Compare) -> Origin:
         """Return the origin of a comparison; ``local_rank == -1`` asks whether the program is distributed at all."""
         sides = [node.left, *node.comparators]
         origins = [self.of(side) for side in sides]
-        operator, other, texts = node.ops[0], sides[1], [ast.unparse(side) for side in sides]
+        operator, second, texts = node.ops[0], sides[1], [ast.unparse(side) for side in sides]
         others = [side for side, origin in zip(sides, origins, strict=True) if not is_of_rank(origin)]
         is_valid = isinstance(operator, (ast.GtE, ast.Lt)) and texts[1] == "0" and is_of_rank(origins[0])
         is_full = any(map(_is_length, sides)) and "0" not in texts  # a batch, or there are enough parts
         if is_valid or is_full or "None" in texts or any(map(self._may_be_no_rank, others)):
             return None
         if isinstance(operator, (ast.In, ast.NotIn)):
-            if origins[1] is None and isinstance(other, ast.Name) and self._has_own_keys(other):
-                return Differs(DATA_BRANCH, f"`{text_of(other)}` has the keys that this rank has met")
+            if origins[1] is None and isinstance(second, ast.Name) and self._has_own_keys(second):
+                return Differs(DATA_BRANCH, f"`{text_of(second)}` has the keys that this rank has met")
             is_known = isinstance(origins[1], Differs)
             return origins[1] if is_known else origins[0] if origins[1] == SAME else None  # the ranks of a group
         for side, origin in zip(sides, origins, strict=True) if not isinstance(operator, (ast.Eq, ast.NotEq)) else ():
@@ -372,7 +366,7 @@ class Origins:
     # -- where a value came from --------------------------------------------------------------------------------------
 
     def _makers(self, node: ast.expr) -> Iterator[ast.Call]:
-        """The calls that made a value, through what was assigned here, arithmetic, and what changes its form only."""
+        """Yield the calls that made a value, through assignments, arithmetic, and what changes its form only."""
         parts, seen = [node], set[str]()
         while parts:
             part = parts.pop()
@@ -416,12 +410,12 @@ class Origins:
             file = ast.unparse(key or on)
             return Differs(DATA_BRANCH, f"`{text}` changes when the first rank makes the file", file)
         function = self._program.function_called(call)
-        if SYNCED.search(name) or (function is None and _EQUAL_RESULT.search(name)):
+        if SYNCED.search(name):
             return SAME
         first = function.body[0] if function is not None and function.name not in self._asked else None
         if function is not None and isinstance(first, ast.Return) and first.value is not None:
             self._asked.add(function.name)
-            origin = self.of_condition(first.value)  # of a function that stands for a condition
+            origin = self.of_condition(first.value)  # of a function that returns a condition
             self._asked.remove(function.name)
             return origin if is_of_rank(origin) else None
         if name in _NAN_CHECKS:

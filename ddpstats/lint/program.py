@@ -1,4 +1,4 @@
-"""One parsed file: its imports, its functions by name, and what its syntax tree is asked for."""
+"""`Program` knows the imports and functions of one parsed file, and functions here read its syntax tree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHAPED = frozenset({"Linear", "zeros", "ones", "empty", "rand", "randn"})
 
 
 class Program:
-    """Built from the tree alone; names are resolved as if each import held for the whole file."""
+    """The names of one file, built from its tree alone, and resolved as if each import held for the whole file."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
@@ -73,13 +73,13 @@ class Program:
         return first in self.imports and self.imports[first].partition(".")[0] not in _WITHOUT_RANKS
 
     def resolve(self, called: ast.expr) -> str:
-        """``torch.distributed.all_reduce`` of ``dist.all_reduce``; empty where it is no plain name."""
+        """Return ``torch.distributed.all_reduce`` for ``dist.all_reduce``; empty where it is no plain name."""
         name = dotted(called)
         first, dot, rest = name.partition(".")
         return self.imports.get(first, first) + dot + rest
 
     def function_called(self, call: ast.Call) -> Function | None:
-        """The function of this file that a call runs, where its name is there once."""
+        """Return the function of this file that a call runs, where only one has its name."""
         first, _, name = dotted(call.func).rpartition(".")
         owner = self._class_around.get(call, "")
         if not first:
@@ -95,7 +95,7 @@ class Program:
         return functions
 
     def scopes(self) -> Iterator[tuple[Sequence[ast.stmt], Function | None]]:
-        """Each body of statements that runs as one: the module's, and each function's."""
+        """Yield each body of statements that runs as a whole: the module's, and each function's."""
         yield self.tree.body, None
         for function in self.functions:
             yield function.body, function
@@ -110,12 +110,12 @@ class Program:
 
 
 def heads_of(statement: ast.stmt) -> list[ast.AST]:
-    """The expressions of a statement itself, without its blocks."""
+    """Return the expressions of a statement itself, without its blocks."""
     return [part for part in ast.iter_child_nodes(statement) if isinstance(part, (ast.expr, ast.withitem))]
 
 
 def blocks_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """The blocks that a compound statement has; of a function or class none."""
+    """Yield the blocks that a compound statement has, and none of a function or class."""
     if isinstance(statement, _INNER):
         return
     for field in ("body", "orelse", "finalbody"):
@@ -136,7 +136,7 @@ def exits(statements: Sequence[ast.stmt]) -> Iterator[Exit]:
 
 
 def elements_of(target: ast.expr) -> list[ast.expr]:
-    """``a`` and ``b`` of ``a, *b``."""
+    """Return ``a`` and ``b`` of ``a, *b``."""
     elements = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
     return [element.value if isinstance(element, ast.Starred) else element for element in elements]
 
@@ -151,7 +151,7 @@ def parameters_of(function: Function) -> dict[str, ast.expr | None]:
 
 
 def dotted(node: ast.AST) -> str:
-    """``a.b.c`` of a plain name; empty of what is none."""
+    """Return ``a.b.c`` for a plain name, and an empty text for anything more."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -160,18 +160,18 @@ def dotted(node: ast.AST) -> str:
 
 
 def last_name(node: ast.AST) -> str:
-    """``c`` of ``a().b.c`` and of ``c``; empty of what has no name."""
+    """Return ``c`` for ``a().b.c`` and for ``c``, and an empty text where there is no name."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def text_of(node: ast.AST, most: int = 60) -> str:
-    """The source of an expression, cut short, in one line."""
+    """Return the source of an expression, cut short, in one line."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def parts_of(*nodes: ast.AST) -> Iterator[ast.AST]:
-    """The nodes in the order in which they run, without what is in functions and classes that they define."""
+    """Yield the nodes in the order in which they run, without what is in functions and classes that they define."""
     for node in nodes:
         if isinstance(node, _INNER):
             continue
@@ -180,5 +180,5 @@ def parts_of(*nodes: ast.AST) -> Iterator[ast.AST]:
 
 
 def calls_in(*nodes: ast.AST) -> Iterator[ast.Call]:
-    """The calls in nodes, in the order in which they run."""
+    """Return the calls in nodes, in the order in which they run."""
     return (part for part in parts_of(*nodes) if isinstance(part, ast.Call))

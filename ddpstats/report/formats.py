@@ -38,8 +38,7 @@ _SHOWN_VALUES = 1000  # of one rank and path on the page; more where they are no
 _LONGEST_SEC = 1e-3
 _TEMPLATE = Path(__file__).with_name("page.html")
 
-Report = Mapping[str, Any]  # as `report_of` returns it
-Row = Mapping[str, Any]  # of one of its lists
+Row = Mapping[str, Any]  # of a list of a report, or the report as `report_of` returns it
 # a number for all events that differ in nothing but their own number and time, and one of them
 _Calls = dict[tuple[object, ...], tuple[int, Event]]
 
@@ -47,14 +46,14 @@ _Calls = dict[tuple[object, ...], tuple[int, Event]]
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def as_text(report: Report) -> str:
+def as_text(report: Row) -> str:
     """Return the report for people."""
     notes = [f"note: {printable([note])}" for note in report["notes"]]  # of files whose names are not ours
     lines = [*_collectives(report), *_marks(report["marks"]), *_keys(report["keys"]), *notes]
     return "\n".join(lines).lstrip("\n")
 
 
-def _collectives(report: Report) -> Iterator[str]:
+def _collectives(report: Row) -> Iterator[str]:
     ranks, began = report["ranks"], report["began"]
     if ranks:
         of_run = f" of the run of {_utc(began):%Y-%m-%d %H:%M:%S} UTC" if began else ""
@@ -123,7 +122,7 @@ def _utc(seconds: float) -> datetime:
 # -- a page -----------------------------------------------------------------------------------------------------------
 
 
-def page_of(recorded: Recorded, report: Report) -> str:
+def page_of(recorded: Recorded, report: Row) -> str:
     """Return HTML, which holds the text as well: for people without a script, or with a screen reader."""
     page = _TEMPLATE.read_text(encoding="utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]
@@ -134,7 +133,7 @@ def page_of(recorded: Recorded, report: Report) -> str:
     return "".join([head, escape(as_text(report)), middle, packed, tail])
 
 
-def _page_data(recorded: Recorded, report: Report) -> dict[str, Any]:
+def _page_data(recorded: Recorded, report: Row) -> dict[str, Any]:
     """Return the report and the events: of each rank columns, of all that is equal but times and numbers one call."""
     calls: _Calls = {}
     marks = [*recorded.marks, *(mark for record in recorded.records for mark in record.marks)]
@@ -201,7 +200,7 @@ def _thinned(series: Sequence[tuple[float, float]]) -> Sequence[tuple[float, flo
 # -- a trace ----------------------------------------------------------------------------------------------------------
 
 
-def trace_of(recorded: Recorded, report: Report) -> Iterator[str]:
+def trace_of(recorded: Recorded, report: Row) -> Iterator[str]:
     """Yield the JSON text of the trace in pieces."""
     names = [("process_name", 0, "ddpstats report")]
     names += [("thread_name", record.rank, f"rank {record.rank}") for record in recorded.records]
@@ -213,7 +212,7 @@ def trace_of(recorded: Recorded, report: Report) -> Iterator[str]:
     yield "\n]}\n"
 
 
-def _trace_events(recorded: Recorded, report: Report) -> Iterator[tuple[int, float, dict[str, Any]]]:
+def _trace_events(recorded: Recorded, report: Row) -> Iterator[tuple[int, float, dict[str, Any]]]:
     """Yield (rank, time, the other fields) of each event in the trace."""
     for record in recorded.records:
         spans = recorded.spans.get(record.rank, {})
@@ -240,7 +239,7 @@ def _slice(event: Event, end: float, span: Span | None) -> dict[str, Any]:
     return {"ph": "X", "dur": duration, "name": name, "cat": op, "args": args}
 
 
-def _together(recorded: Recorded, report: Report) -> Iterator[tuple[str, list[tuple[float, int]]]]:
+def _together(recorded: Recorded, report: Row) -> Iterator[tuple[str, list[tuple[float, int]]]]:
     """Yield a name, and (time, rank) of each event of what several ranks did together, as far as is known."""
     members: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     for record in recorded.records:
