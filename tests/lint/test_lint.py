@@ -197,7 +197,7 @@ def test_flag_of_a_handler_counts_where_it_differs_from_that_without_an_error(
 
 
 def test_variables_are_not_copied_at_each_assignment(tmp_path: Path) -> None:
-    """With a copy at each assignment these took 31 MiB."""
+    """With a copy at each assignment these took 33 MiB."""
     assignments = "".join(f"    v{number} = x + {number}\n" for number in range(1500))
     (tmp_path / "long.py").write_text(f"{FAULTY}def f(x):\n{assignments}    dist.all_reduce(x)\n")
     tracemalloc.start()
