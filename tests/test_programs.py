@@ -23,7 +23,6 @@ for step in range(2):
 """
 
 
-@pytest.mark.xfail(strict=True, reason="a rank that waits in torch's C++ ends before the late rank knows the verdict")
 def test_a_late_rank_says_so_where_another_one_waits_in_cpp(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(WAITS_IN_CPP)

@@ -210,7 +210,7 @@ def _has_foreign_hooks(parameter: Tensor) -> bool:
 
 
 def replicas_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
-    """Return every DistributedDataParallel in ``module``; where there is none, the one around it.
+    """Return every DistributedDataParallel in ``module``; where it has none, the one around it.
 
     A module does not know what contains it, so that one is looked for among all objects.
     """

@@ -57,7 +57,7 @@ class Operator:
         return [name.rpartition(":")[2] for name in self.schema.split()]
 
     def index_of_tensors(self, *marks: str) -> int | None:
-        """Return the index of the first argument with one of these marks; None where there is none."""
+        """Return the index of the first argument with one of these marks; None where no argument has one."""
         indices = (index for index, name in enumerate(self.schema.split()) if name.partition(":")[0] in marks)
         return next(indices, None)
 
@@ -135,7 +135,7 @@ class Collective:
         inputs, outputs: the tensors it reads and writes; the caller's very objects where it was called from Python.
         reduce_op: "sum", ...; None where nothing is reduced.
         root: rank in the group that broadcasts, gathers, ...
-        splits: (sizes sent, sizes received) of an all_to_all; None where there are none.
+        splits: (sizes sent, sizes received) of an all_to_all; None for other operations.
         peer, tag: of a message; ``peer`` is a rank in the group, or None for a receive from any rank.
         blocking: the caller goes on only when the result is there.
         is_on_host: it moves host memory, so that a wait for it is a wait of the CPU.
@@ -184,7 +184,7 @@ def reader_of(operator: Operator) -> Reader:
     """Return what makes a `Collective` of all arguments of a call of ``operator``."""
     names = arguments_of(operator)
     reduce_op, root, tag, asynchronous, sent = (
-        names.index(name) if name in names else 0  # an operator's first argument is none of these
+        names.index(name) if name in names else 0  # an operator's first argument is never one of these
         for name in ("reduce_op", "root_rank", "tag", "async_op", "input_split_sizes")
     )
     received = names.index("output_split_sizes") if sent else 0

@@ -60,7 +60,7 @@ def puts_infinity(operation: str, numbers: Iterable[float]) -> bool:
     Args:
         operation: its name.
         numbers: its arguments that are numbers. For what writes a value or takes a part, the name is enough; what adds
-            or limits must be given a number that is not finite. Everything else is arithmetic: ``x * inf``.
+            or limits must be given a number that is not finite. All others are arithmetic: ``x * inf``.
     """
     if _WRITES_VALUE.match(operation) is not None:
         return True

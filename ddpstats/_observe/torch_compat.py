@@ -8,7 +8,7 @@ way. What other files import from here are functions and values that work either
 later (of a process group, a node, a module) are looked for there.
 
 Two files below this room may not import it and have their own names: `ddpstats._base.lazy`, which is used before
-torch is imported, and `ddpstats._ranks.gloo`. Anywhere else a test refuses them. C functions are bound here
+torch is imported, and `ddpstats._ranks.gloo`. A test refuses them in all other files. C functions are bound here
 once, so that a caller on a hot path pays for no other call.
 """
 

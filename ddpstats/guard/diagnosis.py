@@ -144,6 +144,7 @@ class GuardFinding(Packed):
     """A verdict. ``kind`` is `MISMATCH` or `MISSING`; `NOTHING`: the alarm was a false one, and all ranks go on;
     `DOUBT`: they go on, with a warning. ``doubts``: numbers of collectives whose labels differ and may do so.
     ``printer``: the rank that prints the error whole; None where each rank has concluded alone, and prints it itself.
+    ``readers``: how many ranks are alive, and are to have the error before one of them ends.
     """
 
     kind: str
@@ -155,6 +156,7 @@ class GuardFinding(Packed):
     by_rank: Mapping[int, Event] = field(default_factory=dict)
     doubts: tuple[int, ...] = ()
     printer: int | None = None
+    readers: int = 0
 
     @property
     def is_error(self) -> bool:
@@ -597,26 +599,26 @@ def unmatched(event: Event, rank: int, words: str, peer: RankStatus | None) -> G
     ``peer``: the rank that it was to go to, or come from; None where any rank will do.
     """
     is_sent, waiting = event.signature.op == "send", ranks_text([rank])
-    there = "any rank" if peer is None else ranks_text([peer.rank])
+    partner = "any rank" if peer is None else ranks_text([peer.rank])
     op, answer, call = "receive", "send", f"send(dst={rank}, tag={event.tag})"
-    head = f"{waiting} waits for a message from {there}, which has not come ({words}):"
+    head = f"{waiting} waits for a message from {partner}, which has not come ({words}):"
     if is_sent:
         op, answer, call = "send", "receive", f"recv(src={rank}, tag={event.tag})"
-        head = f"{waiting} sends a message to {there}, which has not received it ({words}):"
+        head = f"{waiting} sends a message to {partner}, which has not received it ({words}):"
     lines = [head, *call_lines([rank], event)]
     messages = () if peer is None or is_sent else peer.messages
     sent = [message for message in messages if (message.peer, message.signature.op) == (rank, "send")]
     if sent:
-        lines += [f"  {there}: its last message to {waiting} was {sent[-1]}", *sent[-1].site_lines()[:1]]
+        lines += [f"  {partner}: its last message to {waiting} was {sent[-1]}", *sent[-1].site_lines()[:1]]
         lines += ["What differs: the tag."] if sent[-1].tag != event.tag else []
     elif peer is not None:
-        lines.append(f"  {there}: {_whereabouts(peer)}")
+        lines.append(f"  {partner}: {_whereabouts(peer)}")
     if peer is not None and (peer.dead or peer.left not in (None, LEFT)):
-        lines.append(f"Look at the output of {there} first.")
+        lines.append(f"Look at the output of {partner} first.")
     else:
         lines.append(
-            f"Make {there} call dist.{call} with a tensor of this shape and dtype, or leave out the call of {waiting}. "
-            f"Where both ranks {op} first, let one of them {answer} first.{_LARGER_TIMEOUT}"
+            f"Make {partner} call dist.{call} with a tensor of this shape and dtype, or leave out the call of "
+            f"{waiting}. Where both ranks {op} first, let one of them {answer} first.{_LARGER_TIMEOUT}"
         )
         if not is_sent and not sent:
             lines.append("A guard sees no message that was sent before it began: if that is so here, begin it earlier.")

@@ -279,7 +279,7 @@ def text_of(value: Any) -> str:
 
 
 def line_of(value: Any) -> str:
-    """Return text from an untrusted file in a form that cannot begin a line of its own in a report."""
+    """Return text from an untrusted file in a form that cannot begin another line of a report."""
     return printable([text_of(value)])
 
 

@@ -36,7 +36,7 @@ _JUDGING_SEC = 2.0  # from then on another rank judges
 _POLL_SEC = 0.02  # torchrun ends all other ranks within 0.1 s of the first that ends
 _LONGEST_POLL_SEC = 0.1
 _ASKING_SEC = 3.0
-_LINGER_SEC = 2.0
+_LINGER_SEC = 3.0  # for all ranks to have a verdict: a watchdog prints it after a second
 _LAST_LINGER_SEC = 10.0  # all ranks have come to their end, and are about to report that
 _MAX_POSITION_BYTES = 2000
 
@@ -177,20 +177,19 @@ class FailureAgreement:
                 self._own.take_verdict(finding)
                 self.verdicts += 1
                 self.has_unread = False
-        if is_first:
-            with suppress(*STORE_ERRORS):
-                self._count_as_reader(number)
-                if self.rank == 0:  # it often serves the store, and what it raises next may be its end
-                    gone = {*finding.missing, *self.dead(alarm.ranks), *self.left()}
-                    readers = len(set(alarm.ranks) - gone)
-                    wait_until(lambda: self.store.counted(f"read/{number}") >= readers, _LINGER_SEC)
+        if is_first and not self.is_watchdog():
+            with suppress(*STORE_ERRORS):  # what this rank raises may be its end, and torchrun then ends the others
+                self.count_as_reader()
+                wait_until(lambda: self.store.counted(f"read/{number}") >= finding.readers, _LINGER_SEC, self.look_sec)
         return finding
 
     def _read_verdict(self, number: int) -> _Verdict | None:
         known = self._read
         return known if known is not None and known.number == number else None
 
-    def _count_as_reader(self, number: int) -> None:
+    def count_as_reader(self) -> None:
+        """Report that this rank's program gets the newest verdict, or that the watchdog has printed it. Idempotent."""
+        number = self.verdicts - 1
         if self._counted < number:
             self._counted = number
             self.store.add(f"read/{number}", 1)
@@ -238,7 +237,8 @@ class FailureAgreement:
         gone = {*finding.missing, *self.dead(alarm.ranks)}
         idle = {rank for rank, status in statuses.items() if status.is_idle}  # they may never come to print it
         printers = statuses.keys() - gone - idle or statuses.keys() - gone
-        return replace(finding, printer=min(printers, default=self.rank))
+        readers = sum(finding.is_error and status.left is None and not status.dead for status in statuses.values())
+        return replace(finding, printer=min(printers, default=self.rank), readers=readers)
 
     # -- ranks that are gone ------------------------------------------------------------------------------------------
 
@@ -321,7 +321,6 @@ class FailureAgreement:
             with self._lock:
                 self._read = _Verdict(number, alarm, payload)
                 self.has_unread = self.verdicts == number
-            self._count_as_reader(number)
 
     def is_watchdog(self) -> bool:
         return threading.current_thread() is self._watchdog
@@ -352,10 +351,10 @@ def _status_from_memory(rank: int, events: list[Event]) -> RankStatus:
     return RankStatus(rank, events, events[-1].seq, last=events[-1].in_full())
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+def wait_until(is_so: Callable[[], bool], seconds: float, longest_poll_sec: float = _POLL_SEC) -> None:
     """Wait for that, and for no longer than so many seconds."""
     deadline = time.monotonic() + seconds
-    for poll_sec in growing_polls(_POLL_SEC):
+    for poll_sec in growing_polls(longest_poll_sec):
         if time.monotonic() > deadline or is_so():
             return
         time.sleep(poll_sec)

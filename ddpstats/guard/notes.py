@@ -28,7 +28,7 @@ _BALANCES = 1 << 48  # balances are added up modulo this: the store's counters d
 class Note(NamedTuple):
     """A rank posts this for a collective.
 
-    ``digest`` must be equal on all ranks. It stands for all that the rank did so far: a later note proves the earlier
+    ``digest`` must be equal on all ranks. It covers all that the rank did so far: a later note proves the earlier
     ones that were not read in time. Balances must add up to 0. ``label``: see `event.label_word`.
     """
 
@@ -50,7 +50,7 @@ def agree(notes: Sequence[Note]) -> bool:
 def share(name: str, index: int, size: int, note: Note) -> int:
     """Return what a rank adds to a sum over ranks that proves that all notes of a group are the same, labels included.
 
-    Each two neighbours in the ring of ranks cancel out what stands for their notes, if these are equal: the sum is 0
+    Each two neighbours in the ring of ranks cancel out the hashes of their notes, if these are equal: the sum is 0
     modulo 2**64, and so modulo any smaller power of 2. Shares of several groups may be added up in one sum.
 
     Args:

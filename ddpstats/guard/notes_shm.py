@@ -216,9 +216,9 @@ class _Shared:
             self._map[start : start + len(encoded) + 1] = encoded + b"\0"
             self._encoded[slot] = encoded
         words[at] = number
-        for other in others:
-            there = other * _RANK_WORDS + slot
-            if words[there] == number and words[there + 1] != digest and words[there] == number:
+        for index in others:
+            at = index * _RANK_WORDS + slot
+            if words[at] == number and words[at + 1] != digest and words[at] == number:
                 return True
         return False
 

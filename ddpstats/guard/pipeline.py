@@ -146,7 +146,7 @@ class Watching(Subscriber):
     def waiting(self, work: Any, limited: bool) -> bool:
         """Settle an asynchronous collective, or a message, for which the program is about to wait.
 
-        Where it waits under a timeout of its own, that holds, and what is not there yet is settled later.
+        Where the program gives that wait a timeout, that holds, and what is not there yet is settled later.
         """
         comparing = self.comparing
         if comparing is None or self.state.silent:

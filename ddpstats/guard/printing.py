@@ -50,7 +50,7 @@ class _Verdict:
     printer: int
     has_printer_ended: Callable[[], bool]
     is_printed: bool = False
-    is_early: bool = False  # printed before the program has raised it, so without its traceback
+    is_early: bool = False  # printed before the program has raised it: without its traceback, and first of all ranks
     lock: Any = field(default_factory=threading.RLock)  # of the thread that prints; the others wait until it has
 
 
@@ -70,18 +70,18 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     hook = _original_hook or sys.__excepthook__
     if not print_verdict(error, lambda: hook(kind, error, strip(error))):
         hook(kind, error, trace)
-    elif _newest is not None and _newest.is_early:
+    elif _newest is not None and _newest.is_early and _newest.rank == _newest.printer:
         hook(kind, kind("the message is above"), strip(error))
 
 
-def print_verdict(error: BaseException, show: Callable[[], object]) -> bool:
+def print_verdict(error: BaseException, show: Callable[[], object], is_early: bool = False) -> bool:
     """Print the newest verdict, unless it is printed: whole, by ``show``, or in one line. False for another error."""
     verdict = _newest
     if verdict is None or verdict.error is not error:
         return False
     with verdict.lock:
         if not verdict.is_printed:
-            verdict.is_printed = True
+            verdict.is_printed, verdict.is_early = True, is_early
             _print(verdict, show)
     return True
 
@@ -91,7 +91,7 @@ def _print(verdict: _Verdict, show: Callable[[], object]) -> None:
     line = f"{in_short(verdict.error)} The output of rank {verdict.printer} has it in full."
     with sigterm_deferred():
         _leave_for_torchrun(line, verdict.error)
-        deadline = time.monotonic() + _PRINTER_SEC
+        deadline = time.monotonic() + (0.0 if verdict.is_early else _PRINTER_SEC)
         while not is_printer and not verdict.has_printer_ended() and time.monotonic() < deadline:
             time.sleep(0.02)
         if is_printer:
@@ -101,19 +101,9 @@ def _print(verdict: _Verdict, show: Callable[[], object]) -> None:
         sys.stderr.flush()
 
 
-def print_message(error: DdpstatsError) -> None:
-    """Print a verdict that Python does not print, as it ends a traceback."""
-    print_verdict(error, lambda: traceback.print_exception(type(error), error, None, chain=False))
-
-
-def print_early() -> None:
-    """Print the verdict, unless it is printed, where the program may never raise it."""
-    verdict = _newest
-    if verdict is not None:
-        with verdict.lock:
-            if not verdict.is_printed:
-                print_message(verdict.error)
-                verdict.is_early = verdict.rank == verdict.printer
+def print_message(error: DdpstatsError, is_early: bool = False) -> None:
+    """Print a verdict that Python does not print, as it ends a traceback. ``is_early``: it may raise it later."""
+    print_verdict(error, lambda: traceback.print_exception(type(error), error, None, chain=False), is_early)
 
 
 def in_short(error: DdpstatsError) -> str:

@@ -33,7 +33,7 @@ from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, GuardFinding, mes
 from ddpstats.guard.event import MESSAGES, Event, event_of, stable_hash
 from ddpstats.guard.failure_agreement import wait_until
 from ddpstats.guard.group import Group, GuardState, IssuedCall, Limit, Session, Settings
-from ddpstats.guard.printing import end_process, leave_running, print_early, print_once, sigterm_deferred
+from ddpstats.guard.printing import end_process, leave_running, print_message, print_once, sigterm_deferred
 
 _SLICE_SEC = 0.2
 _SLICE = timedelta(seconds=_SLICE_SEC)
@@ -169,16 +169,10 @@ class Verdicts:
         by itself within a second is left to it.
         """
         state, now = self._state, time.monotonic()
-        if state.silent or state.is_raised:
+        if state.silent:
             return
         if state.verdict is not None:
-            position = main_position()
-            if position != self._position:
-                self._position, self._there_since = position, now
-            if now > self._concluded + _UNRAISED_SEC:
-                print_early()
-            if self._device_never_ends and now > self._there_since + _STUCK_SEC and state.ends_process:
-                end_process(1)
+            self._watch_verdict(state.verdict, now)
             return
         if state.waits or state.collectives != self._seen:
             self._seen, self._quiet_since = state.collectives, now
@@ -191,6 +185,20 @@ class Verdicts:
             for group in self._session.groups():
                 if not state.silent:
                     self._check_device_wait(group)
+
+    def _watch_verdict(self, verdict: DdpstatsError, now: float) -> None:
+        """Print the verdict where the program has not raised it within a second, and report that it is there."""
+        position = main_position()
+        if position != self._position:
+            self._position, self._there_since = position, now
+        if not self._state.is_raised:
+            if now < self._concluded + _UNRAISED_SEC:
+                return
+            print_message(verdict, is_early=True)
+            if self._device_never_ends and now > self._there_since + _STUCK_SEC and self._state.ends_process:
+                end_process(1)
+        with suppress(*STORE_ERRORS):
+            self.agreement.count_as_reader()
 
     def is_idle(self) -> bool:
         """Return, to the watchdog, whether the program has begun no collective for a while and waits in none."""

@@ -255,10 +255,35 @@ def test_evidence_says_what_chose_the_key(body: str, set_by: str) -> None:
     assert evidence_for(program_of(body)).set_by == set_by
 
 
-@pytest.mark.parametrize("argument", ["torch.zeros(1, device=obs['obs'].device)", "fresh.to(obs['obs'].dtype)"])
+@pytest.mark.parametrize(
+    "argument",
+    ["torch.zeros(1, device=obs['obs'].device)", "fresh.to(obs['obs'].dtype)", "fresh.to({'obs': 'cpu'}[key])"],
+)
 def test_tensor_that_has_only_its_device_from_an_element_does_not_bear_its_name(argument: str) -> None:
     body = f"obs = {{'obs': stats['a']}}\nfresh = torch.ones(1)\nfor key in obs:\n    reduce({argument})\n"
     assert labels_of(program_of(body)) == [None]
+
+
+BY_A_MODEL = """
+    class Model:
+        def __init__(self, width):
+            self.weight = torch.ones(width)
+
+        def forward(self, x):
+            return reduce((self.weight * x).sum())
+
+    def work(device):
+        model = Model({"width": 2}["width"])
+        for x in [torch.ones(2)]:
+            x = x.to(device, non_blocking=True)
+            model.forward(x)
+
+    work({"RANK": "cpu"}["RANK"])
+"""
+
+
+def test_what_a_model_computes_does_not_bear_the_name_of_its_rank_or_of_its_size() -> None:
+    assert labels_of(program_of(BY_A_MODEL)) == [None]
 
 
 def test_evidence_is_worked_out_only_when_asked_for() -> None:

@@ -1,9 +1,9 @@
 """`judge` says whether labels that differ between ranks are a fault, worth a warning, or each rank's own data. Pure.
 
-That two ranks reached their tensors under different names proves nothing yet: a rank may sum the losses of its own
-utterances in a loop over their names. It is a fault where the program gave the names by `label()`, and where both ranks
-hold some of the same names and what is reduced is an element of its container, or goes back under its name. Any other
-difference is a warning, unless the names are each rank's own by construction.
+That two ranks reached their tensors under different names proves nothing yet: a rank may sum the losses of the
+utterances that it has in a loop over their names. It is a fault where the program gave the names by `label()`, and
+where both ranks hold some of the same names and what is reduced is an element of its container, or goes back under its
+name. Any other difference is a warning, unless the names are each rank's own by construction.
 """
 
 from __future__ import annotations

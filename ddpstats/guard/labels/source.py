@@ -136,7 +136,7 @@ def _is_of(node: ast.expr, code: CodeType) -> bool:
     """Say whether the code mentions the name that is called: otherwise the text is not this code's."""
     name = called_name(node)
     known = (*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars)
-    return not name or name in known or (name.startswith("__") and any(other.endswith(name) for other in known))
+    return not name or name in known or (name.startswith("__") and any(mangled.endswith(name) for mangled in known))
 
 
 # -- expressions ------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def mentions(node: ast.AST, names: Collection[str]) -> bool:
 
 
 def called_name(call: ast.AST | None) -> str:
-    """Return the last name of what is called: ``all_reduce`` of ``dist.all_reduce(x)``; empty where there is none."""
+    """Return the last name of what is called: ``all_reduce`` of ``dist.all_reduce(x)``; empty if it is no call."""
     called = call.func if isinstance(call, ast.Call) else None
     return called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
 

@@ -37,6 +37,7 @@ _MAX_HOPS = 16
 _MAX_ROUTES = 8
 _IN_PLACE = re.compile(r"[a-z]\w*[^_]_$")  # `div_`, which gives the tensor itself
 _OTHER_THAN_VALUES = frozenset({"device", "dtype", "shape", "layout", "ndim", "generator", "requires_grad"})
+_CONVERTERS = frozenset({"to", "cuda", "xpu", "type"})  # take a device or a dtype
 # Expressions that hand on their operands, and operators, which make a new value of them.
 _HANDS_ON = (ast.Attribute, ast.NamedExpr, ast.Await, ast.Starred, ast.BoolOp, ast.List, ast.Tuple)
 _OPERATORS = (ast.BinOp, ast.UnaryOp)
@@ -135,7 +136,7 @@ def _targets(target: ast.expr, value: ast.expr, loop: ast.AST | None = None) -> 
         return
     names = [name for name in names_in(target) if isinstance(name.ctx, ast.Store)]
     for name in names:
-        beside = tuple(other for other in names if other is not name)
+        beside = tuple(sibling for sibling in names if sibling is not name)
         yield name.id, Binding(name, value, beside, loop)
 
 
@@ -189,8 +190,9 @@ class LabelTracer:
         argument = argument_for(call, callee, route.parameter)
         if route.of_container:
             return self._some(self._container(argument, 0))
-        of_value = iter(()) if argument is None else self._value(argument, False, 0)
-        return self._some(itertools.chain(of_value, self._stored(call)))
+        is_object = route.parameter == "self"  # what it computes does not bear the names that it was made with
+        routes = self._container(argument, 0) if is_object else self._value(argument, False, 0)
+        return self._some(itertools.chain(routes, self._stored(call)))
 
     def _some(self, routes: Iterator[Route]) -> tuple[Route, ...]:
         """Return the likeliest routes: what a method's object holds comes last."""
@@ -203,9 +205,9 @@ class LabelTracer:
         nodes = ast.walk(self.file.scope_of(call))
         return any(called_name(node) in ("sum", "mean") and mentions(node, {gathered}) for node in nodes)
 
-    def _value(self, expr: ast.expr, fresh: bool, hops: int) -> Iterator[Route]:
+    def _value(self, expr: ast.expr | None, fresh: bool, hops: int) -> Iterator[Route]:
         """Yield the routes of a value, the likeliest first."""
-        if hops > _MAX_HOPS:
+        if expr is None or hops > _MAX_HOPS:
             return
         hops += 1
         parts: list[ast.expr] = []
@@ -220,7 +222,7 @@ class LabelTracer:
             if isinstance(expr.func, ast.Attribute):
                 yield from self._value(expr.func.value, fresh or not _IN_PLACE.match(expr.func.attr), hops)
             keywords = [keyword.value for keyword in expr.keywords if keyword.arg not in _OTHER_THAN_VALUES]
-            parts, fresh = [*expr.args, *keywords], True
+            parts, fresh = keywords if called_name(expr) in _CONVERTERS else [*expr.args, *keywords], True
         elif isinstance(expr, ast.IfExp):
             parts = [expr.body, expr.orelse]
         elif isinstance(expr, Comprehension):
@@ -440,10 +442,10 @@ def _is_totalled(collection: ast.expr, turn: Turn) -> bool:
     return any(called_name(outer) in _TOTALS for node in reads for outer in turn.file.around(node))
 
 
-def _is_after(node: ast.AST, other: ast.AST) -> bool:
-    if not isinstance(node, (ast.expr, ast.stmt)) or not isinstance(other, (ast.expr, ast.stmt)):
+def _is_after(node: ast.AST, earlier: ast.AST) -> bool:
+    if not isinstance(node, (ast.expr, ast.stmt)) or not isinstance(earlier, (ast.expr, ast.stmt)):
         return False
-    return (node.lineno, node.col_offset) >= end_of(other)
+    return (node.lineno, node.col_offset) >= end_of(earlier)
 
 
 def _plain_targets(node: ast.Assign | ast.AnnAssign | ast.NamedExpr) -> Iterator[str]:
