@@ -41,7 +41,7 @@ preload(
             "ddpstats.guard.guard",
             "ddpstats.capture.capture",
             "ddpstats.sentinel.sentinel",
-            "ddpstats.dump.stats_dump",
+            "ddpstats.dump.record",
         ),
     ]
 )

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from ddpstats._base.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
-    from ddpstats.dump.stats_dump import StatsDump as StatsDump
+    from ddpstats.dump.record import StatsDump as StatsDump
 
-_HOME_OF = {"StatsDump": "dump.stats_dump"}
+_HOME_OF = {"StatsDump": "dump.record"}
 
 __all__ = sorted(_HOME_OF)
 __getattr__, __dir__ = _lazy_names(__name__, _HOME_OF)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from ddpstats.dump.statistics import keys
 
 if TYPE_CHECKING:
-    from ddpstats.dump.reader import DumpEntry, DumpLeaf
+    from ddpstats.dump.analyze import DumpEntry, DumpLeaf
 
 STEP_DIRECTORY = re.compile(r"step(\d+)")
 RANK_DIRECTORY = re.compile(r"rank(\d*)|proc\d+")

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddpstats import ConfigError, DumpError
-from ddpstats.dump import StatsDump, stats_dump
+from ddpstats.dump import StatsDump, record
+from ddpstats.dump.analyze import open_rank
 from ddpstats.dump.msprobe import parse_name
-from ddpstats.dump.reader import open_rank
 from tests import training
 from tests.dump.collecting import LEAF_KEYS, Block, batch, data, dumped, hooks_of, leaves, lines, make_model
 
@@ -353,7 +353,7 @@ def test_files_of_a_step_that_was_only_stopped_are_written_at_exit(tmp_path: Pat
     assert seen() is None
     assert [path.name for path in (tmp_path / "step0/rank").iterdir()] == ["dump.jsonl"]  # all that a kill leaves
     assert [entry["name"] for entry in lines(tmp_path)[1:]] == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]
-    stats_dump._at_exit()
+    record._at_exit()
     assert list(data(tmp_path)) == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]
 
 

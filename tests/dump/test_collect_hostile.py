@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function
 from torch.utils.checkpoint import checkpoint
 
 from ddpstats import DumpError
-from ddpstats.dump import StatsDump, stats_dump
+from ddpstats.dump import StatsDump, record
 from tests.dump.collecting import data, dumped, leaves
 
 
@@ -43,7 +43,7 @@ def in_child(body: Callable[[], object]) -> int:
         status = 1
         try:
             body()
-            stats_dump._at_exit()
+            record._at_exit()
             status = 0
         finally:
             os._exit(status)
@@ -57,7 +57,7 @@ def test_forked_process_does_not_touch_the_dump(tmp_path: Path, is_async: bool) 
 
     def child() -> None:
         assert mode_count() == 0
-        assert not stats_dump._unfinished
+        assert not record._unfinished
         model(torch.randn(2, 4)).sum().backward()
         dump.step()
         dump.step()
@@ -74,7 +74,7 @@ def test_forked_process_does_not_touch_the_dump(tmp_path: Path, is_async: bool) 
 def test_second_program_in_one_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (StatsDump({"dump_path": str(tmp_path)}) for _ in range(2))
     first.start()
-    monkeypatch.setattr(stats_dump, "_check_empty", lambda directory: None)  # both looked at the same moment
+    monkeypatch.setattr(record, "_check_empty", lambda directory: None)  # both looked at the same moment
     with pytest.raises(DumpError, match=r"another process writes one.* or by RANK in the environment"):
         second.start()
     assert not second._watches

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ddpstats.cli import main
-from ddpstats.dump.reader import open_rank
+from ddpstats.dump.analyze import open_rank
 from ddpstats.testing import RankPool
 from tests import programs
 from tests.capabilities import shards_on_cpu

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpstats._observe.groups import operators_name_reduce_op
 from ddpstats.cli import main
 from ddpstats.dump import StatsDump
-from ddpstats.dump.reader import open_rank
+from ddpstats.dump.analyze import open_rank
 from ddpstats.testing import RankPool
 from tests.capabilities import needs_guard
 from tests.dump import collectives_runs as runs

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ddpstats.dump.analyze import DumpEntry, RankDump
 from ddpstats.dump.analyze.compare import GROWTH, NONFINITE, Comparer, Mode, Row, Shared, Side, Verdict, difference
-from ddpstats.dump.reader import DumpEntry, RankDump
 from tests.dump.hand_made import forward, tensor
 
 NAN, INF = math.nan, math.inf

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump.reader import DumpEntry, DumpLeaf
+from ddpstats.dump.analyze import DumpEntry, DumpLeaf
 from ddpstats.errors import DumpError
 from tests.dump.hand_made import backward, forward, tensor
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.dump import reader
-from ddpstats.dump.reader import find_ranks, open_rank, ranks_without_dump, steps_in
+from ddpstats.dump import analyze
+from ddpstats.dump.analyze import find_ranks, open_rank, ranks_without_dump, steps_in
 from ddpstats.errors import DumpError
 from tests.dump.hand_made import as_lines, backward, document, forward, tensor, write_lines, write_rank
 
@@ -115,7 +115,7 @@ def test_damaged_file_is_refused_by_name(text: str, words: str, tmp_path: Path) 
 
 
 def test_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "LARGEST_ENTRY_BYTES", 100)
+    monkeypatch.setattr(analyze, "LARGEST_ENTRY_BYTES", 100)
     (tmp_path / "dump.jsonl").write_bytes(bytes(1000))
     with pytest.raises(DumpError, match=r"dump.jsonl: its first line is no JSON object"):
         open_rank(tmp_path)
@@ -125,7 +125,7 @@ def test_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_large_file_of_another_layout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "LARGEST_FILE_BYTES", 500)
+    monkeypatch.setattr(analyze, "LARGEST_FILE_BYTES", 500)
     write_rank(tmp_path / "rank0", ENTRIES)
     assert len(list(open_rank(tmp_path / "rank0").entries())) == 2
     write_rank(tmp_path / "rank1", ENTRIES, layout=1)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ddpstats import StatsDump
 from ddpstats.cli import main
+from ddpstats.dump.analyze import DumpEntry
 from ddpstats.dump.msprobe import Name, common_names, common_values, parse_name, read_collective
-from ddpstats.dump.reader import DumpEntry
 from tests.dump.hand_made import backward, forward, tensor
 
 MSPROBE = Path(__file__).parent / "msprobe_26"

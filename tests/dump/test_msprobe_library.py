@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from ddpstats import cli
+from ddpstats.dump.analyze import DumpEntry, DumpLeaf, RankDump, find_ranks
 from ddpstats.dump.msprobe import common_names, common_values, parse_name
-from ddpstats.dump.reader import DumpEntry, DumpLeaf, RankDump, find_ranks
 from tests import programs
 from tests.dump.msprobe_runs import LEVELS, TASKS
 from tests.needs import ROOT, needs

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats.cli import main
+from ddpstats.dump.analyze import DumpEntry
 from ddpstats.dump.analyze.stomp import MemoryWalk
-from ddpstats.dump.reader import DumpEntry
 from tests.dump.collecting import dumped
 from tests.dump.dumps import INF, NAN, backward, collective, forward, leaf, write, write_lines
 

@@ -11,7 +11,7 @@ import torch
 
 from ddpstats import DumpError
 from ddpstats.cli import main
-from ddpstats.dump.reader import DumpEntry
+from ddpstats.dump.analyze import DumpEntry
 from ddpstats.dump.statistics import STATISTICS, Statistic, keys
 from tests.dump.collecting import dumped
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpstats.capture.bundle import Bundle
-from ddpstats.dump.reader import open_rank
+from ddpstats.dump.analyze import open_rank
 from ddpstats.errors import BundleError, DumpError
 from ddpstats.testing.ranks import rank_environ, serve_store
 from tests.faults.injuries import FAULTS, Case, small_disk

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ddpstats
-from ddpstats.dump import stats_dump
+from ddpstats.dump import record
 from ddpstats.guard import collective_guard
 from ddpstats.testing import run_ranks
 
@@ -70,7 +70,7 @@ def write_dumps(finished: Path, killed: Path) -> None:
             dump.step()
         else:
             dump.stop()  # lines, as of a process that ends inside a step
-            stats_dump._unfinished.clear()
+            record._unfinished.clear()
 
 
 def recorded(directory: str) -> None:

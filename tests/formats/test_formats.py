@@ -20,9 +20,9 @@ import torch
 from ddpstats._rerun.codec import from_plain
 from ddpstats._rerun.state import RandomState
 from ddpstats.capture.bundle import Bundle
+from ddpstats.dump.analyze import RankDump, find_ranks
 from ddpstats.dump.analyze.tensors import load_tensor
 from ddpstats.dump.config import read_config
-from ddpstats.dump.reader import RankDump, find_ranks
 from ddpstats.errors import BundleError, DdpstatsError, DumpError
 from ddpstats.guard.record import diagnose, read_records
 from ddpstats.report import run

@@ -33,11 +33,10 @@ from ddpstats._rerun.codec import from_plain
 from ddpstats._rerun.run import Runner, RunSettings
 from ddpstats._rerun.state import RandomState
 from ddpstats.capture.bundle import Bundle
-from ddpstats.dump.analyze import compare, nan_origin
+from ddpstats.dump.analyze import compare, nan_origin, open_rank
 from ddpstats.dump.analyze.tensors import load_tensor
 from ddpstats.dump.config import read_config
 from ddpstats.dump.msprobe import common_names, common_values, parse_name, read_collective
-from ddpstats.dump.reader import open_rank
 from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, ProtocolMismatch
 from ddpstats.guard.diagnosis import Alarm, GuardFinding, RankStatus
 from ddpstats.guard.event import decode as decode_events

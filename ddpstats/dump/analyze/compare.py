@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ddpstats._base.text import VerbReport, check_writable, ranks_text, shorten
 from ddpstats.dump import statistics
-from ddpstats.dump.msprobe import FAILED, TOLERANCE, VERSION, common_names, common_values, parse_name, read_collective
-from ddpstats.dump.reader import (
+from ddpstats.dump.analyze import (
     DumpEntry,
     DumpLeaf,
     EntryText,
@@ -39,6 +38,7 @@ from ddpstats.dump.reader import (
     sayable_errors,
     steps_in,
 )
+from ddpstats.dump.msprobe import FAILED, TOLERANCE, VERSION, common_names, common_values, parse_name, read_collective
 from ddpstats.errors import DumpError
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from typing import Any, Literal
 
 from ddpstats._base.text import VerbReport, count_of, dtype_name, printable, ranks_text, shorten
 from ddpstats._observe import tensor_rules
+from ddpstats.dump.analyze import DumpEntry, DumpLeaf, RankDump, find_ranks, notes_of, rank_of, sayable_errors
 from ddpstats.dump.analyze.stomp import MemoryWalk
 from ddpstats.dump.msprobe import CollectiveEntry, Name, parse_name, read_collective
-from ddpstats.dump.reader import DumpEntry, DumpLeaf, RankDump, find_ranks, notes_of, rank_of, sayable_errors
 from ddpstats.dump.statistics import STATISTICS, keys
 from ddpstats.errors import DumpError
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ddpstats._base.text import count_of, printable, ranks_text, shorten, write_file
+from ddpstats.dump.analyze import DumpLeaf
 from ddpstats.dump.analyze.compare import GROWTH, NONFINITE, NOTHING, Comparison, Findings, Mode, Row
 from ddpstats.dump.msprobe import columns
-from ddpstats.dump.reader import DumpLeaf
 from ddpstats.dump.statistics import keys as statistics_keys
 
 _SHOWN_ROWS = 20

@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ddpstats.dump.analyze import DumpEntry, DumpLeaf
 from ddpstats.dump.msprobe import parse_name
-from ddpstats.dump.reader import DumpEntry, DumpLeaf
 
 
 @dataclass(eq=False)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ddpstats._base.files import open_regular
 from ddpstats._base.text import count_of, first_line
+from ddpstats.dump.analyze import DumpLeaf, RankDump
 from ddpstats.dump.msprobe import is_accurate
-from ddpstats.dump.reader import DumpLeaf, RankDump
 from ddpstats.dump.writer import is_dense
 from ddpstats.errors import DumpError
 
