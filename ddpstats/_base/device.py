@@ -111,13 +111,18 @@ def new_stream(device: torch.device) -> torch.Stream | None:
 def computes_on(stream: torch.Stream) -> Iterator[None]:
     """Compute on ``stream``, which begins when the program's stream has come so far."""
     before = torch.accelerator.current_stream(stream.device), torch.accelerator.current_stream()
-    stream.wait_stream(before[0])
+    follow_program(stream)
     torch.accelerator.set_stream(stream)
     try:
         yield
     finally:
         for program in before:  # the second one brings the current device back
             torch.accelerator.set_stream(program)
+
+
+def follow_program(stream: torch.Stream) -> None:
+    """Let ``stream`` go on once the program's stream has come so far."""
+    stream.wait_stream(torch.accelerator.current_stream(stream.device))
 
 
 def continue_after(stream: torch.Stream) -> None:

@@ -152,7 +152,7 @@ def common_names(a: Iterable[str], b: Iterable[str]) -> tuple[dict[str, str], di
 
     1. Where all modules of one dump are inside of ``module``, which DistributedDataParallel calls its model, and those
        of the other are not, ``module`` goes.
-    2. Where the dumps spell a function in different ways, both get one spelling. Each spelling has numbers of its own:
+    2. Where the dumps spell a function in different ways, both get one spelling. Calls are numbered by spelling:
        where a dump has several, its calls are numbered again, in their order.
     """
     sides = [[parse_name(full) for full in dict.fromkeys(names)] for names in (a, b)]
@@ -177,7 +177,7 @@ def _spellings(names: Iterable[Name]) -> Mapping[str, set[str]]:
 
 
 def _renamed(
-    names: Iterable[Name], unwrap: bool, mine: Mapping[str, set[str]], others: Mapping[str, set[str]]
+    names: Iterable[Name], unwrap: bool, own: Mapping[str, set[str]], others: Mapping[str, set[str]]
 ) -> dict[str, str]:
     renamed: dict[str, str] = {}
     counts: Counter[str] = Counter()
@@ -187,8 +187,8 @@ def _renamed(
         if name.is_module and unwrap:
             root = f"Module.{ROOT}." if name.api == "module" else "Module."
             renamed[name.full] = root + name.full.removeprefix("Module.module.")
-        elif name.number is not None and not name.is_module and mine[group] != others.get(group, mine[group]):
-            if len(mine[group]) > 1 and name.direction == "forward":
+        elif name.number is not None and not name.is_module and own[group] != others.get(group, own[group]):
+            if len(own[group]) > 1 and name.direction == "forward":
                 numbers[name.full] = counts[group]
                 counts[group] += 1
             rest = name.full.removeprefix(f"{name.prefix}.{name.api}.{name.number}")
@@ -243,7 +243,7 @@ def _parameters(prefix: str, api: str) -> tuple[inspect.Parameter, ...]:
 
 
 def _signature(function: Any) -> tuple[inspect.Parameter, ...]:
-    """Raises ValueError or TypeError where there is none."""
+    """Return the parameters of a function. Raises ValueError or TypeError where Python does not know them."""
     return tuple(inspect.signature(function).parameters.values())
 
 

@@ -133,7 +133,7 @@ class StepWriter:
         names: list[list[str]] = [[] for _ in self._stacks]
         for line in self._lines:
             names[line.stack].append(line.name)
-        used = [(these, lines) for these, (lines, _) in zip(names, self._stacks, strict=True) if these]
+        used = [(entries, lines) for entries, (lines, _) in zip(names, self._stacks, strict=True) if entries]
         return encode({str(number): stack for number, stack in enumerate(used)}).encode()
 
     def _construct_text(self) -> bytes:

@@ -207,5 +207,6 @@ def test_numbers_on_an_accelerator_are_computed_beside_the_program(
         torch.ones(10).exp()
     copied = ["side waits for program", "on side", "numbers", "on program", "on program"]
     assert [entry.removeprefix("20 ").removeprefix("10 ") for entry in log] == [
-        *copied, "an event on side", "numbers", "it is through", *copied, "an event on side", "program waits for side",
+        *copied, "an event on side", "numbers", "side waits for program", "it is through",
+        *copied, "an event on side", "program waits for side",
     ]  # fmt: skip

@@ -17,6 +17,7 @@ from ddpstats._rerun.digest import digests
 from ddpstats.dump import StatsDump
 from ddpstats.testing import BitFlip, inject_bit_flips
 from tests import training
+from tests.dump import collecting
 from tests.training import Hooks
 
 from .runs import LIMIT_SEC, busy, counted, join, register
@@ -144,6 +145,27 @@ def dumped_step(dirpath: str) -> tuple[dict[str, int], int]:
         model(x).square().sum().backward()
     dump.step()
     return changes, len(list(Path(dirpath).rglob("dump.json")))
+
+
+def dumped_on_another_stream(dirpath: str, copied_bytes: int) -> tuple[float, float]:
+    """Dump a call on a second stream that is busy, and end the step on the first: the largest number, the saved one.
+
+    ``copied_bytes``: how much may be copied to be measured beside the program.
+    """
+    from ddpstats.dump.record import leaves
+
+    refdev = register()
+    leaves._COPIED_BYTES = copied_bytes
+    config = {"dump_path": dirpath, "task": "tensor", "async_dump": True, "tensor": {"list": ["Tensor.mul"]}}
+    dump, other, x = StatsDump(config), torch.Stream("refdev"), torch.ones(3, device="refdev")
+    torch.accelerator.synchronize()
+    with dump, other:
+        refdev.occupy(0.5)
+        x.mul(7)
+    dump.step()
+    (leaf,) = collecting.data(Path(dirpath), rank="rank0")["Tensor.mul.0.forward"]["output"]
+    saved = torch.load(Path(dirpath, "step0/rank0/dump_tensor_data", leaf["data_name"]))
+    return leaf["Max"], saved.max().item()
 
 
 def bundle_of_a_nan(dirpath: str) -> tuple[str, float]:

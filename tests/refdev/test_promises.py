@@ -58,6 +58,12 @@ def test_a_dumped_step_does_not_wait(refdev_rank: RankPool, tmp_path: Path) -> N
     assert files == 1
 
 
+@pytest.mark.parametrize("copied_bytes", [0, 1 << 20])
+def test_a_call_on_another_stream_is_dumped_after_it_has_run(refdev: None, tmp_path: Path, copied_bytes: int) -> None:
+    values = run_ranks(runs.dumped_on_another_stream, 1, str(tmp_path), copied_bytes).values()
+    assert values == [(7.0, 7.0)]
+
+
 def test_a_bundle_from_the_device_is_replayed_without_it(refdev: None, tmp_path: Path) -> None:
     bundle, _ = run_ranks(runs.bundle_of_a_nan, 1, str(tmp_path)).values()[0]
     names = ["--model", "tests.training:make_model", "--step", "tests.training:loss_of"]

@@ -272,12 +272,13 @@ def _rank_directories(step: Path) -> list[Path]:
 
 
 def _no_dump(path: Path) -> DumpError:
-    there = "no such file or directory"
+    content = "no such file or directory"
     if path.exists():
         names = shorten(sorted(child.name for child in path.iterdir()), _SHOWN, "") if path.is_dir() else ""
-        there = f"it has {names}" if names else "it is empty"
+        content = f"it has {names}" if names else "it is empty"
     return DumpError(
-        f"{path}: no dump here: {there}. Give the dump_path of the run, or its step or rank directory.", path=str(path)
+        f"{path}: no dump here: {content}. Give the dump_path of the run, or its step or rank directory.",
+        path=str(path),
     )
 
 
@@ -463,7 +464,7 @@ class DumpLeaf:
         return self._has(self.inf_count, math.isinf)
 
     def _has(self, count: int | None, is_such: Callable[[float], bool]) -> bool:
-        """Decide by the count, or where there is none by Max and Min: a norm may overflow where no element does."""
+        """Decide by the count, or without a count by Max and Min: a norm may overflow where no element does."""
         if count is not None:
             return count > 0
         return any(value is not None and is_such(value) for value in (self.max, self.min))

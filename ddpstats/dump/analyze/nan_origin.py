@@ -196,7 +196,7 @@ class Candidate:
     Attributes:
         kind: "computation", "collective": this entry made it. "arrived", "parameter": the entry took it in, and nothing
             recorded made it. "uninitialised": memory that was not written to. "given": the program gave this entry a
-            NaN to write. "gradient": a parameter's gradient of which the dump has nothing else.
+            NaN to write. "gradient": a parameter's gradient, and the dump has nothing of how it was computed.
         bad: the tensors that are not finite.
         position: the number of collectives of this rank before it.
         order: the number of entries before it.

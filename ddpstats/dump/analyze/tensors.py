@@ -129,7 +129,7 @@ def _check_archive(file: BinaryIO) -> None:
 
 
 def _odd_kind(held: object) -> str | None:
-    """Return what a file holds, if that is no tensor with elements of its own."""
+    """Return what a file holds, if that is no tensor that holds its elements."""
     if not isinstance(held, Tensor):
         return type(held).__name__
     kinds = {

@@ -8,7 +8,7 @@ The only file of the dump that touches autograd's nodes.
    the nodes that are newer than 1 to those that have such an edge, and hook these: what they hand on along the edge is
    one share; several are summed. Each is this call's own share, not what other users of the input add.
 4. When the last hook has come the entry is written. What never comes, because the program does not need that output,
-   is missing in what is written at the end of the step. A second backward pass over it makes an entry of its own.
+   is missing in what is written at the end of the step. A second backward pass over it makes a second entry.
 
 Not seen: the gradient of an input that is returned as it is, and of a view that the call changes in place.
 

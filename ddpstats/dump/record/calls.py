@@ -181,6 +181,6 @@ def _take_off(mode: Any) -> bool:
     inner = modes[modes.index(mode) + 1 :]
     for _ in (mode, *inner):
         TorchFunctionMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
-    for other in inner:
-        TorchFunctionMode.__enter__(other)  # type: ignore[no-untyped-call]
+    for inner_mode in inner:
+        TorchFunctionMode.__enter__(inner_mode)  # type: ignore[no-untyped-call]
     return True

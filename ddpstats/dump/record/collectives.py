@@ -103,7 +103,7 @@ class CollectiveWatch(collectives.Subscriber):
             self._end(pending.entry, pending.outputs if has_succeeded else None)
 
     def _end(self, entry: OpenEntry, outputs: Sequence[Tensor] | None) -> None:
-        """Write an entry with its outputs; None where there are none to be read."""
+        """Write an entry with its outputs; None where they cannot be read."""
         with self._recorder.safely(entry.name):
             if outputs is None:
                 entry.raw["incomplete"] = True
@@ -172,13 +172,13 @@ def _future_of(work: Any) -> Any:
 
 def _arguments(call: Collective) -> dict[str, object]:
     """Return what a collective was called with besides tensors and its group; ranks are global."""
-    found: dict[str, object] = {}
+    arguments: dict[str, object] = {}
     if call.reduce_op is not None:
-        found["op"] = call.reduce_op
+        arguments["op"] = call.reduce_op
     if call.root is not None:
-        found["dst" if call.operator.to_root else "src"] = call.view.ranks[call.root]
+        arguments["dst" if call.operator.to_root else "src"] = call.view.ranks[call.root]
     if call.peer is not None:
-        found["dst" if "dst" in call.operator.arguments else "src"] = call.view.ranks[call.peer]
+        arguments["dst" if "dst" in call.operator.arguments else "src"] = call.view.ranks[call.peer]
     if call.tag is not None:
-        found["tag"] = call.tag
-    return found
+        arguments["tag"] = call.tag
+    return arguments

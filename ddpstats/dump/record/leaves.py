@@ -1,6 +1,6 @@
 """Arguments and results as plain data: what a tensor is, its statistics, and where it is in memory.
 
-Lists, tuples, dicts and dataclasses become lists and dicts, with a leaf for everything else.
+Lists, tuples, dicts and dataclasses become lists and dicts, with a leaf for each value in them.
 
 1. A tensor in host memory is measured at once: one pass each for the range, the sum and the product with itself, in
    float32 or its own wider type. They do not depend on the order of the elements, so a transposed tensor is read as it
@@ -10,8 +10,9 @@ Lists, tuples, dicts and dataclasses become lists and dicts, with a leaf for eve
    `TensorSummaries.settle` reads these, in one copy for each device.
 3. On an accelerator they are computed on a stream of their own, from a copy made on the program's: the copy is in order
    with what the program writes there before and after, so that what is measured is what the program itself would have
-   read. Where too many copies are under way, they are computed on the program's stream, without one. While a CUDA graph
-   is captured nothing is measured: it would become part of the graph.
+   read. Where too many copies are under way, they are computed on the program's stream, without one. The stream follows
+   every stream of the program that had something to be read, and is all that `TensorSummaries.settle` waits for. While
+   a CUDA graph is captured nothing is measured: it would become part of the graph.
 4. A tensor in host memory that comes twice at one moment of one entry is measured once. Nothing is remembered beyond
    that: memory that was overwritten in the meantime must not look as it was.
 """
@@ -30,7 +31,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ddpstats._base.device import computes_on, continue_after, is_capturing, new_stream, stream_number, widest_float
+from ddpstats._base.device import (
+    computes_on,
+    continue_after,
+    follow_program,
+    is_capturing,
+    new_stream,
+    stream_number,
+    widest_float,
+)
 from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.torch_compat import is_functorch_tensor, storage_id
 from ddpstats._rerun.record import set_fields
@@ -107,6 +116,7 @@ class TensorSummaries:
                     self._measure(leaf, values)
                 if saved is not None and not values.is_meta:
                     leaf["data_name"] = self.files.save(saved, name, path)
+                    self._order(saved.device)
                 if self.md5 and not values.is_meta:
                     leaf["md5"] = checksum(values)
         except Exception as error:
@@ -118,7 +128,7 @@ class TensorSummaries:
         return leaf
 
     def entry_fits(self, name: str) -> bool:
-        """Return whether what else is in an entry can be held as well; called as it is complete."""
+        """Return whether an entry can be held besides its leaves; called as it is complete."""
         return self._fits(_ENTRY_BYTES, name)
 
     def release(self) -> None:
@@ -147,13 +157,20 @@ class TensorSummaries:
             self._streams[device] = new_stream(device)
         stream = self._streams[device]
         if stream is None or not self._may_copy(size):
-            return device_numbers(values, shape)
+            numbers = device_numbers(values, shape)
+            self._order(device)
+            return numbers
         copy = values.detach().clone()
         with computes_on(stream):
             numbers = device_numbers(copy, shape)
         self._copies.append((stream.record_event(), copy))
         self._copied_bytes += size
         return numbers
+
+    def _order(self, device: torch.device) -> None:
+        """Let `settle` wait for what the program's stream has been given so far."""
+        if (stream := self._streams.get(device)) is not None:
+            follow_program(stream)
 
     def _may_copy(self, size: int) -> bool:
         """A copy is under way until its event has happened; to ask an event waits for nothing."""
@@ -192,7 +209,7 @@ class TensorSummaries:
                 "storage_id": self._number_of(storage),
                 "stream": stream_number(tensor.device),
             }
-        except Exception:  # no storage of its own: wrapped, fake
+        except Exception:  # it has no storage: wrapped, fake
             return {"device": text(tensor.device)}
 
     def _number_of(self, storage: torch.UntypedStorage) -> int:
@@ -208,9 +225,9 @@ def _is_on_host(values: Tensor) -> bool:
 
 
 def plain_values(tensor: Tensor) -> Tensor | None:
-    """Return the numbers that this rank holds, as a plain strided tensor; None where there are none to read."""
+    """Return the numbers that this rank holds, as a plain strided tensor; None where they cannot be read."""
     kind: Any = type(tensor)
-    if is_functorch_tensor(tensor):  # inside torch.func: it has no value of its own
+    if is_functorch_tensor(tensor):  # inside torch.func: it has no value
         return None
     if kind is not Tensor and any(base.__name__ in ("FakeTensor", "FunctionalTensor") for base in kind.__mro__):
         return None
@@ -434,7 +451,7 @@ def _plain(value: Any) -> Leaf:
 
 
 def _as_number(value: Any) -> int | float | str:
-    """Return a number of a class of its own, such as numpy's or an enum's, as Python's."""
+    """Return a number of another class, such as numpy's or an enum's, as Python's."""
     return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else str(value)
 
 

@@ -155,19 +155,19 @@ def _parts_of(model: Any) -> list[tuple[str, nn.Module]]:
     return [(str(key), part) for key, part in (model.items() if isinstance(model, dict) else enumerate(model))]
 
 
-def _find_modules(module: nn.Module, path: str, found: dict[int, tuple[str, nn.Module]]) -> bool:
-    """Put modules into ``found``, depth first, but those inside ``torch.compile``; return whether there are such."""
+def _find_modules(module: nn.Module, path: str, modules: dict[int, tuple[str, nn.Module]]) -> bool:
+    """Put modules into ``modules``, depth first, but those inside ``torch.compile``; return whether there are such."""
     is_compiled = without_compile(module) is not module
     module = module if is_compiled else unwrapped(module)
-    if id(module) in found:
+    if id(module) in modules:
         return False
     if compiled_call(module) or isinstance(module, torch.jit.ScriptModule):
         return True
-    found[id(module)] = path, module
+    modules[id(module)] = path, module
     if is_compiled:
         return True
     children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
-    return sum(_find_modules(child, name, found) for name, child in children) > 0
+    return sum(_find_modules(child, name, modules) for name, child in children) > 0
 
 
 @dataclass(kw_only=True, eq=False)

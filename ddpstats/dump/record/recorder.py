@@ -66,7 +66,7 @@ class Recorder:
         lock: around everything that changes this object; backward passes have threads of their own on a device.
         poll: called at every entry: collectives that have ended meanwhile are noticed then.
         is_active: False once the step has ended: what is left in a graph does nothing then.
-        creates_graph: whether the backward pass that runs, as far as hooks have seen, makes a graph of its own.
+        creates_graph: whether the backward pass that runs makes a graph itself, as far as hooks have seen.
         unfinished: their ``flush`` is called at the end of the step, for they hold entries that are not complete.
     """
 
