@@ -37,6 +37,8 @@ STEP_DIRECTORY = re.compile(r"step(\d+)")
 RANK_DIRECTORY = re.compile(r"rank(\d*)|proc\d+")
 DUMP, LINES, STACK, CONSTRUCT, ERRORS = "dump.json", "dump.jsonl", "stack.json", "construct.json", "dump_error_info.log"
 TENSORS = "dump_tensor_data"
+# Placements of a DTensor that each rank holds as a whole: ours, and msprobe's.
+REPLICATED: tuple[object, ...] = ("R", {"Replicate": {}})
 
 VERSION, FORMAT = "ddpstats", 1  # the key before the entries that says which format it is, and the one of today
 

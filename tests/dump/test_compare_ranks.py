@@ -129,16 +129,21 @@ def test_stages_of_a_pipeline_are_compared_with_the_ranks_that_have_them(
     assert (status, report["compared"], [*report["left_out"].values()]) == (0, {"statistics": 1}, [2])
 
 
-def test_sharded_parameters_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def entries(rank: int, placement: str) -> list[tuple[str, Any]]:
+@pytest.mark.parametrize(("part", "whole"), [("S(0)", "R"), ({"Shard": {"dim": 0}}, {"Replicate": {}})])
+def test_sharded_parameters_are_not_compared(
+    tmp_path: Path, part: Any, whole: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second of each is how msprobe writes it."""
+
+    def entries(rank: int, placement: Any) -> list[tuple[str, Any]]:
         weight = tensor(2.0 + rank, placements=[placement])
         return [("Module.fc.Linear.forward.0", forward(parameters={"weight": weight, "bias": tensor(1.0)}))]
 
-    path = step(tmp_path / "sharded", entries(0, "S(0)"), entries(1, "S(0)"))
+    path = step(tmp_path / "sharded", entries(0, part), entries(1, part))
     status, report = compare(path, capsys=capsys)
     assert (status, report["compared"]) == (0, {"statistics": 1})
     assert "not compared: 1 sharded tensors, of which each rank holds another part" in text_of(path, capsys=capsys)
-    assert compare(step(tmp_path / "whole", entries(0, "R"), entries(1, "R")), capsys=capsys)[0] == 1
+    assert compare(step(tmp_path / "whole", entries(0, whole), entries(1, whole)), capsys=capsys)[0] == 1
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------

@@ -555,6 +555,14 @@ def test_numbered_collectives_are_matched_where_an_entry_is_missing(tmp_path: Pa
     ]
 
 
+def test_sequence_number_that_a_dump_repeats_has_no_counterpart(tmp_path: Path) -> None:
+    first = collective(FINE, out=FINE, seq=0)
+    step = two_ranks(tmp_path, {REDUCE.format(0): first, REDUCE.format(1): first}, {REDUCE.format(0): first})
+    assert findings(step)["unmatched"] == [
+        "Distributed.all_reduce.1.forward of rank 0 has no counterpart in the dump of rank 1"
+    ]
+
+
 def test_rank_whose_dump_ends_early_is_named(tmp_path: Path) -> None:
     write(tmp_path, {REDUCE.format(0): collective(FINE, out=FINE), REDUCE.format(1): collective(FINE, out=FINE)}, 0)
     step = write_lines(
@@ -610,9 +618,26 @@ def test_gradients_of_an_entry_that_is_written_late_are_not_live_until_then(tmp_
     entries = {
         "Torch.cat.0.backward": backward(placed(1, 4096, 64), out=placed(2, 8192, 64)),
         "Torch.add.0.backward": backward(placed(3, 65536, 64), out=placed(4, 8192, 64)),
-        "Torch.gru.0.backward": backward(placed(2, 8192, 64), None, out=[placed(5, 65536, 64), None]),
-    }
+        "Torch.gru.0.backward": {
+            **backward(placed(2, 8192, 64), None, out=[placed(5, 65536, 64), None]), "incomplete": True
+        },
+    }  # fmt: skip
     assert "share memory" not in report(write(tmp_path, entries))[1]
+
+
+def test_gradient_of_a_gradient_shares_no_memory(tmp_path: Path) -> None:
+    """Its first pass needs no gradients of parameters: what they go with is written when the second one comes."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+
+    def body() -> None:
+        x = torch.ones(3, 4, requires_grad=True)
+        (gradient,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
+        gradient.square().sum().backward()  # type: ignore[no-untyped-call]
+
+    entries = dumped(tmp_path, body, model, "mix")
+    assert entries["Functional.linear.1.backward"]["incomplete"] is True
+    assert "incomplete" not in entries["Functional.linear.1.backward.1"]
+    assert "share memory" not in report(tmp_path)[1]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -38,7 +38,16 @@ from ddpstats.dump.analyze import (
     sayable_errors,
     steps_in,
 )
-from ddpstats.dump.msprobe import FAILED, TOLERANCE, VERSION, common_names, common_values, parse_name, read_collective
+from ddpstats.dump.msprobe import (
+    FAILED,
+    REPLICATED,
+    TOLERANCE,
+    VERSION,
+    common_names,
+    common_values,
+    parse_name,
+    read_collective,
+)
 from ddpstats.errors import DumpError
 
 if TYPE_CHECKING:
@@ -478,9 +487,9 @@ def _collective_keys(side: Side) -> dict[str, Hashable]:
 
 
 def _is_sharded(leaf: DumpLeaf) -> bool:
-    """Return whether its numbers are those of a part of a DTensor: "R" is a whole copy."""
+    """Return whether its numbers are those of a part of a DTensor."""
     placements = leaf.raw.get("placements")
-    return isinstance(placements, list) and any(placement != "R" for placement in placements)
+    return isinstance(placements, list) and any(placement not in REPLICATED for placement in placements)
 
 
 def entries_of_names(sides: Sequence[Side], names: Sequence[str]) -> Iterator[Shared]:

@@ -524,9 +524,9 @@ def _match_collectives(scans: Sequence[RankScan]) -> dict[int, list[_Match]]:
         of_member = {}
         for member in sorted(scan.collectives, key=lambda member: member.call.number):  # as begun, not as ended
             key, ranks = _key(scan.rank, member.call)
-            sequence = member.call.sequence if has_sequence else counts[key]
+            key = (*key, member.call.sequence if has_sequence else None)
+            match = of_member[member] = matches.setdefault((*key, counts[key]), _Match(ranks))
             counts[key] += 1
-            match = of_member[member] = matches.setdefault((*key, sequence), _Match(ranks))
             match.members[scan.rank] = member
         of_rank[scan.rank] = [of_member[member] for member in scan.collectives]
     return of_rank

@@ -4,7 +4,7 @@
    goes in, and what comes out, for in between the memory of an input may be given back and given out again.
 2. Entries of modules are left out where there are others: they are written when the module has ended, and hold what
    went in long before. So are the gradients that go into a module's backward pass, and the backward entry of a
-   call of which nothing used one output, as a GRU's last state: it is written when the whole pass has ended.
+   call that is incomplete, as of a GRU whose last state nothing uses: it is written when the whole pass has ended.
 3. Storages are identified by their numbers, for an address is given out again when it is free.
 
 Sharing may be meant: ``from_numpy``, ``frombuffer`` and dlpack make a second storage over the same bytes. Where it is
@@ -75,9 +75,7 @@ class MemoryWalk:
     def take(self, entry: DumpEntry) -> None:
         name = parse_name(entry.name)
         is_backward = name.direction == "backward"
-        is_late = is_backward and any(
-            leaf.type == "None" and path.startswith("input") for path, leaf in entry.values(nulls=True)
-        )
+        is_late = is_backward and entry.raw.get("incomplete") is True
         if not is_late and (not name.is_module or self._modules_only) and name.direction != "parameters_grad":
             if not (name.is_module and is_backward):
                 self._see(entry, entry.inputs, self._time)
