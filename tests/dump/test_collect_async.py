@@ -1,4 +1,4 @@
-"""With `async_dump` nothing is read from a device or written inside the step; `async_max_bytes` limits what is held."""
+"""`async_dump` reads and writes nothing inside the step, and `async_max_bytes` limits what is held."""
 
 from __future__ import annotations
 

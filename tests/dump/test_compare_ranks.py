@@ -88,7 +88,7 @@ def test_no_rank_is_named_without_a_majority(tmp_path: Path, capsys: pytest.Capt
 
 
 def tensor_parallel(rank: int, **more: float) -> list[tuple[str, Any]]:
-    """Two ranks hold one copy of the model between them: each has a half of the weight, and the whole bias."""
+    """The two ranks hold one copy of the model between them: each has a half of the weight, and the whole bias."""
     weight = more.get("weight", 2.0 + rank % 2)
     entry = forward(parameters={"weight": tensor(weight), "bias": tensor(1.0)})
     pair, copies = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)

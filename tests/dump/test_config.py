@@ -63,15 +63,15 @@ def test_key_that_is_misspelt_is_named_in_the_warning() -> None:
 
 
 def test_other_keys_of_msprobe_are_read() -> None:
-    given = {
+    settings = {
         **TEMPLATE, "dump_enable": True, "risk_level": "FOCUS", "custom_op_namespaces": ["a"], "precision": "low",
         "statistics": {"slice": [], "request_id": None, "diff_nums": 1, "list": None, "scope": None},
         "tensor": {"bench_path": "x"}, "rank": None, "step": None, "level": None, "async_dump": None, "load": None,
     }  # fmt: skip
     with pytest.warns(UserWarning, match=r"precision, risk_level, statistics\.diff_nums$"):
-        assert read_config(given) == DumpConfig("statistics", Path("dump_path"))
+        assert read_config(settings) == DumpConfig("statistics", Path("dump_path"))
     with pytest.warns(UserWarning, match=r"risk_level, tensor\.bench_path$"):
-        assert read_config({**given, "task": "tensor"}) == DumpConfig("tensor", Path("dump_path"))
+        assert read_config({**settings, "task": "tensor"}) == DumpConfig("tensor", Path("dump_path"))
 
 
 def test_only_dump_path_is_needed() -> None:
@@ -97,7 +97,7 @@ def test_every_key_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("modes", "expected"),
     [
         ([], ALL_MODES),
         (["all"], ALL_MODES),
@@ -106,8 +106,8 @@ def test_every_key_is_read() -> None:
         (["backward", "output"], {"backward", "output"}),
     ],
 )
-def test_data_mode_without_direction_or_side_means_both(given: list[str], expected: set[str]) -> None:
-    assert read_config({"dump_path": "d", "statistics": {"data_mode": given}}).data_mode == expected
+def test_data_mode_without_direction_or_side_means_both(modes: list[str], expected: set[str]) -> None:
+    assert read_config({"dump_path": "d", "statistics": {"data_mode": modes}}).data_mode == expected
 
 
 NUMBERS = 'a list of whole numbers from 0 and of ranges such as "2-5" (of at most 1,000,000); [] is all'
@@ -158,10 +158,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), WRONG, ids=str)
-def test_wrong_value_is_named_with_the_legal_ones(given: dict[str, Any], message: str, tmp_path: Path) -> None:
-    path = written(tmp_path, json.dumps({"dump_path": "d", **given}))
-    for source, name in ((path, f"{path}: "), ({"dump_path": "d", **given}, "the configuration given: ")):
+@pytest.mark.parametrize(("settings", "message"), WRONG, ids=str)
+def test_wrong_value_is_named_with_the_legal_ones(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = written(tmp_path, json.dumps({"dump_path": "d", **settings}))
+    for source, name in ((path, f"{path}: "), ({"dump_path": "d", **settings}, "the configuration given: ")):
         with pytest.raises(ConfigError) as caught:
             read_config(source)
         assert str(caught.value).startswith(name)

@@ -46,15 +46,15 @@ def test_paths_in_backward_entries_and_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("value", "expected"),
     [
         *((1, 1.0), (0.5, 0.5), (True, 1.0), (None, None), ("nan", math.nan), ("NaN", math.nan), ("inf", math.inf)),
         *(("-inf", -math.inf), ("Infinity", math.inf), ("-Infinity", -math.inf), ("N/A", None)),
         pytest.param(10**400, math.inf, id="too large"),
     ],
 )
-def test_statistic_is_read_in_every_spelling(given: Any, expected: float | None) -> None:
-    statistic = DumpLeaf({"type": "torch.Tensor", "Max": given}).max
+def test_statistic_is_read_in_every_spelling(value: Any, expected: float | None) -> None:
+    statistic = DumpLeaf({"type": "torch.Tensor", "Max": value}).max
     assert statistic == pytest.approx(expected, nan_ok=True) if expected is not None else statistic is None
 
 

@@ -16,17 +16,17 @@ from tests.dump.hand_made import as_lines, backward, document, forward, tensor, 
 ENTRIES = [("Torch.a.0.forward", forward([tensor(1.0)], [tensor(2.0)])), ("Torch.b.0.forward", forward([tensor(2.0)]))]
 
 
-@pytest.mark.parametrize("given", [".", "step3", "step3/rank0", "step3/rank0/dump.json"])
-def test_root_step_rank_and_file_lead_to_the_rank(given: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", [".", "step3", "step3/rank0", "step3/rank0/dump.json"])
+def test_root_step_rank_and_file_lead_to_the_rank(path: str, tmp_path: Path) -> None:
     write_rank(tmp_path / "step3" / "rank0", ENTRIES, level="L1")
-    (dump,) = find_ranks(tmp_path / given)
+    (dump,) = find_ranks(tmp_path / path)
     assert (dump.rank, dump.step, dump.level, dump.task, dump.complete) == (0, 3, "L1", "statistics", True)
     assert [(entry.name, entry.raw) for entry in dump.entries()] == ENTRIES
 
 
-@pytest.mark.parametrize("given", [".", "step0", "step0/proc4242", "step0/proc4242/dump.json"])
-def test_process_of_msprobe_is_found(given: str) -> None:
-    (dump,) = find_ranks(Path(__file__).parent / "msprobe_26/one" / given)
+@pytest.mark.parametrize("path", [".", "step0", "step0/proc4242", "step0/proc4242/dump.json"])
+def test_process_of_msprobe_is_found(path: str) -> None:
+    (dump,) = find_ranks(Path(__file__).parent / "msprobe_26/one" / path)
     assert (dump.rank, dump.step, dump.level) == (None, 0, "mix")
     assert len(list(dump.entries())) == 37
     assert dump.stack_of("Tensor.add.0.forward")

@@ -26,7 +26,7 @@ class Attention(nn.Module):
 
 
 class Residual(nn.Module):
-    """Its input has three users."""
+    """A module whose input has three users."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + x.sin() * x
@@ -92,7 +92,7 @@ class Attends(nn.Module):
 
 
 class NonLeaf(nn.Module):
-    """Its input is made by others, and changed in place by it."""
+    """A module that changes its input in place, which others have made."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(3)

@@ -183,7 +183,7 @@ def test_spellings_of_one_function_are_numbered_together() -> None:
             {**forward([tensor(1.0)]), "input_kwargs": {"kernel_size": {"type": "int", "value": 2}, "stride": None}},
             ["input.0", "input.1"],
         ),
-        (  # not written in Python, or not of torch: as it stands
+        (  # not written in Python, or not of torch: as it is
             "Functional.linear.0.forward",
             {**forward([tensor(1.0)]), "input_kwargs": {"weight": tensor(1.0), "bias": None}},
             ["input.0", "input_kwargs.weight", "input_kwargs.bias"],

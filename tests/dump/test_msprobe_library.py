@@ -31,7 +31,7 @@ NUMBERS = ("Max", "Min", "Mean", "Norm", "value")
 
 
 class Difference(NamedTuple):
-    """What the two tools have of one entry, or of one field of a leaf in it."""
+    """A difference between the two tools in an entry, or in a field of a leaf in it."""
 
     name: str
     field: str

@@ -626,7 +626,7 @@ def test_gradients_of_an_entry_that_is_written_late_are_not_live_until_then(tmp_
 
 
 def test_gradient_of_a_gradient_shares_no_memory(tmp_path: Path) -> None:
-    """Its first pass needs no gradients of parameters: what they go with is written when the second one comes."""
+    """The first pass needs no gradients of parameters: what they go with is written when the second one comes."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
 
     def body() -> None:
@@ -651,15 +651,15 @@ def test_shared_memory_is_that_of_a_search_over_all_pairs(seed: int) -> None:
         seen.setdefault(storage[0], []).append(time)
         walk.take(DumpEntry(f"Torch.add.{time}.forward", forward(out=placed(*storage))))
     expected = {
-        (one, other)
-        for one, start, size in storages
-        for other, other_start, other_size in storages
-        if one < other and one in seen and other in seen
-        if max(start, other_start) < min(start + size, other_start + other_size)
-        if max(seen[one][0], seen[other][0]) <= min(seen[one][-1], seen[other][-1])
+        (a, b)
+        for a, start_a, size_a in storages
+        for b, start_b, size_b in storages
+        if a < b and a in seen and b in seen
+        if max(start_a, start_b) < min(start_a + size_a, start_b + size_b)
+        if max(seen[a][0], seen[b][0]) <= min(seen[a][-1], seen[b][-1])
     }
-    found = [{overlap.first.number, overlap.second.number} for overlap in walk.overlaps() or ()]
-    assert sorted(map(sorted, found)) == sorted(map(list, expected))
+    overlaps = [{overlap.first.number, overlap.second.number} for overlap in walk.overlaps() or ()]
+    assert sorted(map(sorted, overlaps)) == sorted(map(list, expected))
 
 
 # -- dumps that are refused -------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_sparse_tensor_has_values_and_fake_tensor_none() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
 def test_expanded_tensor_is_read_once(dtype: torch.dtype) -> None:
-    """All of it would be a million megabytes."""
+    """The whole tensor would be a million megabytes."""
     tensor = torch.ones(1, 64, 1, dtype=dtype).expand(1 << 14, 64, 1 << 20)
     held, repeats = without_repeats(tensor)
     assert (held.numel(), repeats) == (64, 1 << 34)

@@ -1,4 +1,4 @@
-"""Two saved tensors are compared element by element, by msprobe's formulas; elements that differ are named as runs."""
+"""Saved tensors are compared element by element, by msprobe's formulas; elements that differ are named as runs."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_flipped_bit_is_distinguished_from_another_value(dtype: torch.dtype) -> 
     a.view(torch.uint8)[-1] ^= 1 << 6
     words = compare_tensors(a, b).runs.words
     assert words == "element 8 of 9 differs: a single one, by a single bit"
-    a[8] = 7  # 0 and 1 are one bit apart from it in no dtype
+    a[8] = 7  # it differs from 0 and 1 by one bit in no dtype
     assert compare_tensors(a, b).runs.words == "element 8 of 9 differs: a single one"
 
 
