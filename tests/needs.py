@@ -29,3 +29,18 @@ def imported(module: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(module)
+
+
+class Late:
+    """A module that is imported when one of its names is first used, since each worker collects all tests.
+
+    A library takes seconds to import, and most workers run none of its tests.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pytest looks for __test__ while it collects
+            raise AttributeError(name)
+        return getattr(imported(self._module), name)

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpstats
@@ -287,6 +285,9 @@ class Scaled(nn.Module):
 
 def sharded(device: str, dirpath: str) -> list[bool]:
     """Return whether capture and guard found each of three steps right; in the second, rank 1 has a NaN."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a second of imports
+
     torch.manual_seed(0)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     model: Any = nn.Sequential(Scaled(), Scaled()).to(device)

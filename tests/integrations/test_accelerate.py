@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -12,12 +11,11 @@ from ddpstats.integrations import accelerate
 from ddpstats.testing import RankPool
 from tests import programs
 from tests.integrations.window_adds import close, expected
-from tests.needs import imported, needs
+from tests.needs import Late, needs
 
 pytestmark = pytest.mark.library
 needs("accelerate")
-imported("accelerate")
-runs: Any = importlib.import_module("tests.integrations.accelerate_runs")
+runs: Any = Late("tests.integrations.accelerate_runs")
 
 
 F32, F64 = "float32", "float64"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,11 @@ import pytest
 
 from ddpstats.testing import RankPool, run_ranks
 from tests.integrations.window_adds import KEYS, close, expected
-from tests.needs import imported, needs
+from tests.needs import Late, needs
 
 pytestmark = pytest.mark.library
 needs("lightning", "torchmetrics")
-imported("lightning"), imported("pytorch_lightning")
-runs: Any = importlib.import_module("tests.integrations.lightning_runs")
+runs: Any = Late("tests.integrations.lightning_runs")
 
 WAYS = ["install", "callback"]
 LIMIT_SEC = 240  # of ranks that import Lightning, on a loaded machine

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
 
 from ddpstats.testing import RankPool
-from tests.needs import imported, needs
+from tests.needs import Late, needs
 
 pytestmark = pytest.mark.library
 needs("torcheval")
-imported("torcheval.metrics.toolkit")
-runs: Any = importlib.import_module("tests.integrations.torcheval_runs")
+runs: Any = Late("tests.integrations.torcheval_runs")
 
 
 def test_metrics_are_the_same_to_the_bit_as_in_stock(three_ranks: RankPool) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
 
 from ddpstats.testing import RankPool
-from tests.needs import imported, needs
+from tests.needs import Late, needs
 
 pytestmark = pytest.mark.library
 needs("torchmetrics")
-imported("torchmetrics")
-runs: Any = importlib.import_module("tests.integrations.torchmetrics_runs")
+runs: Any = Late("tests.integrations.torchmetrics_runs")
 
 LIMIT_SEC = 240  # of ranks that import torchmetrics, on a loaded machine
 F32, I32 = ("torch.float32", "cpu"), ("torch.int32", "cpu")

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import CollectiveMismatch, NaNCapture, RankMissing, Sentinel, collective_guard
@@ -150,6 +148,9 @@ def shapes_that_differ(mode: Any) -> None:
 
 def _sharded(width: int, device: str = "refdev") -> nn.Module:
     """Return a module that is sharded; the one element of its last bias is on rank 0, so that rank 1 has none of it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # a second of imports
+
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)), nn.LayerNorm(width), nn.Linear(width, 1))
     model.to(device)

@@ -14,9 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -204,6 +201,10 @@ class Block(nn.Module):
 
 def difference_from_the_cpu(how: str, kind: str) -> float:
     """Train on both devices alike; return the largest difference of any weight. Two micro-batches a step."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # a second of imports
+    from torch.distributed.tensor import DTensor
+
     join()
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 8), Block(how), Block(how), nn.Linear(8, 1))
