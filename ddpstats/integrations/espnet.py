@@ -1,10 +1,10 @@
 """espnet's trainers with right numbers, and with non-finite gradients caught where they arise.
 
-**install.** Ranks may hold different stats, and each key keeps the weight of its own mean.
+**install.** Ranks may hold different stats, and each key keeps the weight of its mean.
 
 1. `install` puts our `recursive_average`, `recursive_sum` and `recursive_divide` in the place of espnet's, where they
    are defined and in every espnet module that has imported them by name.
-2. For a dict, that average is an `AveragedStats`: it remembers the weight that each key's own mean stands for.
+2. For a dict, that average is an `AveragedStats`: it remembers the weight of each key's mean.
 3. `SubReporter.register` gets such a dict from the trainers. The wrapper around it hands espnet's own ``register`` each
    key with that weight, and lists and nested dicts under the names of `Reduced.flat`. Registered with the total weight
    instead, as stock espnet does it, a key that only some ranks hold makes the epoch's average wrong.
@@ -109,7 +109,7 @@ def uninstall() -> None:
 class AveragedStats(dict[Any, Any]):
     """The installed ``recursive_average`` returns this for a dict: a plain dict to all but the Reporter.
 
-    A key whose value was replaced, or that was added, since the averaging has no weight of its own.
+    A key whose value was replaced, or that was added, since the averaging has no separate weight.
     """
 
     def __init__(self, averages: Mapping[Any, Any], leaves: list[LeafAverage]) -> None:
@@ -297,7 +297,7 @@ class _View:
 
 @contextlib.contextmanager
 def _observing(model: Any, steps: CaptureSteps) -> Iterator[None]:
-    """Begin a micro-batch with each forward pass, before anything else sees its arguments."""
+    """Begin a micro-batch with each forward pass, before other code sees its arguments."""
 
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         steps.begin(named)

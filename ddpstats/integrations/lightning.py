@@ -544,8 +544,8 @@ def step(module: Any, batch: Any) -> Any:
     """The loss of a Lightning module for ``ddpstats replay --step``: what its ``training_step`` returns. Local.
 
     Bit for bit what Lightning differentiates, unless ``training_step`` looks at ``batch_idx`` (0 here) or the trainer
-    (there is none, and ``self.log`` only warns), the loss was divided by ``accumulate_grad_batches``, or the precision
-    plugin had autocast on: then write a function like this, with that division or under ``torch.autocast``.
+    (the module has none here, and ``self.log`` only warns), the loss was divided by ``accumulate_grad_batches``, or the
+    precision plugin had autocast on: then write a function like this, with that division or under ``torch.autocast``.
     """
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
     output = module.training_step(batch, 0) if takes_index else module.training_step(batch)

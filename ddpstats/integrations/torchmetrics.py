@@ -125,8 +125,8 @@ def _sync_dist(original: Callable[..., Any], self: Any, dist_sync_fn: Any = None
     if _is_default(dist_sync_fn) and _is_shared(group):
         entries = _gathered.get((id(self), group)) or _exchange(type(self).__qualname__, lambda: _entry(self), group)
     if not entries or any(entry["by_itself"] for entry in entries.values()):
-        given = {} if dist_sync_fn is None else {"dist_sync_fn": dist_sync_fn}
-        original(self, **given, process_group=process_group)
+        options = {} if dist_sync_fn is None else {"dist_sync_fn": dist_sync_fn}
+        original(self, **options, process_group=process_group)
         return
     for state, reduction in self._reductions.items():
         values = [entry["states"][state][1] for entry in entries.values()]

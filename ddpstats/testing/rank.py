@@ -67,7 +67,7 @@ def _join_group(rank: int, world_size: int, store_port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     # gloo fails a rank that still connects to one whose function has left the group already
     store.set(f"joined by {rank}", "")
-    store.wait([f"joined by {other}" for other in range(world_size)], _STORE_TIMEOUT)
+    store.wait([f"joined by {member}" for member in range(world_size)], _STORE_TIMEOUT)
 
 
 def _call(request: bytes) -> Any:

@@ -190,8 +190,8 @@ class LabelTracer:
         argument = argument_for(call, callee, route.parameter)
         if route.of_container:
             return self._some(self._container(argument, 0))
-        is_object = route.parameter == "self"  # what it computes does not bear the names that it was made with
-        routes = self._container(argument, 0) if is_object else self._value(argument, False, 0)
+        is_self = route.parameter == "self"  # what it computes does not bear the names that it was made with
+        routes = self._container(argument, 0) if is_self else self._value(argument, False, 0)
         return self._some(itertools.chain(routes, self._stored(call)))
 
     def _some(self, routes: Iterator[Route]) -> tuple[Route, ...]:
