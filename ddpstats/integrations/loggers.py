@@ -19,7 +19,7 @@ _MODULES = {"lightning": "lightning", "pytorch_lightning": "lightning", "transfo
 
 
 def write_window(trainer: Any, window: StatsWindow, *, prefix: str = "", per_rank: bool = False) -> None:
-    """Flush ``window`` where ``trainer`` logs a step, into the trainer's row of that step. Every rank's trainer, or none.
+    """Flush ``window`` where ``trainer`` logs a step, into the row of that step. Every rank's trainer, or none.
 
     You add to the window where the values are, in ``training_step`` or ``compute_loss``: that sends nothing. The
     trainer's own setting says when it is flushed: ``log_every_n_steps=50`` or ``logging_steps=50`` cost one collective

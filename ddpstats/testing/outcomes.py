@@ -40,10 +40,8 @@ class RankDied(RankError):
         self.rank, self.exit_code, self.stderr_tail = rank, exit_code, stderr_tail
 
     def __str__(self) -> str:
-        stderr_text = (
-            f"The end of its stderr:\n{self.stderr_tail}" if self.stderr_tail else "It wrote nothing to stderr."
-        )
-        return f"rank {self.rank} died without an answer: {describe_exit(self.exit_code)}. {stderr_text}"
+        tail = f"The end of its stderr:\n{self.stderr_tail}" if self.stderr_tail else "It wrote nothing to stderr."
+        return f"rank {self.rank} died without an answer: {describe_exit(self.exit_code)}. {tail}"
 
 
 class RankUnpicklable(RankError):
