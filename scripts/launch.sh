@@ -86,7 +86,7 @@ set_up() { # LEVEL; sets $python to one that has ddpstats, torch and what the le
       if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_venv; fi
       python=$venv/bin/python
       say "installing torch and what else is needed into $venv (once; minutes, longer on a slow network)"
-      install_level "$1" --constraint "$root/constraints.txt" --no-compile setuptools # what is imported is compiled then
+      install_level "$1" --constraint "$root/constraints.txt" --no-compile ${PYTHONDONTWRITEBYTECODE:+--compile} setuptools
       install --no-deps --no-build-isolation --editable "$root"
       for ((level = 0; level <= $1; level++)); do sources >"$venv/set-up-$level"; done
       say "set up after $SECONDS s. For the command ddpstats: source $venv/bin/activate, or scripts/launch.sh dev ddpstats ..."
@@ -94,7 +94,6 @@ set_up() { # LEVEL; sets $python to one that has ddpstats, torch and what the le
   fi
   python=$venv/bin/python
   export VIRTUAL_ENV=$venv
-  unset PYTHONDONTWRITEBYTECODE # or each process would compile torch
 }
 
 if [[ ${1:-} == demo ]]; then set -- dev ddpstats "$@"; fi

@@ -67,8 +67,8 @@ def four_ranks() -> Iterator[RankPool]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked nightly, except in `scripts/launch.sh test --nightly`."""
-    if config.getoption("hypothesis_profile") == "nightly":
+    """Leave out what is marked nightly, except in `scripts/launch.sh test --nightly` and where tests are named."""
+    if config.getoption("hypothesis_profile") == "nightly" or any("::" in argument for argument in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("nightly")]
     config.hook.pytest_deselected(items=left_out)

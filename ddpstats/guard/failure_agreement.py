@@ -172,15 +172,10 @@ class FailureAgreement:
         except ValueError:  # foreign bytes
             finding = diagnosis.unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
         with self._lock:
-            is_first = self.verdicts == number
-            if is_first:
+            if self.verdicts == number:
                 self._own.take_verdict(finding)
                 self.verdicts += 1
                 self.has_unread = False
-        if is_first and not self.is_watchdog():
-            with suppress(*STORE_ERRORS):  # what this rank raises may be its end, and torchrun then ends the others
-                self.count_as_reader()
-                wait_until(lambda: self.store.counted(f"read/{number}") >= finding.readers, _LINGER_SEC, self.look_sec)
         return finding
 
     def _read_verdict(self, number: int) -> _Verdict | None:
@@ -193,6 +188,12 @@ class FailureAgreement:
         if self._counted < number:
             self._counted = number
             self.store.add(f"read/{number}", 1)
+
+    def linger(self, readers: int) -> None:
+        """Wait a moment until so many ranks have the newest verdict: when this rank ends, torchrun ends the others."""
+        with suppress(*STORE_ERRORS), self.store.within(_LINGER_SEC):
+            self.count_as_reader()
+            wait_until(lambda: self.store.counted(f"read/{self._counted}") >= readers, _LINGER_SEC, self.look_sec)
 
     def _await_written(self, alarm: Alarm, number: int) -> bytes:
         """Return the verdict of that number, by whichever rank."""
@@ -237,8 +238,8 @@ class FailureAgreement:
         gone = {*finding.missing, *self.dead(alarm.ranks)}
         idle = {rank for rank, status in statuses.items() if status.is_idle}  # they may never come to print it
         printers = statuses.keys() - gone - idle or statuses.keys() - gone
-        readers = sum(finding.is_error and status.left is None and not status.dead for status in statuses.values())
-        return replace(finding, printer=min(printers, default=self.rank), readers=readers)
+        alive = set(self.roster.ranks) - self.dead(self.roster.ranks) - self.left().keys()  # members or not
+        return replace(finding, printer=min(printers, default=self.rank), readers=len(alive))
 
     # -- ranks that are gone ------------------------------------------------------------------------------------------
 

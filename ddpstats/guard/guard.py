@@ -272,10 +272,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if comparing is not None and not state.silent and not self._watching.is_over():
             comparing.step()
 
-    def _record_step(self, optimizer: object) -> None:
-        """Record a step of an optimizer. For the launcher."""
-        self._watching.recording.step(optimizer)
-
     def _question(self) -> StepQuestion:
         """`step` as one of several questions that all ranks ask together."""
         watching = self._watching

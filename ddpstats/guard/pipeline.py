@@ -309,6 +309,4 @@ def _may_have_name(call: Collective) -> bool:
 
 
 def how_left(error: BaseException | None) -> str:
-    if error is None:
-        return LEFT
-    return f"{LEFT} by {type(error).__name__}: {first_line(error)[:300]}"
+    return LEFT if error is None else f"{LEFT} by {type(error).__name__}: {first_line(error)[:300]}"

@@ -97,7 +97,7 @@ def _print(verdict: _Verdict, show: Callable[[], object]) -> None:
         if is_printer:
             show()
         else:
-            print(f"rank {verdict.rank}: {line}", file=sys.stderr)  # behind the other rank's text, not within it
+            print(f"rank {verdict.rank}: {line}", file=sys.stderr)  # behind the other rank's text, unless it is early
         sys.stderr.flush()
 
 

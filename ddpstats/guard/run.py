@@ -136,7 +136,7 @@ def _record_steps(guard: collective_guard) -> None:
 
     def record_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            guard._record_step(optimizer)
+            guard._watching.recording.step(optimizer)
 
     register_optimizer_step_post_hook(record_step)
 

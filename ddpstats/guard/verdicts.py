@@ -158,6 +158,7 @@ class Verdicts:
                 self._state.verdict = error
         if self.agreement.is_watchdog():
             raise error
+        self.agreement.linger(finding.readers)
         self._state.raise_verdict()
 
     # -- for a program that waits where no guard waits with it --------------------------------------------------------
@@ -197,7 +198,7 @@ class Verdicts:
             print_message(verdict, is_early=True)
             if self._device_never_ends and now > self._there_since + _STUCK_SEC and self._state.ends_process:
                 end_process(1)
-        with suppress(*STORE_ERRORS):
+        with suppress(*STORE_ERRORS), self.agreement.store.within(GLANCE_SEC):
             self.agreement.count_as_reader()
 
     def is_idle(self) -> bool:
@@ -324,7 +325,9 @@ class Verdicts:
             looks_at = now + look_sec
             self._state.recording.wait(began)
             try:
-                passed_at = min(passed_at, now) if self.has_ended and self._is_passed(group) else math.inf
+                # Whether a rank of this host has begun a collective that comes after the last one of this rank.
+                is_passed = self.has_ended and max(self._begun(group).values(), default=0) > group.seq
+                passed_at = min(passed_at, now) if is_passed else math.inf
                 self._look(group, seq, now > deadline, limit.is_own, note)
                 if digest is not None and self._waits_elsewhere(group, seq, digest):
                     self.differ(group, seq)
@@ -397,10 +400,6 @@ class Verdicts:
         by_index, peers = group.exchange.announced, self.agreement.roster.peers
         events = {rank: by_index(index)[-1:] for index, rank in enumerate(group.view.ranks) if rank in peers}
         return {rank: last[0][0] if last else 0 for rank, last in events.items()}
-
-    def _is_passed(self, group: Group) -> bool:
-        """Return whether a rank of this host has begun a collective that comes after the last one of this rank."""
-        return any(begun > group.seq for begun in self._begun(group).values())
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

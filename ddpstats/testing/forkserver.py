@@ -17,7 +17,7 @@ import atexit
 import contextlib
 import fcntl
 import gc
-import multiprocessing.forkserver
+import multiprocessing
 import os
 import signal
 import sys
@@ -89,6 +89,7 @@ class Fork(ForkServerProcess):
         """Call the function, in the new process, and end as an interpreter ends."""
         os.setsid()
         _die_with_parent()
+        gc.freeze()  # no collection is to look at what the server imported
         for standard_fd, stream in enumerate(self._streams, 1):
             received_fd = stream.detach()
             os.dup2(received_fd, standard_fd)
@@ -121,7 +122,7 @@ def _state_for_the_server() -> Iterator[None]:
     """
     main, guard, directory = sys.modules["__main__"], os.environ.pop(config.GUARD, None), tempfile.tempdir
     start_method = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*_preloaded, __name__])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_preloaded)
     sys.modules["__main__"] = types.ModuleType("__main__")
     if len(tempfile.gettempdir()) > _LONG_PATH and os.path.isdir("/tmp"):
         tempfile.tempdir = "/tmp"
@@ -158,8 +159,3 @@ def _die_with_parent() -> None:
 def _end_with(parent: BaseProcess) -> None:
     parent.join()
     os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-# In the server, which imports this file last: no collection in a fork is to look at all that, and to copy its memory.
-if getattr(sys.modules["__main__"], "main", None) is multiprocessing.forkserver.main:
-    gc.freeze()

@@ -50,7 +50,7 @@ def _fork(guard: collective_guard) -> int:
         group = group_around(FakeProcessGroup._create_internal(0, 1), HashStore(), 0, 1, "forked process")
         group.allreduce([torch.ones(1)]).wait()
         guard.step()
-        guard._record_step(guard)
+        guard._watching.recording.step(guard)
         marks.publish("sentinel", "found by the forked process")
         sys.exit(0)
     return pid

@@ -23,7 +23,7 @@ def waited_for(directory: str, mode: Any) -> list[str]:
     with collective_guard(mode, timeout_sec=LIMIT_SEC, record_dir=directory) as guard:
         dist.all_reduce(torch.ones(1))
         ddpstats.reduce_stats({f"{mode} {dist.get_rank()}": 1.0}, name="train")
-        guard._record_step(object())
+        guard._watching.recording.step(object())
         lines = _lines_until_late(directory) if dist.get_rank() else []
         with ddpstats.label("snr"):
             dist.all_reduce(torch.ones(1))

@@ -286,6 +286,44 @@ def test_what_a_model_computes_does_not_bear_the_name_of_its_rank_or_of_its_size
     assert labels_of(program_of(BY_A_MODEL)) == [None]
 
 
+METERS = """
+    class Meter:
+        def __init__(self, value):
+            self.value = value
+
+        def sync(self):
+            reduce(self.value)
+
+    class Meters:
+        pass
+
+    def by_name(meters):
+        for name in ["loss", "acc"]:
+            {call}.sync()
+
+    meters = {make}
+    by_name(meters)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "make"),
+    [
+        ("meters.get(name)", "{'loss': Meter(stats['a']), 'acc': Meter(stats['b'])}"),
+        ("meters[name]", "{'loss': Meter(stats['a']), 'acc': Meter(stats['b'])}"),
+        ("getattr(meters, name)", "Meters(); meters.loss = Meter(stats['a']); meters.acc = Meter(stats['b'])"),
+    ],
+)
+def test_object_that_is_taken_by_its_name_bears_it(call: str, make: str) -> None:
+    assert labels_of(program_of(METERS.format(call=call, make=make))) == ["loss", "acc"]
+
+
+@pytest.mark.parametrize("converted", ["torch.Tensor.to(stats[key], 'cpu')", "to(stats[key], 'cpu')"])
+def test_function_that_is_called_as_a_conversion_is_keeps_the_name(converted: str) -> None:
+    body = f"to = torch.Tensor.to\nfor key in stats:\n    reduce({converted})\n"
+    assert labels_of(program_of(body)) == ["a", "b"]
+
+
 def test_evidence_is_worked_out_only_when_asked_for() -> None:
     labels_of(program_of("for key in stats:\n    reduce(stats[key])\n"))
     assert _inferred[0] is not None

@@ -37,7 +37,7 @@ _MAX_HOPS = 16
 _MAX_ROUTES = 8
 _IN_PLACE = re.compile(r"[a-z]\w*[^_]_$")  # `div_`, which gives the tensor itself
 _OTHER_THAN_VALUES = frozenset({"device", "dtype", "shape", "layout", "ndim", "generator", "requires_grad"})
-_CONVERTERS = frozenset({"to", "cuda", "xpu", "type"})  # take a device or a dtype
+_CONVERTERS = frozenset({"to", "cuda", "xpu", "type"})  # methods that take a device or a dtype
 # Expressions that hand on their operands, and operators, which make a new value of them.
 _HANDS_ON = (ast.Attribute, ast.NamedExpr, ast.Await, ast.Starred, ast.BoolOp, ast.List, ast.Tuple)
 _OPERATORS = (ast.BinOp, ast.UnaryOp)
@@ -190,8 +190,11 @@ class LabelTracer:
         argument = argument_for(call, callee, route.parameter)
         if route.of_container:
             return self._some(self._container(argument, 0))
-        is_self = route.parameter == "self"  # what it computes does not bear the names that it was made with
-        routes = self._container(argument, 0) if is_self else self._value(argument, False, 0)
+        binding = self._binding_of(argument) if isinstance(argument, ast.Name) else None
+        origin = argument if binding is None or binding.loop is not None else binding.value
+        is_made = isinstance(origin, ast.Call) and called_name(origin) not in ("getattr", "get")
+        # What an object computes does not bear the names that it was made with.
+        routes = self._value(None if is_made and route.parameter == "self" else argument, False, 0)
         return self._some(itertools.chain(routes, self._stored(call)))
 
     def _some(self, routes: Iterator[Route]) -> tuple[Route, ...]:
@@ -222,7 +225,9 @@ class LabelTracer:
             if isinstance(expr.func, ast.Attribute):
                 yield from self._value(expr.func.value, fresh or not _IN_PLACE.match(expr.func.attr), hops)
             keywords = [keyword.value for keyword in expr.keywords if keyword.arg not in _OTHER_THAN_VALUES]
-            parts, fresh = keywords if called_name(expr) in _CONVERTERS else [*expr.args, *keywords], True
+            is_method = isinstance(expr.func, ast.Attribute) and any(map(self._binding_of, names_in(expr.func.value)))
+            parts = keywords if is_method and called_name(expr) in _CONVERTERS else [*expr.args, *keywords]
+            fresh = True
         elif isinstance(expr, ast.IfExp):
             parts = [expr.body, expr.orelse]
         elif isinstance(expr, Comprehension):
