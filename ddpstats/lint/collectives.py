@@ -183,6 +183,8 @@ class Collectives:
             blocks = list(blocks_of(statement))
             for block in blocks[:1] if isinstance(statement, ast.Try) else blocks:
                 yield from self._certain(block)
+            if isinstance(statement, (ast.Return, ast.Raise)):
+                return
 
     # -- a library's --------------------------------------------------------------------------------------------------
 

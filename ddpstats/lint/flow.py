@@ -14,11 +14,24 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import get_args
 
 from ddpstats.lint.collectives import Collective, Collectives, is_for_one_rank
 from ddpstats.lint.origins import RANK_BRANCH, SAME, Differs, Origin, Origins, is_of_rank
-from ddpstats.lint.program import Exit, Function, blocks_of, calls_in, exits, heads_of, last_name, parts_of, text_of
+from ddpstats.lint.program import (
+    Exit,
+    Function,
+    blocks_of,
+    calls_in,
+    dotted,
+    elements_of,
+    exits,
+    heads_of,
+    last_name,
+    parts_of,
+    text_of,
+)
 
 EARLY_EXIT = "early-exit"
 SWALLOWED_ERROR = "swallowed-error"
@@ -58,6 +71,7 @@ def _in_loop(later: _Later, turn: Sequence[Collective], *, is_endless: bool = Fa
 
 
 _Conditions = frozenset[tuple[str, bool]]  # the texts of conditions, and whether each holds
+_NEGATED = {ast.NotEq: ast.Eq, ast.IsNot: ast.Is, ast.NotIn: ast.In}
 
 
 @dataclass(frozen=True)
@@ -288,8 +302,10 @@ class FlowWalk:
     def _handler(self, node: ast.Try, handler: ast.ExceptHandler, ops: list[Collective], later: _Later) -> None:
         kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
         broad = any(kind is None or last_name(kind) in _MAY_FAIL_ON_ONE for kind in kinds)
-        usual = {ast.unparse(statement) for statement in self._body if statement.lineno > handler.lineno}
-        if not broad or node.finalbody or not _swallows(handler.body, usual):
+        if not broad or node.finalbody:
+            return
+        usual = {text for text, read_until, set_at in self._unread if read_until < handler.lineno < set_at}
+        if not _swallows(handler.body, usual):
             return
         collectives = {id(collective.call) for collective in ops}
         calls = [call for call in calls_in(*node.body) if id(call) not in collectives]
@@ -304,6 +320,20 @@ class FlowWalk:
             if (missed := self._missed_sometimes(later, exit_)) and not _LEADS.match(missed[0].op):
                 self._report_skip(exit_, missed[0], why)
                 return
+
+    @cached_property
+    def _unread(self) -> list[tuple[str, int, int]]:
+        """Return what the function's own statements assign, and between which lines it is not read."""
+        unread, read = list[tuple[str, int, int]](), dict[str, int]()
+        for statement in self._body:
+            if isinstance(statement, ast.Assign):
+                elements = (element for target in statement.targets for element in elements_of(target))
+                held = (element.value if isinstance(element, ast.Subscript) else element for element in elements)
+                read_until = max(read.get(dotted(each), 0) for each in held)
+                unread.append((ast.unparse(statement), read_until, statement.lineno))
+            loads = (part for part in ast.walk(statement) if isinstance(getattr(part, "ctx", None), ast.Load))
+            read.update((dotted(part), statement.end_lineno or 0) for part in loads)
+        return unread
 
     def _with(self, node: ast.With | ast.AsyncWith, later: _Later) -> None:
         items = [item.context_expr for item in node.items]
@@ -339,6 +369,8 @@ def _conditions_of(test: ast.expr, holds: bool) -> _Conditions:
         return _conditions_of(test.operand, not holds)
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if holds else ast.Or):
         return frozenset().union(*(_conditions_of(value, holds) for value in test.values))
+    if isinstance(test, ast.Compare) and (positive := _NEGATED.get(type(test.ops[0]))) and len(test.ops) == 1:
+        return _conditions_of(ast.Compare(test.left, [positive()], test.comparators), not holds)
     return frozenset({(ast.unparse(test), holds)})
 
 

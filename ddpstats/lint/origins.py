@@ -98,6 +98,7 @@ _WRAPS_MODEL = re.compile(r"\b(DistributedDataParallel|DDP)\(")
 _MAY_NOT_REDUCE = re.compile(  # where a function has it, its backward() is not judged
     r"no_(backward_)?sync|require_backward_grad_sync|\baccumulate\(|set_grad_enabled\((?!True)|requires_grad_\(False"
 )
+_WITHOUT_GRADIENT = re.compile(r"no_grad|inference_mode")
 _CUTS = re.compile(  # what a tensor says of itself, and what has no gradient
     r"dtype|device|shape|n?dim|size|numel|nelement|stride|layout|requires_grad|element_size|is_(cuda|floating_point)|"
     r"detach_?|item|data|grad|tolist|numpy|long|int|float|bool|len|arg(max|min|sort|where)|\w+_like|tensor|from_numpy"
@@ -182,7 +183,8 @@ class Origins:
             if isinstance(node, (ast.For, ast.AsyncFor)):
                 self._turn(node)
             elif isinstance(node, ast.AugAssign):
-                self._assign(node.target, ast.BinOp(node.target, node.op, node.value))
+                added = ast.BinOp(node.target, node.op, node.value)
+                self._set(node.target, self._value(node.target, added))
             elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     self._assign(target, node.value)
@@ -194,6 +196,10 @@ class Origins:
             else:
                 for block in blocks_of(node):
                     self._walk(block)
+            if isinstance(node, ast.With) and any(map(_WITHOUT_GRADIENT.search, map(ast.unparse, node.items))):
+                for name, value in self._variables.undo_since(self._at[node]).items():
+                    if value and value is not self._variables.get(name):
+                        self._variables.set(name, value._replace(is_made=False))
             if isinstance(node, ast.While):
                 self._at[node.test] = self._variables.now
 
@@ -225,7 +231,9 @@ class Origins:
 
     def _expression(self, part: ast.AST) -> None:
         """Take in what a part of an expression changes."""
-        if isinstance(part, ast.Call):
+        if isinstance(part, ast.NamedExpr):
+            self._assign(part.target, part.value)
+        elif isinstance(part, ast.Call):
             arguments = (
                 [*part.args, *(keyword.value for keyword in part.keywords)] if self._collectives.syncs(part) else []
             )
@@ -312,6 +320,8 @@ class Origins:
             return self._of_call(node)
         if isinstance(node, ast.Compare):
             return self._of_comparison(node)
+        if isinstance(node, ast.NamedExpr):
+            return self.of(node.value)
         if isinstance(node, (ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.IfExp, ast.Tuple, ast.List, ast.Set, ast.Starred)):
             parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
             computes = isinstance(node, ast.BinOp)  # with a length: a number of steps, from the size of a data set
@@ -329,7 +339,8 @@ class Origins:
             origin = self.of(values[0])  # a flag of the class or the module
             self._asked.remove(text)
             return origin if is_of_rank(origin) else None
-        return None
+        is_part = isinstance(node, ast.Attribute) and self._known(node.value).origin == SAME
+        return SAME if is_part else None
 
     def _of_comparison(self, node: ast.Compare) -> Origin:
         """Return the origin of a comparison; ``local_rank == -1`` asks whether the program is distributed at all."""

@@ -56,9 +56,11 @@ class Program:
         elif isinstance(node, ast.ClassDef):
             self._bases[node.name] = [dotted(base) for base in node.bases]
             self._class_around.update((inner, node.name) for inner in ast.walk(node))  # an inner class comes later
-            self.functions.update((part, node.name) for part in node.body if isinstance(part, Function))
+            self.functions.update((inner, node.name) for inner in ast.walk(node) if isinstance(inner, Function))
         elif isinstance(node, Function):
             self.functions.setdefault(node, "")
+            inside = (inner for part in node.body for inner in ast.walk(part))
+            self.functions.update((inner, "") for inner in inside if isinstance(inner, Function))
             defaults = parameters_of(node).items()
             self.sizes.update(name for name, value in defaults if value and ast.unparse(value).strip("0").isdigit())
 
