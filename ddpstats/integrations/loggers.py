@@ -30,7 +30,7 @@ def write_window(trainer: Any, window: StatsWindow, *, prefix: str = "", per_ran
     - Hugging Face's Trainer: they are in the ``logs`` that its callbacks see, and in ``state.log_history``.
 
     Both count optimizer steps, so micro-batches that accumulate gradients are adds of one step, and both flush what is
-    left at the end of training: Lightning into its loggers and ``callback_metrics``, the Trainer into a row of its own
+    left at the end of training: Lightning into its loggers and ``callback_metrics``, the Trainer into a separate row
     before its last one. Where training raises, that stays in the window. Evaluation neither flushes the window nor
     shows its values; but ``compute_loss`` runs there as well: add only ``if model.training``.
 
@@ -45,7 +45,7 @@ def write_window(trainer: Any, window: StatsWindow, *, prefix: str = "", per_ran
         per_rank: also what `Reduced.flat` adds with it; one collective more.
 
     Raises:
-        ConfigError: the trainer is none of these, or lacks what this relies on; in training, on every rank: a name
+        ConfigError: the trainer is not one of these, or lacks what this relies on; in training, on every rank: a name
             of the Trainer's own row (``loss``, ``grad_norm``, ``learning_rate``, ``epoch``, ``step``) without a
             ``prefix``. TypeError: ``window`` is no `StatsWindow`. In training also what `StatsWindow.flush` raises.
 
