@@ -55,7 +55,7 @@ class Watching(Subscriber):
         self.how_left: str | None = None
         self._is_inherited = False  # by a process that was forked from the guarded one
         self._works: dict[int, tuple[Any, IssuedCall]] = {}  # that run, and that the program will wait for
-        self._unfinished: list[tuple[Any, IssuedCall]] = []  # waited for in vain
+        self._unfinished: list[tuple[Any, IssuedCall]] = []  # waited for, and did not end
         self._silenced: set[Chain | tuple[str | None, str]] = set()  # ways to each rank's own labels; (label, line)
         self._known: dict[tuple[Any, ...], Event] = {}  # one for all calls that are equal
 

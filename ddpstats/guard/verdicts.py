@@ -4,8 +4,8 @@ Every wait has a deadline, and is cut into slices: in between, a rank looks for 
 that died or left. Whatever it finds goes through `failure_agreement`, and is the same error on every rank.
 
 Messages between two ranks: the n-th send and the n-th receive of two ranks and one tag belong together
-(`MessageNumbers`). As a message begins, ranks of one host leave a word for it in shared memory: what is in it. The
-later one sees before anything moves that the other rank's word is another one; the store is not asked. Where the wait
+(`MessageNumbers`). As a message begins, ranks of one host publish a digest of it in shared memory. The later
+one sees before anything moves that the other rank's digest differs; the store is not asked. Where the wait
 for a message fails, both ranks report their last messages, and `diagnosis` finds what is wrong.
 """
 

@@ -251,7 +251,7 @@ class Recorder:
             self._problems.append(f"{where}: {text}")
 
     def warn(self) -> None:
-        """Write the log of the step, and warn of it and of what was chosen in vain. It raises where warnings do."""
+        """Write the log of the step, and warn of it and of choices that matched nothing. Raises where warnings do."""
         sentences = self._selection.problems()
         if self.leaves.first_dropped is not None:
             sentences.append(
