@@ -5,7 +5,7 @@
 issues one collective per leaf, in the order of each rank's own dict, and takes a dict of Python numbers for a list of
 its keys. The replacement, where the argument is a dict, or a list or tuple with a dict in it:
 
-1. sends every rank's tree to every rank, in one collective (two above 16 kB) beside accelerate's own group;
+1. sends every rank's tree to every rank, in two or three collectives beside accelerate's own group;
 2. combines what ranks hold under one key, or at one index of a sequence, over the ranks that hold it. Every rank gets
    the union of keys, in the order in which ranks 0, 1, 2, ... first have them;
 3. puts the result into containers of the types, and on the devices, that this rank passed. What this rank lacked is on

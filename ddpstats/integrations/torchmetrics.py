@@ -1,5 +1,5 @@
-"""torchmetrics whose ranks may hold different metrics and lists of different lengths; one collective per `compute`,
-one more where states take more than 16 kB, and one where ranks hold different members of a collection.
+"""torchmetrics whose ranks may hold different metrics and lists of different lengths; two or three collectives per
+`compute`, and twice as many where ranks hold different members of a collection.
 
 1. ``Metric._sync_dist``: the metric's whole state travels in one gather, where stock torchmetrics has a barrier and one
    or two all_gathers per state. torchmetrics' own reductions then run on what came, as before. What is sent goes

@@ -68,7 +68,7 @@ def clean(pool: RankPool, trainer: str, **settings: Any) -> torch.Tensor:
     return first.parameters
 
 
-def verdict_of(ranks: list[Trained]) -> ddpstats.Verdict:
+def verdict_of(ranks: list[Trained]) -> ddpstats.capture.CaptureVerdict:
     verdict = ranks[0].verdict
     assert verdict is not None
     return verdict

@@ -66,7 +66,7 @@ class Trained:
     """One rank's run: the parameters, the last verdict that was not ok, and what the trainer raised."""
 
     parameters: Tensor
-    verdict: ddpstats.Verdict | None
+    verdict: ddpstats.capture.CaptureVerdict | None
     error: str | None
     error_ranks: tuple[int, ...]
     counted: tuple[int, int]
@@ -123,7 +123,7 @@ def train(scenario: Scenario) -> Trained:
 class _Run:
     model: nn.Module
     train: Callable[[], Any]
-    verdict: Callable[[], ddpstats.Verdict | None]
+    verdict: Callable[[], ddpstats.capture.CaptureVerdict | None]
     counted: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
 
@@ -414,7 +414,7 @@ def _accelerate(scenario: Scenario, folder: str) -> _Run:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=scenario.accumulate)
     model = Net()
     ddp, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    verdicts: list[ddpstats.Verdict] = []
+    verdicts: list[ddpstats.capture.CaptureVerdict] = []
 
     def run() -> None:
         with contextlib.ExitStack() as stack:
