@@ -158,7 +158,8 @@ class Verdicts:
                 self._state.verdict = error
         if self.agreement.is_watchdog():
             raise error
-        self.agreement.linger(finding.readers)
+        if finding.readers > 1:  # none where this rank has concluded alone, as the store does not answer
+            self.agreement.linger(finding.readers)
         self._state.raise_verdict()
 
     # -- for a program that waits where no guard waits with it --------------------------------------------------------
