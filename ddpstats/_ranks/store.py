@@ -35,7 +35,7 @@ _WATCH_SEC = 1.0
 _LEAVE_SEC = 5.0  # for all threads, when the process ends
 _LINGER_SEC = 0.05  # of a thread without a request: to start a thread costs more than to ask the store
 
-_NO_COUNT = "none"
+_ABSENT = "none"  # a value that no key has
 _REQUESTS_PER_SEC = 5000  # of all ranks together: one thread of one process answers them all
 
 
@@ -295,12 +295,12 @@ class BoundedStore:
         return dict(zip(present, self.multi_get(present) if present else [], strict=True))
 
     def find(self, key: str) -> bytes | None:
-        """Return the value, or None; does not wait for a rank to write it."""
+        """Return the value, or None; does not wait for a rank to write it.
 
-        def look(store: Any, prefix: str) -> bytes | None:
-            return bytes(store.get(prefix + key)) if store.check([prefix + key]) else None
-
-        return self.use(look)
+        One request: between two, another rank may delete the key, and torch's ``get`` would wait for it.
+        """
+        value = self.replace(key, _ABSENT, _ABSENT)  # no key has that value, so nothing is replaced
+        return None if value == _ABSENT.encode() else value
 
     def post(self, key: str, value: str) -> bytes:
         """Write ``value`` unless the key exists; return its value now. So the first rank's value is that of all."""
@@ -322,8 +322,7 @@ class BoundedStore:
 
     def counted(self, key: str) -> int:
         """Return the sum of `add`. One request, and no `add` of 0: a `FileStore` would write that down."""
-        count = self.replace(key, _NO_COUNT, _NO_COUNT)  # no count has that value, so nothing is replaced
-        return 0 if count in (b"", _NO_COUNT.encode()) else int(count)
+        return int(self.find(key) or 0)
 
     def delete_key(self, key: str) -> bool:
         return self.use(lambda store, prefix: bool(store.delete_key(prefix + key)))

@@ -193,8 +193,7 @@ def alarms_of(reports: Iterable[Iterable[Digests]]) -> list[Alarm]:
     """Return what ranks that report this are to come to a verdict on. Pure: the same, in one order, on every rank."""
     by_group: dict[tuple[str, tuple[int, ...]], list[Digests]] = {}
     for digests in chain.from_iterable(reports):
-        name, _, ranks, *_ = digests
-        by_group.setdefault((name, tuple(ranks)), []).append(digests)
+        by_group.setdefault((digests[0], tuple(digests[2])), []).append(digests)
     alarms = []
     for (name, ranks), held in sorted(by_group.items()):
         notes = [Note(*note) for _, _, _, _, *note in held]

@@ -108,10 +108,8 @@ class FailureAgreement:
                 alarm = self.store.find(f"alarm/{self.verdicts}")
             self.is_lost = False
             return None if alarm is None else Alarm.unpack(alarm)
-        except ValueError:  # foreign bytes
-            return None
-        except STORE_ERRORS:
-            self.is_lost = True
+        except STORE_ERRORS as error:
+            self.is_lost = not isinstance(error, ValueError)  # that is for foreign bytes
             return None
 
     def raise_alarm(self, alarm: Alarm, at_least_sec: float = 0.0) -> GuardFinding:

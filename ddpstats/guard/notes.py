@@ -66,11 +66,12 @@ class StoreNotes:
     """The notes of one group. ``index``: of this rank in it."""
 
     def __init__(self, store: BoundedStore, index: int, size: int) -> None:
-        self._store, self._index, self._size = store, index, size
+        self._store, self._index, self._size, self._posted = store, index, size, 0
 
     def post(self, seq: int, note: Note) -> None:
         """Post this rank's note; never waits."""
         store, own = self._store, json.dumps([note.digest, note.label])
+        self._posted = seq
         for kind in range(_MAX_KINDS):
             if store.post(f"note/{seq}/{kind}", own) == own.encode():
                 break
@@ -101,7 +102,8 @@ class StoreNotes:
         """
         summary = self._store.find(f"all/{seq}")
         if summary is None:
-            if self._store.check([f"all/{seq + NOTES_KEPT}"]):
+            later = range(seq + NOTES_KEPT, self._posted + 1, NOTES_KEPT)  # each of these deletes the one before it
+            if any(self._store.check([f"all/{number}"]) for number in later):
                 raise Overrun
             return None
         try:

@@ -228,9 +228,9 @@ def asynchronous(bad: bool) -> None:
 
 
 def many_in_flight(bad: bool) -> None:
-    """More than the notes that ranks keep for each other: the fourth is proved by those that come after it."""
+    """More than twice the notes that ranks keep for each other: the fourth is proved by those that come after it."""
     works: list[Any] = []
-    for number in range(700):
+    for number in range(1100):
         op = dist.ReduceOp.MAX if odd(bad) and number == 3 else dist.ReduceOp.SUM
         works.append(dist.all_reduce(ones(), op=op, async_op=True))
     for work in works:

@@ -78,6 +78,25 @@ def test_a_look_writes_nothing_and_finds_what_is_new(kind: str, tmp_path: Path) 
     assert theirs.unread() == [b"0", b"1", b"2"]
 
 
+def test_a_look_never_waits_for_a_key_that_another_rank_deletes() -> None:
+    server: Any = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    other, is_over = server.clone(), threading.Event()
+
+    def write_and_delete() -> None:
+        while not is_over.is_set():
+            other.set("key", "value")
+            other.delete_key("key")
+
+    thread, store = threading.Thread(target=write_and_delete, daemon=True), bounded(server)
+    thread.start()
+    try:
+        with store.within(LIMIT_SEC / 2):
+            assert {store.find("key") for _ in range(3000)} == {None, b"value"}
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def over_fake(with_store: bool) -> list[str]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
