@@ -354,6 +354,27 @@ def in_a_group_of_some(fault: str) -> list[tuple[str, str]]:
         return found
 
 
+def known_to_others(file: str) -> dict[str, Any]:
+    """The attributes of the error that two of three ranks come to, and that the third, which compares nothing, gets."""
+    number, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    with collective_guard("strict", timeout_sec=10) as guard:
+        dist.init_process_group("gloo", init_method=Path(file).as_uri(), rank=number, world_size=world_size)
+        some = dist.new_group([0, 1])
+        if number < 2:
+            with contextlib.suppress(CollectiveMismatch):
+                dist.all_reduce(torch.ones(1 + number), group=some)
+        elif guard._watching.comparing is not None:
+            raise AssertionError("this rank compares, and would come to the verdict by itself")
+        try:
+            StepChecks(guard=guard).step()
+        except CollectiveMismatch as error:
+            guard.abandon()
+            by_rank = {other: str(event) for other, event in error.by_rank.items()}
+            return {**vars(error), "text": str(error), "by_rank": by_rank}
+    raise AssertionError("nothing was raised")
+
+
 def warned(dirpath: str) -> tuple[list[str], list[int], int]:
     """on_mismatch="warn": the lines, the collectives of each step, and those that were compared."""
     plan = Plan(dirpath, faults=("label",), steps=6, guard={"on_mismatch": "warn"})

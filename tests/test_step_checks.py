@@ -253,6 +253,14 @@ def test_collective_that_only_some_ranks_issued_is_rank_missing_on_all(three_ran
     assert "rank 1" in outcomes[0][1][1]
 
 
+def test_rank_that_compares_nothing_gets_the_whole_error_of_the_others(tmp_path: Path) -> None:
+    first, second, third = run_ranks(runs.known_to_others, 3, str(tmp_path / "meet"), timeout_sec=60).values()
+    assert third == first == second
+    assert (third["seq"], third["ranks"]) == (1, (0, 1))
+    assert third["by_rank"].keys() == {0, 1}
+    assert third["group"]
+
+
 def test_mismatch_with_warn_is_logged_once_and_steps_go_on(two_ranks: RankPool, tmp_path: Path) -> None:
     for said, collectives, compared in two_ranks.run(runs.warned, str(tmp_path)).values():
         assert len(said) == 1

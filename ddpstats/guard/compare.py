@@ -245,7 +245,8 @@ class StepQuestion:
         """Some rank differs, or knows of a mismatch. Collective."""
         comparing = self._comparing
         asked = [] if comparing is None else comparing.asked()
-        tree = {"error": str(self._known or ""), "silent": self._state.silent, "groups": asked}
+        error = {} if self._known is None else _as_tree(self._known)
+        tree = {"error": error, "silent": self._state.silent, "groups": asked}
         reports = gather_trees(tree, name="collective_guard.step: what each rank did", group=group)
         if self._known is not None:
             raise self._known
@@ -254,8 +255,16 @@ class StepQuestion:
         if comparing is not None and (errors or is_silent):
             comparing.verdicts.catch_up()
         if errors:
-            raise CollectiveMismatch(errors[0])
+            by_rank = {rank: Event.from_dict(event) for rank, event in errors[0]["by_rank"].items()}
+            raise CollectiveMismatch(**{**errors[0], "by_rank": by_rank})
         self._state.silent |= is_silent
         for alarm in alarms_of(report["groups"] for report in reports):
             if comparing is not None and not self._state.silent:
                 comparing.verdicts.await_verdict(alarm)
+
+
+def _as_tree(error: CollectiveMismatch) -> dict[str, Any]:
+    """Return the arguments of an error that says the same on another rank; their events as dicts."""
+    fields = {name: getattr(error, name) for name in ("group", "seq", "culprit_ranks", "missing_ranks")}
+    by_rank = {rank: event.as_dict() for rank, event in error.by_rank.items()}
+    return {"message": str(error), "by_rank": by_rank, **fields}

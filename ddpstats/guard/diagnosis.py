@@ -114,11 +114,6 @@ class RankStatus(Packed):
         """True where the rank itself has reported nothing of this group: its ``count`` is 0 for that reason alone."""
         return not self.events and not self.count and self.stack is None and self.left is None
 
-    @property
-    def is_follower(self) -> bool:
-        """True where the rank left because it missed another one: it is not at fault itself."""
-        return self.left is not None and self.left.startswith(f"{LEFT} by RankMissing")
-
     def waits_for(self, group: str, before: int | None = None) -> bool:
         """Return whether the rank waits in that group, in a number ``before`` that one if it is given."""
         if self.dead or self.waits_in is None or self.waits_in[0] != group:
@@ -456,7 +451,8 @@ def _missing_ranks(by_rank: ByRank, overdue: int | None) -> tuple[int, tuple[int
     if overdue is not None:
         behind = find_missing(by_rank, overdue, reached, is_over=True) or ()
         failed = [rank for rank, status in by_rank.items() if status.left not in (None, LEFT)]
-        followers = {rank for rank in failed if by_rank[rank].is_follower}
+        # They left because they missed another rank, so they are not at fault themselves.
+        followers = {rank for rank in failed if str(by_rank[rank].left).startswith(f"{LEFT} by RankMissing")}
         dead = [rank for rank, status in by_rank.items() if status.dead and status.left is None]
         idle = [rank for rank, status in by_rank.items() if status.waits_in is None]
         rules = [
