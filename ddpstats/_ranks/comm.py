@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._base.text import first_line, members
+from ddpstats._ranks.failure import CLOSED
 from ddpstats._ranks.gloo import (
     OWN_GROUP,
     done_within,
@@ -186,11 +187,8 @@ class GlooComm:
         self._backend = None
 
 
-_CLOSED = re.compile(r"(clos|reset)\w* by peer|connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
-
-
 def _failure_of(error: RuntimeError) -> CommFailed:
-    return CommFailed(first_line(error), is_broken=_CLOSED.search(str(error)) is not None)
+    return CommFailed(first_line(error), is_broken=CLOSED.search(str(error)) is not None)
 
 
 def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: float, watch: Watch) -> tuple[Any, Any]:

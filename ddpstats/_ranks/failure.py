@@ -22,6 +22,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -54,13 +55,15 @@ _DYING_SEC = 1.0  # a process that is killed closes its connections a moment bef
 _MAX_VERDICT_BYTES = 1 << 20
 _BROKEN, _LATE = "broken", "late"  # why a collective failed, as the first rank saw it
 IS_GONE, IS_ABSENT = "the process is gone", "did not take part"  # the words of all errors about a missing rank
-NCCL_LOST = (
-    "ncclRemoteError",
-    "NCCL operations have failed",
-    "communicator was aborted",
-    "collective operation timeout",
-)
-"""What NCCL says where another rank is lost. Its ``ncclUnhandledCudaError`` is of this rank's own device."""
+
+# What a backend says of another rank. A rank that ends closes its connections (`CLOSED`); one that is late does not.
+# `LOST` holds both, and is for errors that a backend is known to have raised. `LOST_BY_BACKEND` is what only backends
+# say, so that no error of the program is taken for it: gloo names the file in which it raises (torch 2.13). NCCL's
+# ``ncclUnhandledCudaError`` is of this rank's own device.
+_NCCL = "ncclRemoteError|NCCL operations have failed|communicator was aborted|collective operation timeout"
+CLOSED = re.compile(r"(clos|reset)\w* by (remote )?peer|connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
+LOST = re.compile(rf"{CLOSED.pattern}|{_NCCL}|timed out|pair closure|monitoredBarrier|ncclSystemError", re.IGNORECASE)
+LOST_BY_BACKEND = re.compile(rf"gloo/transport|closed by remote peer|{_NCCL}", re.IGNORECASE)
 
 
 def nccl_reason(text: str) -> str:

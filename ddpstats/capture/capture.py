@@ -31,7 +31,7 @@ from ddpstats._base.text import ranks_text
 from ddpstats._observe.gradient_norms import any_bad
 from ddpstats._observe.gradients import GradientWatch
 from ddpstats._ranks.calls import channel_of
-from ddpstats._ranks.failure import NCCL_LOST, nccl_reason
+from ddpstats._ranks.failure import LOST_BY_BACKEND, nccl_reason
 from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.codec import CannotStore, to_plain
 from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step, scale_of
@@ -47,12 +47,6 @@ _POLICY_TEXT = {
     "skip": "on_nonfinite='skip': every rank should leave this step out and go on.",
     "continue": "on_nonfinite='continue': every rank takes the step as it is.",
 }
-_LOST = (
-    "gloo/transport",  # the file in which gloo raises, for all that happens to a connection (torch 2.13)
-    "closed by remote peer",
-    *map(str.lower, NCCL_LOST),
-)
-"""What gloo and NCCL say of a connection to another rank that broke."""
 
 
 class NaNCapture(StepWatch):
@@ -386,5 +380,4 @@ def _refuse_problems(trees: Mapping[int, Mapping[str, Any]]) -> None:
 
 def is_lost_connection(error: BaseException) -> bool:
     """Return whether an error is of the connection to another rank, and not of this rank's own step."""
-    text = nccl_reason(str(error)).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in _LOST)
+    return isinstance(error, RuntimeError) and LOST_BY_BACKEND.search(nccl_reason(str(error))) is not None

@@ -26,7 +26,7 @@ from ddpstats._base.text import ranks_text
 from ddpstats._observe import collectives
 from ddpstats._observe.frames import main_position
 from ddpstats._observe.operators import Collective
-from ddpstats._ranks.failure import NCCL_LOST, nccl_reason
+from ddpstats._ranks.failure import LOST, nccl_reason
 from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, GuardFinding, message_place
@@ -39,11 +39,6 @@ _SLICE_SEC = 0.2
 _SLICE = timedelta(seconds=_SLICE_SEC)
 _WAITS_IN = ("ddpstats.", "torch._", "torch.autograd", "torch.distributed", "torch.nn.parallel", "torch.ops")
 _TIMED_OUT = re.compile(r"timed out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
-_BROKEN = re.compile(
-    r"connection (closed|reset)|timed out|pair closure|broken pipe|monitoredBarrier|ncclSystemError|"
-    + "|".join(NCCL_LOST),
-    re.IGNORECASE,
-)
 _REFUSED = re.compile(r"\[enforce fail at ")
 _REFUSED_SEC = 2.0  # for the other ranks to begin a collective whose arguments gloo has refused here
 _NOTICE_SEC = 0.5  # for a rank whose own timeout has passed to report that, once it has closed its connections
@@ -458,12 +453,12 @@ def ends_by_timeout(text: str) -> bool:
     All of NCCL's fail so after one that broke: then the reason that NCCL gives decides, and without any a rank is lost.
     """
     reason = nccl_reason(text)
-    return bool(_BROKEN.search(reason) and ("communicator was aborted" not in text or _TIMED_OUT.search(reason)))
+    return bool(LOST.search(reason) and ("communicator was aborted" not in text or _TIMED_OUT.search(reason)))
 
 
 def is_broken(error: BaseException) -> bool:
     """Return whether a backend says so that another rank is gone, or late, in a wait that torch itself does."""
-    if not isinstance(error, RuntimeError) or not _BROKEN.search(nccl_reason(str(error))):
+    if not isinstance(error, RuntimeError) or not LOST.search(nccl_reason(str(error))):
         return False
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith(_WAITS_IN)

@@ -36,6 +36,43 @@ from tests.ranks.processes import LINUX, id_of, state_of, wait_until_ended
 ELSEWHERE = ProcessId(b"another machine!", 1, 1)
 
 
+# -- what backends say ------------------------------------------------------------------------------------------------
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] "
+ABORTED = "NCCL communicator was aborted on rank 0."
+CLOSED, LOST, SURE = failure.CLOSED, failure.LOST, failure.LOST_BY_BACKEND
+
+
+@pytest.mark.parametrize(
+    ("text", "patterns"),
+    [
+        (GLOO + "Connection closed by peer [127.0.0.1]:39487", {CLOSED, LOST, SURE}),
+        (GLOO + "Read error [127.0.0.1]:4711: Connection reset by peer", {CLOSED, LOST, SURE}),
+        (GLOO + "Socket closed by peer", {CLOSED, LOST, SURE}),
+        (GLOO + "writev [127.0.0.1]:4711: Broken pipe", {CLOSED, LOST, SURE}),
+        ("Read error Connection reset by peer. This is typically caused by a remote worker crashing", {CLOSED, LOST}),
+        ("Connection was closed", {CLOSED, LOST}),
+        ("Connection closed by remote peer", {CLOSED, LOST, SURE}),
+        (GLOO + "Timed out waiting 4000ms for recv operation to complete", {LOST, SURE}),
+        (GLOO + "Application timeout caused pair closure", {LOST, SURE}),
+        ("Rank 0 failed to pass monitoredBarrier in 1000 ms", {LOST}),
+        ("ncclSystemError: System call (e.g. socket, malloc) or external library call failed", {LOST}),
+        ("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting", {LOST, SURE}),
+        ("Some NCCL operations have failed or timed out.", {LOST, SURE}),
+        (ABORTED, {LOST, SURE}),
+        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)", {LOST, SURE}),
+        (ABORTED + " Original reason for failure was: ncclUnhandledCudaError", set()),
+        ("ncclUnhandledCudaError: Call to CUDA function failed.", set()),
+        ("ncclInvalidUsage: This usually reflects invalid usage of NCCL library.", set()),
+        ("[enforce fail at /pytorch/third_party/gloo/gloo/allreduce.cc:22] inputs.size() == outputs.size()", set()),
+        ("shape mismatch", set()),
+    ],
+)
+def test_what_a_backend_says_of_another_rank(text: str, patterns: set[Any]) -> None:
+    reason = failure.nccl_reason(text)
+    assert {pattern for pattern in (CLOSED, LOST, SURE) if pattern.search(reason)} == patterns
+
+
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
@@ -147,7 +184,7 @@ def test_only_ranks_of_this_host_are_known_to_be_alive_or_dead(child: Program) -
 
 HERE = ProcessId.mine()
 GONE = dataclasses.replace(HERE, started=HERE.started - 1)
-CLOSED, SILENT = OSError("Connection reset by peer"), StoreSilent("no answer in time")
+CLOSED_STORE, SILENT = OSError("Connection reset by peer"), StoreSilent("no answer in time")
 
 SERVER_GONE = (0,), "  rank 0: is gone, and the store with it"
 SERVER_CLOSED = (0,), "  rank 0: serves the store no more"
@@ -158,18 +195,18 @@ NOT_KNOWN = (), "  which rank is missing cannot be determined"
 # This rank, the rank that serves the store, the processes that this rank knows, how the store failed, the ranks that
 # this rank waits for; and its conclusion.
 WITHOUT_STORE: list[tuple[int, int | None, dict[int, ProcessId], OSError, tuple[int, ...], Any]] = [
-    (1, 0, {0: GONE, 2: HERE}, CLOSED, (0, 1, 2), SERVER_GONE),
-    (1, 0, {0: GONE, 2: GONE}, CLOSED, (0, 1, 2), SERVER_GONE),
-    (1, 0, {2: GONE}, CLOSED, (0, 1, 2), SERVER_CLOSED),
-    (1, 0, {2: HERE}, CLOSED, (0, 1, 2), SERVER_CLOSED),
+    (1, 0, {0: GONE, 2: HERE}, CLOSED_STORE, (0, 1, 2), SERVER_GONE),
+    (1, 0, {0: GONE, 2: GONE}, CLOSED_STORE, (0, 1, 2), SERVER_GONE),
+    (1, 0, {2: GONE}, CLOSED_STORE, (0, 1, 2), SERVER_CLOSED),
+    (1, 0, {2: HERE}, CLOSED_STORE, (0, 1, 2), SERVER_CLOSED),
     # rank 0 lives, and has left its process group
-    (1, 0, {0: HERE, 2: GONE}, CLOSED, (0, 1, 2), RANK_2_GONE),
-    (0, 0, {1: HERE, 2: GONE}, CLOSED, (0, 2), RANK_2_GONE),
-    (1, 0, {0: HERE, 2: HERE}, CLOSED, (0, 1, 2), SERVER_CLOSED),
-    (0, 0, {1: HERE, 2: HERE}, CLOSED, (0, 2), NOT_KNOWN),
+    (1, 0, {0: HERE, 2: GONE}, CLOSED_STORE, (0, 1, 2), RANK_2_GONE),
+    (0, 0, {1: HERE, 2: GONE}, CLOSED_STORE, (0, 2), RANK_2_GONE),
+    (1, 0, {0: HERE, 2: HERE}, CLOSED_STORE, (0, 1, 2), SERVER_CLOSED),
+    (0, 0, {1: HERE, 2: HERE}, CLOSED_STORE, (0, 2), NOT_KNOWN),
     # it is in no group of this rank's
-    (1, 0, {2: GONE}, CLOSED, (1, 2), RANK_2_GONE),
-    (1, 0, {2: HERE}, CLOSED, (1, 2), SERVER_CLOSED),
+    (1, 0, {2: GONE}, CLOSED_STORE, (1, 2), RANK_2_GONE),
+    (1, 0, {2: HERE}, CLOSED_STORE, (1, 2), SERVER_CLOSED),
     # it is stopped, or this host is cut off
     (1, 0, {0: HERE}, SILENT, (0, 1, 2, 3), SERVER_SILENT),
     (1, 0, {}, SILENT, (0, 1, 3), SERVER_SILENT),
@@ -177,8 +214,8 @@ WITHOUT_STORE: list[tuple[int, int | None, dict[int, ProcessId], OSError, tuple[
     (0, 0, {1: HERE}, SILENT, (0, 1), NOT_KNOWN),
     # no rank serves the store
     (1, None, {0: HERE}, SILENT, (1, 2, 3), NOT_KNOWN),
-    (1, None, {0: HERE}, CLOSED, (1, 2), NOT_KNOWN),
-    (1, None, {0: HERE, 2: GONE}, CLOSED, (1, 2), RANK_2_GONE),
+    (1, None, {0: HERE}, CLOSED_STORE, (1, 2), NOT_KNOWN),
+    (1, None, {0: HERE, 2: GONE}, CLOSED_STORE, (1, 2), RANK_2_GONE),
 ]
 
 
