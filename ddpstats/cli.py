@@ -55,7 +55,7 @@ _VERBS = {
     ),
     "watch": _Verb("ddpstats.guard.watch", "what each rank of a running program does, and which rank is waited for"),
     "report": _Verb(
-        "ddpstats.report", "where the ranks parted, from what they recorded: text, JSON, a page to look at"
+        "ddpstats.report", "where the ranks diverged, from what they recorded: text, JSON, a page to look at"
     ),
     "replay": _Verb("ddpstats.capture.replay", "a captured step, run again in one process, down to the first NaN"),
     "compare": _Verb("ddpstats.dump.analyze.compare", "two dumps, or the ranks of one: where they first differ"),

@@ -372,8 +372,8 @@ def guard_verdict(world_size: int) -> Phase:
     with playing_hosts(tally):
         for rank in range(world_size):
             tally.plays(rank)
-            roster, own = Membership(store, rank, range(world_size)), _OwnRank(rank)
-            agreements.append(FailureAgreement(roster, own, lambda *told: [], lambda: False))
+            members, own = Membership(store, rank, range(world_size)), _OwnRank(rank)
+            agreements.append(FailureAgreement(members, own, lambda *told: [], lambda: False))
         tally.take()
         _on_threads(world_size, play)
     for agreement in agreements:

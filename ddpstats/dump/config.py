@@ -42,8 +42,9 @@ class DumpConfig:
         dump_path: the directory that gets ``step{N}/rank{R}/``.
         ranks, steps: which; None is all.
         level: "L0" modules, "L1" functions, "mix" both.
-        async_dump: nothing is written, and no device is waited for, before the step has ended. A run that a signal
-            kills in the step leaves nothing of it.
+        async_dump: nothing is written, and no device is waited for, before `StatsDump.stop` (which `StatsDump.step`
+            calls where it was left out). A run that a signal kills before that leaves nothing of what it recorded since
+            `StatsDump.start`.
         scope: (first, last) name, both included, in execution order; None is all.
         names: names, parts of names or ``name-regex(...)`` of what is wanted; empty is all.
         tensor_names: the same, of entries whose tensors are saved too, under the task "statistics".

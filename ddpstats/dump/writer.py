@@ -145,7 +145,7 @@ class StepWriter:
 
 
 class TensorFiles:
-    """Saves tensors, at once or at the end of the step.
+    """Saves tensors, at once or when `flush` is called, as `StatsDump.stop` does.
 
     Args:
         directory: made with the first file.

@@ -69,15 +69,15 @@ class _Verdict(NamedTuple):
 class FailureAgreement:
     """This rank's side.
 
-    ``roster``: of all ranks. The watchdog keeps the ``position`` of the ``own`` rank in the store for the case that the
-    process dies; ``announced_by``: what ranks of this host keep in shared memory for that. When the store is no longer
-    ``is_reachable``, the watchdog ends.
+    ``members``: which processes of all ranks live. The watchdog keeps the ``position`` of the ``own`` rank in the store
+    for the case that the process dies; ``announced_by``: what ranks of this host keep in shared memory for that. When
+    the store is no longer ``is_reachable``, the watchdog ends.
     """
 
     def __init__(
-        self, roster: Membership, own: OwnRank, announced_by: AnnouncedBy, is_reachable: Callable[[], bool]
+        self, members: Membership, own: OwnRank, announced_by: AnnouncedBy, is_reachable: Callable[[], bool]
     ) -> None:
-        self.roster, self.rank, self.store = roster, roster.rank, roster.store
+        self.members, self.rank, self.store = members, members.rank, members.store
         self.verdicts = 0  # so far
         self._lock = threading.Lock()  # of that number
         self._read: _Verdict | None = None
@@ -87,11 +87,11 @@ class FailureAgreement:
         self._left: dict[int, Departure] = {}
         self._leaving = StoreLog(self.store, "left")
         self.on_look: Callable[[], None] = lambda: None  # called by the watchdog, after each of its looks
-        self.look_sec = shared_poll(WATCHDOG_SEC, len(roster.ranks))  # how often a watchdog looks
+        self.look_sec = shared_poll(WATCHDOG_SEC, len(members.ranks))  # how often a watchdog looks
         self._kept_position = ""
         self._reported = self._counted = -1  # the last verdict for which this rank has done so
         self._slept_sec, self._woke, self._awake = 0.0, -math.inf, math.inf  # when the watchdog last ran
-        roster.join()
+        members.join()
         self._is_closed = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="ddpstats-guard", daemon=True)
         self._watchdog.start()
@@ -141,7 +141,7 @@ class FailureAgreement:
         mismatch = self._compare_memory(alarm)
         if mismatch is not None:
             return mismatch
-        loss = self.roster.diagnose_without_store(error, alarm.ranks)
+        loss = self.members.diagnose_without_store(error, alarm.ranks)
         status = self._own.report_status(alarm.group)
         event = status.message_waited_for() if alarm.group.endswith(MESSAGES) else status.at(alarm.seq)
         own_call = [] if event is None else diagnosis.call_lines([self.rank], event)
@@ -236,7 +236,7 @@ class FailureAgreement:
         gone = {*finding.missing, *self.dead(alarm.ranks)}
         idle = {rank for rank, status in statuses.items() if status.is_idle}  # they may never come to print it
         printers = statuses.keys() - gone - idle or statuses.keys() - gone
-        alive = set(self.roster.ranks) - self.dead(self.roster.ranks) - self.left().keys()  # members or not
+        alive = set(self.members.ranks) - self.dead(self.members.ranks) - self.left().keys()  # in the group or not
         return replace(finding, printer=min(printers, default=self.rank), readers=len(alive))
 
     # -- ranks that are gone ------------------------------------------------------------------------------------------
@@ -269,8 +269,8 @@ class FailureAgreement:
 
     def dead(self, ranks: Collection[int]) -> set[int]:
         """Return those of these ranks that are on this host and have no process any more."""
-        self.roster.learn()
-        return self.roster.dead(ranks)
+        self.members.learn()
+        return self.members.dead(ranks)
 
     def _last_known_status(self, rank: int, group: str) -> RankStatus:
         group, left = group.removesuffix(MESSAGES), self.left().get(rank)
@@ -305,7 +305,7 @@ class FailureAgreement:
             self._awake = math.inf
 
     def _look(self) -> None:
-        self.roster.learn()  # while there is a store to ask
+        self.members.learn()  # while there is a store to ask
         position, number = self._own.position(), self.verdicts
         if position != self._kept_position:
             self.store.set(f"position/{self.rank}", position)

@@ -212,7 +212,7 @@ class Session:
         self.rank = dist.get_rank()
         limit_sec, self._timeout_sec = min(LIMIT_SEC, settings.timeout_sec), settings.timeout_sec
         self._store = world_store(f"ddpstats/guard/{self._number}", limit_sec)
-        self._roster = Membership(self._store, self.rank, range(dist.get_world_size()))
+        self._members = Membership(self._store, self.rank, range(dist.get_world_size()))
         with self._reaching_store():
             self.run = run_name(limit_sec)
         self._groups: dict[GroupView, Group] = {}
@@ -225,7 +225,7 @@ class Session:
         self.agreement: FailureAgreement | None = None
         if settings.compares and dist.get_world_size() > 1:
             with self._reaching_store():
-                self.agreement = FailureAgreement(self._roster, own, self._announced_by, self.is_reachable)
+                self.agreement = FailureAgreement(self._members, own, self._announced_by, self.is_reachable)
 
     def is_over(self) -> bool:
         """Return whether the program has destroyed the process group since."""
@@ -245,7 +245,7 @@ class Session:
         except ConfigError:
             raise
         except STORE_ERRORS as error:
-            loss = self._roster.diagnose_without_store(error)
+            loss = self._members.diagnose_without_store(error)
             head = "the collective_guard cannot compare the collectives of this group:"
             raise RankMissing(loss.message([head]), missing_ranks=loss.missing) from error
 
@@ -256,9 +256,9 @@ class Session:
         session, life = self._number, self._lives[view.name]
         exchange = None
         if self._settings.compares and len(view.ranks) > 1:
-            # Ranks that make their groups in different order have different groups of one name: they must not meet.
-            members = zlib.crc32(repr(view.ranks).encode())
-            part = self._store.part(f"group/{view.name}/{members:08x}/{life}", self._timeout_sec)
+            # Ranks that make groups in different order have different groups of one name, which must not be compared.
+            ranks_digest = zlib.crc32(repr(view.ranks).encode())
+            part = self._store.part(f"group/{view.name}/{ranks_digest:08x}/{life}", self._timeout_sec)
             with self._reaching_store():
                 exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
         # Numbers begin again with each of these: nothing of one is ever compared, or shown, as if it were the other's.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ddpstats._reduction.layout import Layout
     from ddpstats.guard.event import Event, Evidence
 
-LONG_WAIT_SEC = 2.0  # a shorter wait is how ranks meet, and is not recorded
+LONG_WAIT_SEC = 2.0  # a shorter wait is that of a usual collective, and is not recorded
 ROUNDS = 4  # a key that a rank held before, and in none of so many calls of its name, it has stopped holding
 _MOST_EARLY_MARKS = 1000
 _TRIES = 3  # at a store that does not answer at once

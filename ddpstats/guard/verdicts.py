@@ -143,9 +143,9 @@ class Verdicts:
             return
         with self._lock:
             if self._state.verdict is None:  # otherwise another thread has come to it meanwhile
-                rank, roster = self.agreement.rank, self.agreement.roster
+                rank, members = self.agreement.rank, self.agreement.members
                 printer = rank if finding.printer is None else finding.printer
-                print_once(error, rank, printer, lambda: bool(roster.dead([printer])))
+                print_once(error, rank, printer, lambda: bool(members.dead([printer])))
                 group = self._session.named.get(finding.group)
                 call = None if group is None else group.newest
                 self._device_never_ends = call is not None and not call.is_on_host and call.entry[1] >= finding.seq
@@ -247,7 +247,7 @@ class Verdicts:
         if _TIMED_OUT.search(str(error)):
             return True
         others = [rank for rank in group.view.ranks if rank != group.view.rank]
-        wait_until(lambda: self.has_given_up(group) or bool(self.agreement.roster.dead(others)), _NOTICE_SEC)
+        wait_until(lambda: self.has_given_up(group) or bool(self.agreement.members.dead(others)), _NOTICE_SEC)
         return group.is_given_up
 
     # -- waiting, with a deadline and in slices -----------------------------------------------------------------------
@@ -393,7 +393,7 @@ class Verdicts:
     def _begun(self, group: Group) -> dict[int, int]:
         """Return the last collective that each rank of this host has begun, as the host's memory shows."""
         assert group.exchange is not None
-        by_index, peers = group.exchange.announced, self.agreement.roster.peers
+        by_index, peers = group.exchange.announced, self.agreement.members.peers
         events = {rank: by_index(index)[-1:] for index, rank in enumerate(group.view.ranks) if rank in peers}
         return {rank: last[0][0] if last else 0 for rank, last in events.items()}
 

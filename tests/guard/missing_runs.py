@@ -72,9 +72,9 @@ def stopped(seconds: float, in_look: bool) -> tuple[float, float]:
         is_over.set()
         return ""
 
-    roster = Membership(bounded(HashStore()), 0, range(2))
+    members = Membership(bounded(HashStore()), 0, range(2))
     own: Any = SimpleNamespace(position=lambda: stop() if in_look and not is_over.is_set() else "")
-    agreement = FailureAgreement(roster, own, lambda name, rank: [], lambda: True)
+    agreement = FailureAgreement(members, own, lambda name, rank: [], lambda: True)
     before_sec = agreement.slept_sec()
     if not in_look:
         stop()

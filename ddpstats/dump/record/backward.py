@@ -8,8 +8,8 @@ The only file of the dump that touches autograd's nodes.
    the nodes that are newer than 1 to those that have such an edge, and hook these: what they hand on along the edge is
    one share; several are summed. Each is this call's own share, not what other users of the input add.
 4. When the last hook has come the entry is written. What never comes, because the program does not need that output,
-   is missing in what is written at the end of the step, or when a second pass over the call begins, which makes a
-   second entry: such an entry has ``"incomplete": true``.
+   is missing in what `StatsDump.stop` writes, or in what is written when a second pass over the call begins, which
+   makes a second entry: such an entry has ``"incomplete": true``.
 
 Not seen: the gradient of an input that is returned as it is, and of a view that the call changes in place.
 

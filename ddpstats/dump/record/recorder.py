@@ -8,7 +8,7 @@
    An asynchronous step reads nothing, and writes nothing, before `pause`.
 4. A program makes its calls at the same few lines over and over: the text of a stack is made once.
 
-Whatever goes wrong in here is noted, and reported once at the end of the step; the program goes on.
+Whatever goes wrong is noted, and reported once, by `StatsDump.step` or as the process ends. The program goes on.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Recorder:
         parents: names of the forward passes of modules that are running, innermost last.
         lock: around everything that changes this object; backward passes have threads of their own on a device.
         poll: called at every entry: collectives that have ended meanwhile are noticed then.
-        is_active: False once the step has ended: what is left in a graph does nothing then.
+        is_active: False from `pause` to `resume`: what is left in a graph does nothing then.
         creates_graph: whether the backward pass that runs makes a graph itself, as far as hooks have seen.
-        unfinished: their ``flush`` is called at the end of the step, for they hold entries that are not complete.
+        unfinished: their ``flush`` is called by `pause`, for they hold entries that are not complete.
     """
 
     def __init__(self, config: DumpConfig, directory: Path) -> None:

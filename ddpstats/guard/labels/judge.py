@@ -27,7 +27,7 @@ def judge(events: Sequence[Event]) -> Judgement:
     """Judge the events of all ranks for one collective."""
     labels = {event.label for event in events}
     if BY_TORCH in labels and len(labels) > 1:
-        return "fault"  # gradients meet another collective
+        return "fault"  # gradients are paired with another collective
     named = {event.label: event for event in events if event.word}
     return max((_judge(*pair) for pair in combinations(named.values(), 2)), key=_SEVERITY.__getitem__, default="data")
 
