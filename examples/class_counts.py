@@ -71,7 +71,7 @@ def train(dirpath: str, seed: int = 0) -> str:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     torch.manual_seed(seed + dist.get_rank())
     random.seed(seed + dist.get_rank())
-    with NaNCapture(dirpath, model=model, optimizer=optimizer) as capture:
+    with NaNCapture(dirpath, model=model) as capture:
         for batch in DataLoader(FakeImages(), batch_size=BATCH):
             with capture.micro_batch(batch) as kept:
                 loss = step(model, batch)

@@ -76,7 +76,7 @@ class NaNCapture(StepWatch):
 
     Example::
 
-        capture = NaNCapture("captures", model=ddp, optimizer=optimizer)
+        capture = NaNCapture("captures", model=ddp)
         for batch in loader:
             with capture.micro_batch(batch):
                 loss = loss_fn(ddp(batch["x"]), batch["y"])

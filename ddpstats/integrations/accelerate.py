@@ -29,7 +29,7 @@ Python numbers.
 
 Non-finite gradients: `ddpstats.NaNCapture` needs nothing of this module. accelerate's loop with it::
 
-    capture = NaNCapture("captures", model=model, optimizer=optimizer, scaler=accelerator.scaler)   # after prepare()
+    capture = NaNCapture("captures", model=model, scaler=accelerator.scaler)   # after prepare()
     for batch in loader:
         with accelerator.accumulate(model):
             with capture.micro_batch(batch) as micro:

@@ -47,10 +47,10 @@ class CaptureSteps:
         self._running: Any = None
         self._was_ok = True
 
-    def start(self, model: torch.nn.Module, scaler: Any, **states: Any) -> None:
-        """Begin a training with these optimizers and schedulers, and end what was before."""
+    def start(self, model: torch.nn.Module, scaler: Any) -> None:
+        """Begin a training of this model, and end what was before."""
         self.close()
-        self._capture = NaNCapture(self._dirpath, model=model, scaler=scaler, **{**states, **self._settings})
+        self._capture = NaNCapture(self._dirpath, model=model, scaler=scaler, **self._settings)
         self._model, self._scaler = unwrapped(model), scaler
         self.verdict, self._was_ok = None, True
 

@@ -178,8 +178,7 @@ class Capturing(TrainerCapture):
         model, steps = arguments["model"], self._steps
         if model is not self._model:  # an epoch's last gradients belong to the next epoch's first step
             self._model = model
-            states = {"optimizer": list(arguments["optimizers"]), "scheduler": list(arguments["schedulers"])}
-            steps.start(model, arguments["scaler"], **states)
+            steps.start(model, arguments["scaler"])
         with _observing(model, steps):
             try:
                 result = original(trainer, **arguments)

@@ -493,12 +493,7 @@ class DdpstatsNaNCapture(TrainerCapture, Callback):  # type: ignore[misc]  # a c
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         model = trainer.strategy.model
-        self._steps.start(
-            pl_module if model is None else model,
-            getattr(trainer.precision_plugin, "scaler", None),
-            optimizer=list(trainer.optimizers),
-            scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
-        )
+        self._steps.start(pl_module if model is None else model, getattr(trainer.precision_plugin, "scaler", None))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._batch = batch

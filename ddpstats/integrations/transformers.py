@@ -93,9 +93,8 @@ class NaNCaptureCallback(TrainerCapture, TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         self._close()
-        model, optimizer = named["model"], named["optimizer"]
-        scaler = getattr(optimizer, "scaler", None)
-        self._steps.start(model, scaler, optimizer=optimizer, scheduler=named["lr_scheduler"])
+        model = named["model"]
+        self._steps.start(model, getattr(named["optimizer"], "scaler", None))
         self._handles = (
             model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after_forward, always_call=True),
