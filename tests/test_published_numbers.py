@@ -51,7 +51,7 @@ def test_public_programs_are_those_of_their_table() -> None:
     repositories = {re.findall(r"^\[([\w./-]+)\]", row[0])[0] for row in rows}
     assert f"[{len(programs)} public programs](docs/others.md)" in text_of("README.md")
     assert f"{len(programs)} public training programs of {len(repositories)} repositories" in text_of("docs/others.md")
-    assert all(re.match(r"\[.*\]\(.*\) [0-9a-f]{7}: ", row[0]) for row in rows), "a program without its commit"
+    assert all(re.match(r"\[.*\]\(.*\) ([0-9a-f]{7}|release \d+): ", row[0]) for row in rows), "of which version?"
 
 
 def test_rates_of_the_sentinel_are_those_of_its_table() -> None:
