@@ -44,7 +44,7 @@ exit status: 0 it ran, 2 it could not"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser.add_argument("--ranks", type=int, choices=range(1, 9), default=2, metavar="N", help="1 to 8 (default: 2)")
+    parser.add_argument("--ranks", type=int, choices=range(2, 9), default=2, metavar="N", help="2 to 8 (default: 2)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,8 +60,9 @@ def run(args: argparse.Namespace) -> int:
         reports = run_ranks(measure_rank, args.ranks, timeout_sec=_LIMIT_SEC, env={config.GUARD: ""}).values()
     except RankError as error:
         raise DdpstatsError(f"the ranks could not run: {error}") from error
-    VerbReport(0, lambda: as_text(reports), lambda: as_json(reports), indent=2).show(args.json)
-    if not is_right(reports):
+    report = report_of(reports)
+    VerbReport(0, lambda: as_text(report), lambda: report, indent=2).show(args.json)
+    if not report["ok"]:
         raise DdpstatsError("ddpstats got a number wrong here, which is a bug in ddpstats: please report it")
     return 0
 
@@ -79,73 +80,59 @@ def flat(stats: Stats) -> dict[str, float]:
     return {f"{key}[{index}]": value for key, values in stats.items() for index, value in enumerate(values)}
 
 
-def true_means(reports: Sequence[RankReport]) -> dict[str, float]:
-    """Return the mean of each name over the ranks that hold it; all weigh the same."""
+def report_of(reports: Sequence[RankReport]) -> dict[str, Any]:
+    """Return what ``--json`` prints.
+
+    "true": the mean of each name over the ranks that hold it; all weigh the same. "ok": ddpstats gave every rank every
+    true mean, and no more.
+    """
     held = [flat(report["inputs"]) for report in reports]
     names = sorted({name for batch in held for name in batch})
-    return {name: fmean(batch[name] for batch in held if name in batch) for name in names}
+    true = {name: fmean(batch[name] for batch in held if name in batch) for name in names}
+    averages = [report["ddpstats"] for report in reports]
+    has_names = all(of_rank.keys() == true.keys() for of_rank in averages)
+    ok = has_names and all(_is_right(of_rank[name], true[name]) for of_rank in averages for name in names)
+    return {"ranks": len(reports), "weight": WEIGHT, "true": true, "by_rank": list(reports), "ok": ok}
 
 
-def is_right(reports: Sequence[RankReport]) -> bool:
-    """Return whether ddpstats gave every rank every true mean, and no more."""
-    true = true_means(reports)
-    return all(
-        report["ddpstats"].keys() == true.keys()
-        and not any(_is_wrong(value, true[name]) for name, value in report["ddpstats"].items())
-        for report in reports
-    )
-
-
-def _is_wrong(value: float, true: float) -> bool:
-    return not math.isclose(value, true, rel_tol=_FLOAT32_TOLERANCE)
+def _is_right(value: float, true: float) -> bool:
+    return math.isclose(value, true, rel_tol=_FLOAT32_TOLERANCE)
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
 
-
-def as_json(reports: Sequence[RankReport]) -> dict[str, Any]:
-    """Return what ``--json`` prints."""
-    true, ok = true_means(reports), is_right(reports)
-    return {"ranks": len(reports), "weight": WEIGHT, "true": true, "by_rank": list(reports), "ok": ok}
+_OTHERS = "Of the {} ranks, every other even one gets what rank 0 gets, every other odd one what rank 1 gets.\n\n"
 
 
-def as_text(reports: Sequence[RankReport]) -> str:
+def as_text(report: Mapping[str, Any]) -> str:
     """Return the text of the report: the premise, the table, what went wrong, what it cost, the fix."""
-    ranks, first = len(reports), reports[0]
-    names = ("rank 0", "rank 1") if ranks <= 2 else ("each even rank", "each odd rank")
-    held = [f"  {name} holds {json.dumps(report['inputs'])}" for name, report in zip(names, reports, strict=False)]
-    paragraphs = [
-        "\n".join([_PREMISE, *held]),
-        _table(true_means(reports), reports[:2]),
-        _OTHERS.format(ranks) if ranks > 2 else "",
-        _STORY if ranks > 1 else _STORY_OF_ONE_RANK,
-        _cost(**first["collectives"]),
-        _WORST + ", ".join(f"rank {rank:.0f} with {value:.4f}" for rank, value in first["worst"]) if ranks > 1 else "",
-        _FIX,
-    ]
-    return "\n\n".join(filter(None, paragraphs))
+    ranks, (first, second) = report["ranks"], report["by_rank"][:2]
+    even, odd = ("rank 0", "rank 1") if ranks == 2 else ("each even rank", "each odd rank")
+    others = "" if ranks == 2 else _OTHERS.format(ranks)
+    calls = first["collectives"]
+    at_first = calls["ddpstats_first_call"]
+    return f"""\
+Ranks average their losses, each with weight {report["weight"]:g}. An L1 loss is never negative.
+  {even} holds {json.dumps(first["inputs"])}
+  {odd} holds {json.dumps(second["inputs"])}
 
+{_table(report["true"], [first, second])}
 
-_PREMISE = f"Ranks average their losses, each with weight {WEIGHT:g}. An L1 loss is never negative."
-_OTHERS = "Of the {} ranks, every other even one gets what rank 0 gets, every other odd one what rank 1 gets."
-_STORY_OF_ONE_RANK = "A single rank has nothing to mix up: both are right. Try --ranks 2."
-_STORY = """\
+{others}\
 Nothing failed, for all ranks made the same number of calls. But an all_reduce knows no names: the second
-one added snr_loss[0] of rank 0 to l1_loss[1] of rank 1."""
-_WORST = f"Which rank was it? With per_rank=True, farthest from the median of {ASKED}:\n  "
-_FIX = """\
+one added snr_loss[0] of rank 0 to l1_loss[1] of rank 1.
+
+Collectives for one set of averages:
+  plain all_reduce  {calls["plain_all_reduce"]}: one for each value, and one for the weight
+  ddpstats          {calls["ddpstats"]}, and {at_first} the first time, when the ranks exchange what they hold
+
+Which rank was it? With per_rank=True, farthest from the median of {ASKED}:
+  {", ".join(f"rank {rank:.0f} with {value:.4f}" for rank, value in first["worst"])}
+
 The fix:
 
     import ddpstats
     averages = ddpstats.reduce_stats(stats, weight).values"""
-
-
-def _cost(plain_all_reduce: int, ddpstats_first_call: int, ddpstats: int) -> str:
-    first = f", and {ddpstats_first_call} the first time, when the ranks tell each other what they hold"
-    return f"""\
-Collectives for one set of averages:
-  plain all_reduce  {plain_all_reduce}: one for each value, and one for the weight
-  ddpstats          {ddpstats}{first if ddpstats_first_call != ddpstats else ""}"""
 
 
 def _table(true: Mapping[str, float], reports: Sequence[RankReport]) -> str:
@@ -160,4 +147,4 @@ def _table(true: Mapping[str, float], reports: Sequence[RankReport]) -> str:
 
 
 def _cell(value: float | None, true: float) -> str:
-    return " -" if value is None else f"{value: .4f}" + " <- wrong" * _is_wrong(value, true)
+    return " -" if value is None else f"{value: .4f}" + " <- wrong" * (not _is_right(value, true))

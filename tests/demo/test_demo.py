@@ -37,7 +37,7 @@ def report(rank: int, ddpstats: Mapping[str, float] = TRUE) -> demo_module.RankR
 
 
 def test_text_of_two_ranks_has_both_tables_and_the_fix() -> None:
-    text = demo_module.as_text([report(0), report(1)])
+    text = demo_module.as_text(demo_module.report_of([report(0), report(1)]))
     assert (
         text
         == """\
@@ -58,7 +58,7 @@ one added snr_loss[0] of rank 0 to l1_loss[1] of rank 1.
 
 Collectives for one set of averages:
   plain all_reduce  5: one for each value, and one for the weight
-  ddpstats          1, and 5 the first time, when the ranks tell each other what they hold
+  ddpstats          1, and 5 the first time, when the ranks exchange what they hold
 
 Which rank was it? With per_rank=True, farthest from the median of snr_loss[1]:
   rank 0 with -3.0370, rank 1 with -1.8990
@@ -71,22 +71,22 @@ The fix:
 
 
 def test_text_of_three_ranks_says_which_ranks_hold_the_same() -> None:
-    text = demo_module.as_text([report(rank) for rank in range(3)])
+    text = demo_module.as_text(demo_module.report_of([report(rank) for rank in range(3)]))
     assert "each odd rank holds" in text
     assert "Of the 3 ranks, every other even one gets what rank 0 gets" in text
 
 
 def test_true_means_are_by_name() -> None:
-    assert demo_module.true_means([report(0), report(1)]) == pytest.approx(TRUE, rel=1e-12)
-    assert demo_module.true_means([report(0)]) == demo_module.flat(report(0)["inputs"])
+    assert demo_module.report_of([report(0), report(1)])["true"] == pytest.approx(TRUE, rel=1e-12)
+    assert demo_module.report_of([report(0)])["true"] == demo_module.flat(report(0)["inputs"])
 
 
 def test_wrong_number_of_ddpstats_is_not_right() -> None:
-    assert demo_module.is_right([report(0), report(1)])
+    assert demo_module.report_of([report(0), report(1)])["ok"]
     for wrong in ({**TRUE, "l1_loss[1]": -0.5145}, {**TRUE, "l1_loss[1]": math.nan}, {**TRUE, "more": 0.0}):
-        assert not demo_module.is_right([report(0), report(1, wrong)])
+        assert not demo_module.report_of([report(0), report(1, wrong)])["ok"]
     lacking = {name: value for name, value in TRUE.items() if name != "l1_loss[1]"}
-    assert not demo_module.is_right([report(0, lacking), report(1)])
+    assert not demo_module.report_of([report(0, lacking), report(1)])["ok"]
 
 
 # -- with real ranks --------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def demo(start: Start, *arguments: str, **settings: str) -> tuple[int, str, str]
 def test_demo_of_two_ranks_prints_what_reports_say(start: Start) -> None:
     status, out, err = demo(start, DDPSTATS_GUARD="strict")
     assert (status, err) == (0, "")
-    assert without_gloo(out) == demo_module.as_text([report(0), report(1)]) + "\n"
+    assert without_gloo(out) == demo_module.as_text(demo_module.report_of([report(0), report(1)])) + "\n"
 
 
 @pytest.mark.slow
@@ -171,13 +171,14 @@ def test_json_of_two_ranks_inside_another_job_has_the_same_numbers(start: Start)
 
 
 @pytest.mark.slow
-def test_demo_of_one_rank_shows_nothing_wrong(start: Start) -> None:
-    status, out, err = demo(start, "--ranks", "1")
+def test_demo_takes_two_to_eight_ranks(start: Start) -> None:
+    status, out, err = demo(start, "--ranks", "8")
     assert (status, err) == (0, "")
-    assert "A single rank has nothing to mix up" in out
-    assert "ddpstats          0\n" in out
-    assert "wrong" not in out
-    assert "Which rank" not in out
+    assert "Of the 8 ranks, every other even one gets what rank 0 gets" in out
+    for ranks in ("1", "9"):
+        status, out, err = demo(start, "--ranks", ranks)
+        assert (status, out) == (2, "")
+        assert f"argument --ranks: invalid choice: {ranks} (choose from 2, 3, 4, 5, 6, 7, 8)" in err
 
 
 @pytest.mark.slow
