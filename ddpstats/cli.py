@@ -1,8 +1,9 @@
 """The ``ddpstats`` command: the table of verbs, and how one is run.
 
-To add a verb, add a line to ``_VERBS``. Its module has ``EPILOG``, the examples and exit statuses below the options of
-its --help, and two functions: ``add_arguments(parser)``, and ``run(args)``, which returns the exit status. The module
-is imported when its verb is used, so that ``ddpstats --help`` stays quick.
+To add a verb, add a line to ``_VERBS``. Its module has ``EPILOG``, the examples below the options of its --help,
+``EXIT_STATUS`` where the statuses are not those of `_EXIT_STATUS`, and two functions: ``add_arguments(parser)``, and
+``run(args)``, which returns the exit status. The module is imported when its verb is used, so that ``ddpstats --help``
+stays quick.
 
 With ``--json`` every verb writes one JSON object to stdout and no more, except ``run``, whose stdout is the script's.
 """
@@ -27,6 +28,7 @@ _COULD_NOT_RUN = 2  # argparse's own status for arguments that it cannot use
 _REQUIRED = "the following arguments are required: "  # argparse's own words
 _INTERRUPTED = 130
 _PIPE_CLOSED = 141  # a shell's status for SIGPIPE
+_EXIT_STATUS = "0 nothing found, 1 something found, 2 it could not run"  # of verbs that do not say another
 _RUN = "run"  # its stdout is the script's, and so are its errors
 
 
@@ -149,7 +151,8 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         )
         if name == verb:
             module = importlib.import_module(entry.module)
-            verb_parser.epilog = module.EPILOG
+            status = getattr(module, "EXIT_STATUS", _EXIT_STATUS)
+            verb_parser.epilog = f"{module.EPILOG}\n\nexit status: {status}"
             verb_parser.add_argument("--json", action="store_true", help=entry.json)
             module.add_arguments(verb_parser)
             verb_parser.set_defaults(run=module.run)

@@ -78,9 +78,9 @@ def test_help_of_verb_has_usage_json_status_and_examples_that_parse(
         (["demo", "--rank-count", "2"], "unrecognized arguments: --rank-count 2"),
         (["demo", "--ranks"], "--ranks: expected one argument"),
         (["demo", "--ranks", "two"], "--ranks: invalid int value: 'two'"),
-        (["demo", "--ranks", "0"], "--ranks: invalid choice: 0 (choose from 1, "),
-        (["demo", "--ranks=-1"], "--ranks: invalid choice: -1 (choose from 1, "),
-        (["demo", "--ranks", "65"], "--ranks: invalid choice: 65 (choose from 1, "),
+        (["demo", "--ranks", "1"], "--ranks: invalid choice: 1 (choose from 2, "),
+        (["demo", "--ranks=-1"], "--ranks: invalid choice: -1 (choose from 2, "),
+        (["demo", "--ranks", "9"], "--ranks: invalid choice: 9 (choose from 2, "),
     ],
 )
 def test_wrong_arguments_give_usage_and_the_reason(

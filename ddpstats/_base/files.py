@@ -103,6 +103,12 @@ def read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
     return content
 
 
+def read_regular(path: str | Path, most_bytes: int) -> bytes:
+    """Return the bytes of a regular file. Raises as `open_regular` and `read_at_most` do."""
+    with open_regular(path) as file:
+        return read_at_most(file, most_bytes)
+
+
 def bounded_lines(file: BinaryIO, most_bytes: int) -> Iterator[bytes]:
     """Yield each line with its end, as iterating over the file does. Raises ValueError for a longer line."""
     while line := file.readline(most_bytes + 1):

@@ -40,6 +40,7 @@ from ddpstats._ranks.store import (
     bounded,
     growing_polls,
     shared_poll,
+    wait_for,
 )
 from ddpstats.errors import ConfigError
 
@@ -492,9 +493,8 @@ class FailureDetector:
     def _linger(self, verdict: Verdict) -> None:
         """Wait a moment until all other ranks have read the verdict: this process may end, and the store with it."""
         readers = len(set(self.ranks).difference(verdict.missing) | {self.rank})
-        until = time.monotonic() + _LINGER_SEC + 2 * shared_poll(0.0, len(self.ranks))
-        while time.monotonic() < until and self.store.counted("read") < readers:
-            time.sleep(shared_poll(_POLL_SEC, len(self.ranks)))
+        limit_sec = _LINGER_SEC + 2 * shared_poll(0.0, len(self.ranks))
+        wait_for(lambda: self.store.counted("read") >= readers, limit_sec, shared_poll(_POLL_SEC, len(self.ranks)))
 
     def _decide_without_store(self, error: BaseException) -> Verdict:
         if isinstance(error, ConfigError):  # it never was a store for a rendezvous

@@ -34,6 +34,7 @@ _LEAST_SEC = 0.05  # after a deadline that has passed: what has come may still b
 _WATCH_SEC = 1.0
 _LEAVE_SEC = 5.0  # for all threads, when the process ends
 _LINGER_SEC = 0.05  # of a thread without a request: to start a thread costs more than to ask the store
+_POLL_SEC = 0.02  # torchrun ends all other ranks within 0.1 s of the first that ends
 
 _ABSENT = "none"  # a value that no key has
 _REQUESTS_PER_SEC = 5000  # of all ranks together: one thread of one process answers them all
@@ -50,6 +51,16 @@ def growing_polls(longest_sec: float) -> Iterator[float]:
     while True:
         yield poll_sec
         poll_sec = min(1.5 * poll_sec, longest_sec)
+
+
+def wait_for(condition: Callable[[], bool], limit_sec: float, longest_poll_sec: float = _POLL_SEC) -> bool:
+    """Wait until the condition is met, and return whether that came within the limit."""
+    deadline, polls = time.monotonic() + limit_sec, growing_polls(longest_poll_sec)
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(next(polls))
+    return True
 
 
 class StoreSilent(OSError):

@@ -50,9 +50,8 @@ T = TypeVar("T")
 
 
 EPILOG = """example:
-  ddpstats replay captures --model my_package:make_model --step my_package:step --bisect
-
-exit status: 0 reproduced, 1 not reproduced, 2 it could not run"""
+  ddpstats replay captures --model my_package:make_model --step my_package:step --bisect"""
+EXIT_STATUS = "0 reproduced, 1 not reproduced, 2 it could not run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

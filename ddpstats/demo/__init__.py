@@ -37,9 +37,8 @@ _FLOAT32_TOLERANCE = 1e-6
 _LIMIT_SEC = 90.0
 
 EPILOG = """example:
-  ddpstats demo --ranks 4
-
-exit status: 0 it ran, 2 it could not"""
+  ddpstats demo --ranks 4"""
+EXIT_STATUS = "0 it ran, 2 it could not"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

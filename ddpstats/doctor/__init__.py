@@ -31,9 +31,7 @@ _TIMEOUT_SEC = 120.0
 
 EPILOG = """examples:
   torchrun --nproc-per-node 2 -m ddpstats doctor
-  ddpstats doctor --json                      this process alone
-
-exit status: 0 nothing found, 1 something found, 2 it could not run"""
+  ddpstats doctor --json                      this process alone"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -40,15 +40,15 @@ from ddpstats._ranks.comm import CommFailed, GlooComm, attempt_prefix, slice_sec
 from ddpstats._ranks.failure import FailureDetector, ProcessId
 from ddpstats._ranks.gather import decode, encode
 from ddpstats._ranks.gloo import part_of
-from ddpstats._ranks.store import BoundedStore
+from ddpstats._ranks.store import BoundedStore, wait_for
 from ddpstats.doctor import ALL_REDUCE, CLOCK, DISTRIBUTIONS, EXISTS, UNCONNECTED, Facts
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
 
-_LISTED = re.compile(
-    "(MASTER_(ADDR|PORT)|(LOCAL_)?WORLD_SIZE|LD_(LIBRARY_PATH|PRELOAD))$|DDPSTATS_|TORCH(?!ELASTIC_)|PYTORCH_|PYTHON"
-    "|(NCCL|RCCL|GLOO|UCC|UCX|FI|CUDA|CUBLAS|NVIDIA|HIP|HSA|ROCR|OMP|MKL|KMP)_"
+LISTED = re.compile(  # variables of the environment that are compared and shown
+    r"(?!.*(TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY))((MASTER_(ADDR|PORT)|(LOCAL_)?WORLD_SIZE|LD_(LIBRARY_PATH|PRELOAD))$"
+    "|DDPSTATS_|TORCH(?!ELASTIC_)|PYTORCH_|PYTHON"
+    "|(NCCL|RCCL|GLOO|UCC|UCX|FI|CUDA|CUBLAS|NVIDIA|HIP|HSA|ROCR|OMP|MKL|KMP)_)"
 )
-_SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY")
 _COMMAND_SEC = 10.0  # `nvidia-smi` hangs where a driver does
 _TIMES = 20
 _LOOK_SEC = 5.0  # for a file that another host has made: network file systems take their time
@@ -65,13 +65,8 @@ def facts_of_this_rank(directory: Path) -> Facts:
         "location": {"host": socket.gethostname(), "directory": str(directory), EXISTS: is_there},
         "versions": dict(_versions()),
         DISTRIBUTIONS: {str(distribution.name): str(distribution.version) for distribution in by_path},
-        "environment": {name: os.environ[name] for name in sorted(os.environ) if is_listed(name)},
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if LISTED.match(name)},
     }
-
-
-def is_listed(variable: str) -> bool:
-    """Return whether a variable of the environment is compared and shown."""
-    return bool(_LISTED.match(variable)) and not _SECRET.search(variable)
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -159,20 +154,18 @@ class _Job:
             if self._rank == 0:
                 self._store.set("file", _make_file(directory, stack))
             self._meet("begin", self._timeout_sec)
-            report = facts | {"measured": self._measure(directory)}
-            self._store.set(f"report/{self._rank}", bytes(encode(report)))
+            measured, passes = self._measure(directory)
+            self._store.set(f"report/{self._rank}", bytes(encode([facts | {"measured": measured}, passes])))
             self._meet("end", self._timeout_sec + _LOOK_SEC)
         if self._rank != 0:
             self._store.add("left", 1)
             return None
-        reports = list(map(decode, self._store.multi_get([f"report/{rank}" for rank in self._ranks])))
-        _wait_until(lambda: self._store.counted("left") == len(self._ranks) - 1, self._timeout_sec)
-        measured = [report["measured"] for report in reports]
-        passes = [result.pop("passes") for result in measured]
-        if not any(UNCONNECTED in result for result in measured):
-            for result, own in zip(measured, passes, strict=True):
-                result[CLOCK] = _ahead_ms(passes[0], own)
-        return reports
+        answers = list(map(decode, self._store.multi_get([f"report/{rank}" for rank in self._ranks])))
+        wait_for(lambda: self._store.counted("left") == len(self._ranks) - 1, self._timeout_sec)
+        if not any(UNCONNECTED in report["measured"] for report, _ in answers):
+            for report, own_passes in answers:
+                report["measured"][CLOCK] = _ahead_ms(passes, own_passes)
+        return [report for report, _ in answers]
 
     def _meet(self, name: str, limit_sec: float) -> None:
         """Wait until all ranks have come so far. Raises `RankMissing`."""
@@ -185,9 +178,9 @@ class _Job:
             raise RankMissing(verdict.message, missing_ranks=verdict.missing)
         self._peers = detector.members.peers
 
-    def _measure(self, directory: Path) -> dict[str, Any]:
-        """Return what was measured; of each all_reduce, when this rank entered and left it, by its clock in ns."""
-        measured: dict[str, Any] = {"passes": []}
+    def _measure(self, directory: Path) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+        """Return what was measured; and of each all_reduce when this rank entered and left it, by its clock in ns."""
+        measured, passes = dict[str, Any](), list[tuple[int, int]]()
         limit_sec = self._timeout_sec / 2  # so that a rank that fails at once still finds the others at the end
         number = torch.zeros(1, dtype=torch.float64)
         try:
@@ -195,16 +188,16 @@ class _Job:
             for _ in range(_TIMES):
                 entered = time.time_ns()
                 comm.all_reduce_sum(number, limit_sec)
-                measured["passes"].append((entered, time.time_ns()))
-            measured[ALL_REDUCE] = statistics.median(left - entered for entered, left in measured["passes"]) / 1e6
+                passes.append((entered, time.time_ns()))
+            measured[ALL_REDUCE] = statistics.median(left - entered for entered, left in passes) / 1e6
             comm.close()
         except CommFailed as error:
             measured[UNCONNECTED] = str(error)
         file = self._store.get("file").decode()
         # another host may have made it; a stale mount is no error
-        is_there = "yes" if file and _wait_until(lambda: os.path.exists(directory / file), _LOOK_SEC) else "no"
+        is_there = "yes" if file and wait_for(lambda: os.path.exists(directory / file), _LOOK_SEC) else "no"
         measured["same directory"] = is_there if file else "unknown: rank 0 cannot write there"
-        return measured
+        return measured, passes
 
 
 def _ahead_ms(first: list[tuple[int, int]], own: list[tuple[int, int]]) -> float:
@@ -225,13 +218,3 @@ def _make_file(directory: Path, stack: contextlib.ExitStack) -> str:
     except OSError:
         return ""
     return os.path.basename(stack.enter_context(file).name)
-
-
-def _wait_until(condition: Callable[[], bool], limit_sec: float) -> bool:
-    """Wait until the condition is met, and return whether that came within the limit."""
-    deadline = time.monotonic() + limit_sec
-    while not condition():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.05)
-    return True

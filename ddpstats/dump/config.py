@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from ddpstats._base.files import open_regular, parse_json, read_at_most
+from ddpstats._base.files import parse_json, read_regular
 from ddpstats._base.text import shorten
 from ddpstats.errors import ConfigError
 
@@ -250,8 +250,7 @@ def _values(
 def _load(path: str) -> tuple[str, Mapping[str, Any]]:
     """Return the path and the JSON object in its file. Raises `ConfigError`."""
     try:
-        with open_regular(path) as file:
-            settings = parse_json(read_at_most(file, _MOST_BYTES).decode("utf-8-sig"))
+        settings = parse_json(read_regular(path, _MOST_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}. Is this the right path?") from None
     except ValueError as error:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from ddpstats._ranks.failure import Membership
-from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreLog, StoreSilent, growing_polls, shared_poll
+from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreLog, StoreSilent, growing_polls, shared_poll, wait_for
 from ddpstats.guard import diagnosis
 from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, Departure, GuardFinding, RankStatus
 from ddpstats.guard.event import MESSAGES, Event
@@ -33,7 +33,6 @@ _LATELY_SEC = 5.0  # from the end of a sleep: for as long as others may be about
 _LOOK_ANSWERS_SEC = 2.0  # of all answers of the store in one look
 _PATIENCE_SEC = 4.0
 _JUDGING_SEC = 2.0  # from then on another rank judges
-_POLL_SEC = 0.02  # torchrun ends all other ranks within 0.1 s of the first that ends
 _LONGEST_POLL_SEC = 0.1
 _ASKING_SEC = 3.0
 _LINGER_SEC = 3.0  # for all ranks to have a verdict: a watchdog prints it after a second
@@ -191,7 +190,7 @@ class FailureAgreement:
         """Wait a moment until so many ranks have the newest verdict: when this rank ends, torchrun ends the others."""
         with suppress(*STORE_ERRORS), self.store.within(_LINGER_SEC):
             self.count_as_reader()
-            wait_until(lambda: self.store.counted(f"read/{self._counted}") >= readers, _LINGER_SEC, self.look_sec)
+            wait_for(lambda: self.store.counted(f"read/{self._counted}") >= readers, _LINGER_SEC, self.look_sec)
 
     def _await_written(self, alarm: Alarm, number: int) -> bytes:
         """Return the verdict of that number, by whichever rank."""
@@ -257,7 +256,7 @@ class FailureAgreement:
         """This rank needs the store no more; rank 0 waits a moment until all that have joined have reported that."""
         self.store.add("done", 1)
         if self.rank == 0:
-            wait_until(lambda: self.store.counted("done") >= self.store.counted("here"), _LAST_LINGER_SEC)
+            wait_for(lambda: self.store.counted("done") >= self.store.counted("here"), _LAST_LINGER_SEC)
 
     def left(self) -> dict[int, Departure]:
         """Return how each rank left that has; one request to the store where no other one has since."""
@@ -348,12 +347,3 @@ class FailureAgreement:
 
 def _status_from_memory(rank: int, events: list[Event]) -> RankStatus:
     return RankStatus(rank, events, events[-1].seq, last=events[-1].in_full())
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float, longest_poll_sec: float = _POLL_SEC) -> None:
-    """Wait for that, and for no longer than so many seconds."""
-    deadline = time.monotonic() + seconds
-    for poll_sec in growing_polls(longest_poll_sec):
-        if time.monotonic() > deadline or is_so():
-            return
-        time.sleep(poll_sec)

@@ -42,10 +42,9 @@ EPILOG = """examples:
   ddpstats run --nproc 2 train.py --lr 0.1                      two ranks on this machine
   torchrun --nproc-per-node 2 -m ddpstats run train.py --lr 0.1 the same, started by torchrun
   ddpstats run --nproc 2 --guard record --record-dir records train.py; ddpstats report records
-  ddpstats run --nproc 2 --watch train.py                       and show what each rank is doing
-
-exit status: the script's own, or 1 in place of 0 where the guard finds a mismatch at its end; with --nproc torchrun's:
-1 where a rank ended with any other than 0"""
+  ddpstats run --nproc 2 --watch train.py                       and show what each rank is doing"""
+EXIT_STATUS = """the script's own, or 1 in place of 0 where the guard finds a mismatch at its end; with --nproc
+torchrun's: 1 where a rank ended with any other than 0"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,11 +27,10 @@ from ddpstats._observe import collectives
 from ddpstats._observe.frames import main_position
 from ddpstats._observe.operators import Collective
 from ddpstats._ranks.failure import LOST, nccl_reason
-from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreSilent, shared_poll
+from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreSilent, shared_poll, wait_for
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, GuardFinding, message_place
 from ddpstats.guard.event import MESSAGES, Event, event_of, stable_hash
-from ddpstats.guard.failure_agreement import wait_until
 from ddpstats.guard.group import Group, GuardState, IssuedCall, Limit, Session, Settings
 from ddpstats.guard.printing import end_process, leave_running, print_message, print_once, sigterm_deferred
 
@@ -247,7 +246,7 @@ class Verdicts:
         if _TIMED_OUT.search(str(error)):
             return True
         others = [rank for rank in group.view.ranks if rank != group.view.rank]
-        wait_until(lambda: self.has_given_up(group) or bool(self.agreement.members.dead(others)), _NOTICE_SEC)
+        wait_for(lambda: self.has_given_up(group) or bool(self.agreement.members.dead(others)), _NOTICE_SEC)
         return group.is_given_up
 
     # -- waiting, with a deadline and in slices -----------------------------------------------------------------------
@@ -290,7 +289,7 @@ class Verdicts:
     def _verdict_on(self, error: RuntimeError, group: Group, event: Event, limit: Limit) -> DdpstatsError | None:
         """Return the verdict on torch's error; None where that is what the program is to see."""
         if not self._strict and _REFUSED.search(str(error)):  # gloo does so before the other ranks have to come
-            wait_until(lambda: not self._behind(group, event.seq), _REFUSED_SEC)
+            wait_for(lambda: not self._behind(group, event.seq), _REFUSED_SEC)
             return self.explain(event, group, overdue=False)
         if not is_broken(error):
             return None

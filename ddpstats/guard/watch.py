@@ -269,9 +269,8 @@ def _open_view(stream: TextIO, stack: contextlib.ExitStack) -> Callable[[Picture
 
 EPILOG = """examples, in another terminal than `ddpstats run --nproc 2 --watch-dir records train.py`:
   ddpstats watch records                      until the ranks have ended
-  ddpstats watch records --json               once, and now
-
-exit status: 0 no alarm, 1 an alarm, or a rank that was killed or failed, 2 it could not run"""
+  ddpstats watch records --json               once, and now"""
+EXIT_STATUS = "0 no alarm, 1 an alarm, or a rank that was killed or failed, 2 it could not run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

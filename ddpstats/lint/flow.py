@@ -14,24 +14,11 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import get_args
 
 from ddpstats.lint.collectives import Collective, Collectives, is_for_one_rank
 from ddpstats.lint.origins import RANK_BRANCH, SAME, Differs, Origin, Origins, is_of_rank
-from ddpstats.lint.program import (
-    Exit,
-    Function,
-    blocks_of,
-    calls_in,
-    dotted,
-    elements_of,
-    exits,
-    heads_of,
-    last_name,
-    parts_of,
-    text_of,
-)
+from ddpstats.lint.program import Exit, Function, blocks_of, calls_in, exits, heads_of, last_name, parts_of, text_of
 
 EARLY_EXIT = "early-exit"
 SWALLOWED_ERROR = "swallowed-error"
@@ -64,12 +51,6 @@ For `ast.While`, those of a turn, in a loop that only an exit ends.
 
 def _behind(later: _Later, rest: Sequence[Collective]) -> _Later:
     return {**later, **{kind: (*rest, *later.get(kind, ())) for kind in get_args(Exit)}}
-
-
-def _in_loop(later: _Later, turn: Sequence[Collective], *, is_endless: bool = False) -> _Later:
-    ops = tuple(turn)  # the others make more turns
-    after: _Later = {ast.Return: (*ops, *later.get(ast.Return, ())), ast.Break: ops}
-    return {**after, ast.While: ops} if is_endless else after
 
 
 _Conditions = frozenset[tuple[str, bool]]  # the texts of conditions, and whether each holds
@@ -258,7 +239,10 @@ class FlowWalk:
             origin = self._turns(node.iter)
         if isinstance(origin, Differs) and ops:
             self._accuse(origin.rule, ops[0], f"ranks may make different numbers of turns, {origin.why}")
-        inside = _in_loop(later, ops, is_endless=isinstance(node, ast.While) and _is_true(node.test))
+        turn = tuple(ops)  # the others make more turns
+        inside: _Later = {ast.Return: (*turn, *later.get(ast.Return, ())), ast.Break: turn}
+        if isinstance(node, ast.While) and _is_true(node.test):
+            inside[ast.While] = turn
         self._block(node.body, inside, is_reported=isinstance(origin, Differs))
         self._block(node.orelse, later)
 
@@ -293,11 +277,10 @@ class FlowWalk:
     def _try(self, node: ast.Try, later: _Later) -> None:
         ops = self._among(node.body)
         behind = _behind(later, self._among(node.orelse))  # an exit runs what is in finally
-        for handler in node.handlers:
-            self._handler(node, handler, ops, behind)
         self._block(node.body, behind)
         self._block(node.orelse, later)
         for handler in node.handlers:
+            self._handler(node, handler, ops, behind)
             self._block(handler.body, behind)
         self._block(node.finalbody, later)
 
@@ -306,7 +289,7 @@ class FlowWalk:
         broad = any(kind is None or last_name(kind) in _MAY_FAIL_ON_ONE for kind in kinds)
         if not broad or node.finalbody:
             return
-        usual = {text for text, read_until, set_at in self._unread if read_until < handler.lineno < set_at}
+        usual = {text for text, read_until, set_at in self._origins.unread if read_until < handler.lineno < set_at}
         if not _swallows(handler.body, usual):
             return
         collectives = {id(collective.call) for collective in ops}
@@ -322,20 +305,6 @@ class FlowWalk:
             if (missed := self._missed_sometimes(later, exit_)) and not _LEADS.match(missed[0].op):
                 self._report_skip(exit_, missed[0], why)
                 return
-
-    @cached_property
-    def _unread(self) -> list[tuple[str, int, int]]:
-        """Return what the function's own statements assign, and between which lines it is not read."""
-        unread, read = list[tuple[str, int, int]](), dict[str, int]()
-        for statement in self._body:
-            if isinstance(statement, ast.Assign):
-                elements = (element for target in statement.targets for element in elements_of(target))
-                held = (element.value if isinstance(element, ast.Subscript) else element for element in elements)
-                read_until = max(read.get(dotted(each), 0) for each in held)
-                unread.append((ast.unparse(statement), read_until, statement.lineno))
-            loads = (part for part in ast.walk(statement) if isinstance(getattr(part, "ctx", None), ast.Load))
-            read.update((dotted(part), statement.end_lineno or 0) for part in loads)
-        return unread
 
     def _with(self, node: ast.With | ast.AsyncWith, later: _Later) -> None:
         items = [item.context_expr for item in node.items]

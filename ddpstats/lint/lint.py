@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ddpstats._base.files import open_regular, read_at_most
+from ddpstats._base.files import read_regular
 from ddpstats._base.text import VerbReport, check_writable, count_of, first_line, write_file
 from ddpstats._base.version import __version__
 from ddpstats.errors import DdpstatsError
@@ -39,9 +39,7 @@ from ddpstats.lint.program import Program
 
 EPILOG = """examples:
   ddpstats lint train.py
-  ddpstats lint src --sarif lint.sarif
-
-exit status: 0 nothing found, 1 something found, 2 it could not run"""
+  ddpstats lint src --sarif lint.sarif"""
 
 
 UNUSED_IGNORE = "unused-ignore"
@@ -110,8 +108,6 @@ def as_sarif(findings: Iterable[Finding], unread: Iterable[tuple[str, str]]) -> 
     results = [
         {
             "ruleId": finding.rule,
-            "ruleIndex": list(RULES).index(finding.rule),
-            "level": "warning",
             "message": {"text": f"{finding.reason} {RULES[finding.rule]}"},
             "locations": _locations(finding.path, region={"startLine": finding.line, "startColumn": finding.column}),
         }
@@ -147,10 +143,6 @@ class LintResult:
     findings: tuple[Finding, ...]
     unread: tuple[tuple[str, str], ...]
 
-    @property
-    def status(self) -> int:
-        return 1 if self.findings else 2 if self.unread else 0
-
     def as_text(self) -> str:
         lines = [finding.as_text() for finding in self.findings]
         lines += [f"{path}: not checked: {why}" for path, why in self.unread]
@@ -170,21 +162,20 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.sarif)
     result = lint(args.paths, args.rule or list(RULES))
     if args.sarif is not None:
-        log = json.dumps(as_sarif(result.findings, result.unread), indent=1)
-        write_file(args.sarif, lambda file: file.write(log))
-    return VerbReport(result.status, result.as_text, result.as_dict).show(args.json)
+        write_file(args.sarif, lambda file: json.dump(as_sarif(result.findings, result.unread), file, indent=1))
+    status = 1 if result.findings else 2 if result.unread else 0
+    return VerbReport(status, result.as_text, result.as_dict).show(args.json)
 
 
 def lint(paths: Sequence[Path], rules: Sequence[str] = tuple(RULES)) -> LintResult:
     """Check files, and the files in directories. Raises `DdpstatsError` for a path without one."""
-    files, findings, unread = 0, list[Finding](), list[tuple[str, str]]()
-    for path in dict.fromkeys(_files(paths)):
-        files += 1
+    files, findings, unread = dict.fromkeys(_files(paths)), list[Finding](), list[tuple[str, str]]()
+    for path in files:
         try:
             findings += check_file(path)
         except UnreadError as error:
             unread.append((str(path), str(error)))
-    return LintResult(files, tuple(finding for finding in findings if finding.rule in rules), tuple(unread))
+    return LintResult(len(files), tuple(finding for finding in findings if finding.rule in rules), tuple(unread))
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
@@ -216,12 +207,10 @@ def check_file(path: Path) -> list[Finding]:
     if path.suffix != ".py":
         raise UnreadError("its name does not end in .py")
     try:
-        with open_regular(path) as file:
-            content = read_at_most(file, _MOST_BYTES)
+        content = read_regular(path, _MOST_BYTES)
         if not MAY_HOLD.search(content):
             return []
-        text = decode_source(content)
-        return check_text(text, str(path))
+        return check_text(decode_source(content), str(path))
     except OSError as error:
         raise UnreadError(error.strerror or type(error).__name__) from None
     except SyntaxError as error:

@@ -19,6 +19,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -156,7 +157,7 @@ class Origins:
     def __init__(self, collectives: Collectives, body: Sequence[ast.stmt], function: Function | None) -> None:
         self._collectives = collectives
         self._program = collectives.program
-        self._function = function
+        self._body, self._function = body, function
         self._owned_by = self._program.functions[function] + function.name if function else ""
         self.text = "\n".join(map(ast.unparse, body))
         self._may_reduce = "backward" in self.text and not _MAY_NOT_REDUCE.search(self.text)
@@ -172,6 +173,20 @@ class Origins:
 
     def at(self, node: ast.AST) -> None:
         self._variables.now = self._at[node]
+
+    @cached_property
+    def unread(self) -> list[tuple[str, int, int]]:
+        """Return what the function's own statements assign, and between which lines it is not read."""
+        unread, read = list[tuple[str, int, int]](), dict[str, int]()
+        for statement in self._body:
+            if isinstance(statement, ast.Assign):
+                elements = (element for target in statement.targets for element in elements_of(target))
+                held = (element.value if isinstance(element, ast.Subscript) else element for element in elements)
+                read_until = max((read.get(dotted(each), 0) for each in held), default=0)  # `() = f()` holds nothing
+                unread.append((ast.unparse(statement), read_until, statement.lineno))
+            loads = (part for part in ast.walk(statement) if isinstance(getattr(part, "ctx", None), ast.Load))
+            read.update((dotted(part), statement.end_lineno or 0) for part in loads)
+        return unread
 
     # -- statements ---------------------------------------------------------------------------------------------------
 

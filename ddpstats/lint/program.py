@@ -76,8 +76,7 @@ class Program:
 
     def resolve(self, called: ast.expr) -> str:
         """Return ``torch.distributed.all_reduce`` for ``dist.all_reduce``; empty where it is no plain name."""
-        name = dotted(called)
-        first, dot, rest = name.partition(".")
+        first, dot, rest = dotted(called).partition(".")
         return self.imports.get(first, first) + dot + rest
 
     def function_called(self, call: ast.Call) -> Function | None:

@@ -32,9 +32,7 @@ _HOW_TO_RECORD = (
 EPILOG = """examples:
   ddpstats run --nproc 2 --guard record --record-dir records train.py; ddpstats report records
   ddpstats report records captures --html report.html     with what NaN capture wrote, as a page
-  ddpstats report records --perfetto trace.json           for ui.perfetto.dev
-
-exit status: 0 nothing found, 1 something found, 2 it could not run"""
+  ddpstats report records --perfetto trace.json           for ui.perfetto.dev"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

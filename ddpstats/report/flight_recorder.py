@@ -19,7 +19,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from ddpstats._base.files import open_regular, parse_json, read_at_most
+from ddpstats._base.files import parse_json, read_regular
 from ddpstats.guard.event import MESSAGES, Event, line_of, text_of
 from ddpstats.guard.record import RankRecord, checked_group
 
@@ -97,8 +97,7 @@ def unpickle_plain(data: bytes) -> Any:
 
 def _read(rank: int, path: Path) -> tuple[RankRecord, Spans]:
     try:
-        with open_regular(path) as file:
-            data = read_at_most(file, _MAX_BYTES)
+        data = read_regular(path, _MAX_BYTES)
         return _dump_of(rank, parse_json(data) if data[:1] == b"{" else unpickle_plain(data))
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is no dump of the Flight Recorder: {error!r}") from None

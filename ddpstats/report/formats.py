@@ -235,8 +235,7 @@ def _slice(event: Event, end: float, span: Span | None) -> dict[str, Any]:
     seconds = _LONGEST_SEC if span is None or span.seconds is None else span.seconds
     args = {"number": event.seq, **_call(event), **(span._asdict() if span is not None else {})}
     duration = round(max(min(end - event.started, seconds), 0.0) * 1e6, 3)  # a clock may have been set back
-    name, op = event.label or event.signature.op, event.signature.op
-    return {"ph": "X", "dur": duration, "name": name, "cat": op, "args": args}
+    return {"ph": "X", "dur": duration, "name": args["label"] or args["op"], "cat": args["op"], "args": args}
 
 
 def _together(recorded: Recorded, report: Row) -> Iterator[tuple[str, list[tuple[float, int]]]]:

@@ -64,10 +64,8 @@ def _verdict(report: Mapping[str, Any]) -> str:
         return ""
     if not any(rank["collectives"] for rank in report["ranks"]):
         return "No record of collectives."
-    if report["not_compared"]:
-        return "Nothing differs in what could be compared, which is not all."
-    if report["assumed"]:
-        return "All ranks that left a record issued the same collectives in the same order, as far as can be told."
+    if report["not_compared"] or report["assumed"]:
+        return "Nothing differs in what could be compared."
     return "All ranks issued the same collectives in the same order."
 
 

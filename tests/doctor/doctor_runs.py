@@ -40,5 +40,5 @@ def doctor_without_rank_1(when: str, *arguments: str) -> Ended:
     if dist.get_rank() == 1:
         if when == "at first":
             die()
-        vars(ranks)["_wait_until"] = lambda condition, limit_sec: die()
+        vars(ranks)["wait_for"] = lambda condition, limit_sec: die()
     return doctor(*arguments)

@@ -18,8 +18,9 @@ from torch import nn
 
 import ddpstats
 from ddpstats._base.config import GuardMode
+from ddpstats._ranks.store import wait_for
 from ddpstats.guard import collective_guard, verdicts
-from ddpstats.guard.failure_agreement import FailureAgreement, wait_until
+from ddpstats.guard.failure_agreement import FailureAgreement
 
 Raised = tuple[str, tuple[int, ...], str]
 """The name of an error, the ranks that it calls missing, and its text."""
@@ -57,7 +58,7 @@ def label_on_one_rank(steps: int) -> tuple[int, int]:
     with collective_guard("step", timeout_sec=20) as guard:
         for step in range(steps):
             if step == steps - 10:
-                wait_until(lambda: bool(_agreement_of(guard)._kept_position), 20.0)  # its watchdog writes that once
+                wait_for(lambda: bool(_agreement_of(guard)._kept_position), 20.0)  # its watchdog writes that once
                 dist.barrier()
                 before = store.num_keys()
             with ddpstats.label("loss") if dist.get_rank() == 0 else nullcontext():

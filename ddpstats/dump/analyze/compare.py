@@ -69,9 +69,7 @@ NOTHING = 2  # the status of a comparison of nothing: a success would be taken f
 EPILOG = """examples:
   ddpstats compare dumps/now dumps/last_week
   ddpstats compare dumps/now                  the ranks of one run with one another
-  ddpstats compare dumps/now --ranks 0,2      only those that hold the same parameters
-
-exit status: 0 nothing found, 1 something found, 2 it could not run"""
+  ddpstats compare dumps/now --ranks 0,2      only those that hold the same parameters"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

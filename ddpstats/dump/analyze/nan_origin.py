@@ -35,9 +35,7 @@ from ddpstats.dump.statistics import STATISTICS, keys
 from ddpstats.errors import DumpError
 
 EPILOG = """example:
-  ddpstats nan-origin dumps/now
-
-exit status: 0 nothing found, 1 something found, 2 it could not run"""
+  ddpstats nan-origin dumps/now"""
 
 Kind = Literal["computation", "arrived", "parameter", "uninitialised", "given", "gradient", "collective"]
 Leaves = list[tuple[str, DumpLeaf]]
