@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ddpstats.demo import as_text
+from ddpstats.demo import as_text, report_of
 from tests.demo.test_demo import report
 from tests.guard.scenarios import SCENARIOS
 from tests.needs import ROOT
@@ -68,4 +68,4 @@ def test_rates_of_the_sentinel_are_those_of_its_table() -> None:
 
 def test_demo_prints_what_the_readme_shows() -> None:
     _, _, shown = (ROOT / "README.md").read_text().partition("$ scripts/launch.sh demo\n")
-    assert as_text([report(0), report(1)]).startswith(shown.partition("```")[0])
+    assert as_text(report_of([report(0), report(1)])).startswith(shown.partition("```")[0])
