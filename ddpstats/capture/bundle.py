@@ -381,6 +381,36 @@ def write_part(directory: Path, name: str, content: RankPart | ModelPart) -> Wri
     return replace_file(directory / name, write, private=True)
 
 
+def close_bundle(
+    directory: Path,
+    keep: int,
+    files: dict[str, Written],
+    ranks: tuple[int, ...],
+    model_files: dict[int, str],
+    missing: dict[int, str],
+    **verdict: Any,
+) -> None:
+    """Write the manifest of these files, and remove old bundles; one that lacks ranks takes the place of none.
+
+    Args:
+        files: what was written; a rank, or a file of parameters, that is not in it is not in the bundle.
+        ranks, model_files, missing, verdict: fields of `Manifest`.
+    """
+    manifest = Manifest(
+        ranks=ranks,
+        complete=not missing and not verdict.get("notes"),
+        files=files,
+        ranks_present=tuple(rank for rank in ranks if rank_file(rank) in files),
+        model_files={rank: name for rank, name in model_files.items() if name in files},
+        missing=missing,
+        versions={"ddpstats": __version__, "torch": str(torch.__version__), "python": sys.version.split()[0]},
+        **verdict,
+    )
+    write_manifest(directory, manifest)
+    if manifest.complete or manifest.reason == "exception":  # which is one rank's alone, and counts with its others
+        prune(directory.parent, keep, directory)
+
+
 # -- all ranks together -----------------------------------------------------------------------------------------------
 
 
@@ -560,24 +590,20 @@ class BundleWriter:
                     unseen[rank] = f"rank {self._rank} does not see its files: all ranks need one file system"
         missing = {**self._missing(), **unseen}
         model_files = {rank: self._model_file(writer) for rank, writer in self.model_writers.items()}
-        manifest = Manifest(
-            reason=self._finding.kind,  # type: ignore[arg-type]
+        close_bundle(
+            directory,
+            self._keep,
+            files,
+            self._ranks,
+            model_files,
+            missing,
+            reason=self._finding.kind,
             step=self._finding.step,
             created_utc=self._when.isoformat(),
-            ranks=self._ranks,
-            complete=not missing,
             culprit_ranks=tuple(map(int, self._finding.culprit_ranks)),
             message=message,
-            files=files,
-            ranks_present=tuple(rank for rank in self._ranks if rank_file(rank) in files),
-            model_files={rank: name for rank, name in model_files.items() if name in files},
             parameters={int(rank): list(names) for rank, names in self._finding.by_rank.items()},
-            missing=missing,
-            versions=_versions(),
         )
-        write_manifest(directory, manifest)
-        if not missing:
-            prune(self._dirpath, self._keep, directory)
         return unseen
 
     def _finish_without(self, error: RankMissing) -> None:
@@ -591,10 +617,6 @@ class BundleWriter:
         problem = self._write_manifest(f"{error}")
         if problem:
             _log.warning("%s", problem)
-
-
-def _versions() -> dict[str, str]:
-    return {"ddpstats": __version__, "torch": str(torch.__version__), "python": sys.version.split()[0]}
 
 
 def _words(error: BaseException) -> str:
@@ -685,24 +707,20 @@ class AloneBundle:
 
     def _write_manifest(self, directory: Path, notes: list[str]) -> str:
         others = (rank for rank in self._ranks if rank != self._rank)
-        name = model_file(self._rank)
-        manifest = Manifest(
+        close_bundle(
+            directory,
+            self._keep,
+            self._files,
+            self._ranks,
+            {self._rank: model_file(self._rank)},
+            dict.fromkeys(others, f"this bundle is rank {self._rank}'s alone: it raised"),
             reason="exception",
             step=self._step,
             created_utc=datetime.now(timezone.utc).isoformat(),
-            ranks=self._ranks,
-            complete=len(self._ranks) == 1 and not notes,
             culprit_ranks=(self._rank,),
             message=f"rank {self._rank} raised in step {self._step}: {self._error}",
-            files=self._files,
-            ranks_present=(self._rank,),
-            model_files={self._rank: name} if name in self._files else {},
-            missing=dict.fromkeys(others, f"this bundle is rank {self._rank}'s alone: it raised"),
             notes=notes,
-            versions=_versions(),
         )
-        write_manifest(directory, manifest)
-        prune(directory.parent, self._keep, directory)
         return ""
 
 

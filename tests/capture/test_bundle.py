@@ -18,14 +18,16 @@ import torch
 
 from ddpstats._base.files import replace_file
 from ddpstats._rerun import codec
-from ddpstats.capture.bundle import Bundle, ModelPart, write_part
+from ddpstats.capture.bundle import Bundle, ModelPart, close_bundle, write_part
 from ddpstats.capture.manifest import (
     Manifest,
     Written,
     bundle_name,
     bundles_in,
+    model_file,
     new_directory,
     prune,
+    rank_file,
     read_manifest,
     summarize,
     write_manifest,
@@ -395,6 +397,27 @@ def test_shards_that_no_capture_wrote_are_refused(directory: Path, shape: list[i
     making.rewrite_part(directory, "model.safetensors", content)
     with pytest.raises(BundleError, match=re.escape(f"the shards of {name} do not make a whole one")):
         read_all(directory)
+
+
+# -- one writer of manifests -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reason", "missing", "older_stay"),
+    [("nonfinite", {}, False), ("nonfinite", {1: "no space left"}, True), ("exception", {1: "it raised"}, False)],
+)
+def test_manifest_names_what_was_written_and_removes_what_it_takes_the_place_of(
+    tmp_path: Path, reason: str, missing: dict[int, str], older_stay: bool
+) -> None:
+    rank = 0 if reason == "exception" else None
+    older, newest = (empty_bundle(tmp_path, number, rank is None, rank) for number in range(2))
+    files = {rank_file(0): Written(0, hashlib.sha256().hexdigest())}
+    models = {0: model_file(0)}
+    verdict = {"reason": reason, "step": 1, "created_utc": "", "culprit_ranks": (), "message": ""}
+    close_bundle(newest, 1, files, (0, 1), models, missing, **verdict)
+    read = read_manifest(newest)
+    assert (read.complete, read.ranks_present, read.model_files, read.missing) == (not missing, (0,), {}, missing)
+    assert older.exists() == older_stay
 
 
 # -- prune ------------------------------------------------------------------------------------------------------------
