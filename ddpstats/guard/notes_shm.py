@@ -78,10 +78,14 @@ class Exchange:
     def _learn_hosts(self) -> None:
         """Find out where all ranks are, once all have come."""
         if not self._are_hosts_known and self._store.counted("met") == self._size:
-            self.is_quick = self._shared is not None and self._store.counted(self._mapped) == self._size
+            self.is_quick = self.shares_memory()
             self._are_hosts_known = True
             if self._shared is not None:
                 self._shared.file.close()  # not needed once all ranks have it open
+
+    def shares_memory(self) -> bool:
+        """Return whether this rank shares memory with all ranks that have come so far."""
+        return self._shared is not None and self._store.counted(self._mapped) == self._store.counted("met")
 
     def post(self, seq: int, note: Note) -> None:
         """Post this rank's note; never waits."""
@@ -123,6 +127,7 @@ class Exchange:
 
     def absent(self, seq: int) -> list[int]:
         """Return the indices in the group of the ranks whose note is not there yet."""
+        self._learn_hosts()  # ranks that know them post into the memory alone
         if self.is_quick and self._shared is not None:
             return self._shared.absent(seq)
         return self._in_store.absent(seq)

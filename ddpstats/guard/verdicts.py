@@ -289,7 +289,7 @@ class Verdicts:
     def _verdict_on(self, error: RuntimeError, group: Group, event: Event, limit: Limit) -> DdpstatsError | None:
         """Return the verdict on torch's error; None where that is what the program is to see."""
         if not self._strict and _REFUSED.search(str(error)):  # gloo does so before the other ranks have to come
-            wait_for(lambda: not self._behind(group, event.seq), _REFUSED_SEC)
+            wait_for(lambda: min(self._begun(group).values(), default=event.seq) >= event.seq, _REFUSED_SEC)
             return self.explain(event, group, overdue=False)
         if not is_broken(error):
             return None
@@ -379,11 +379,11 @@ class Verdicts:
         """
         assert group.exchange is not None
         note = seq if self._strict else note
-        if note is None:
-            is_known = is_on_host or group.exchange.is_quick
-            return {rank for rank, begun in self._begun(group).items() if begun < seq and (begun or is_known)}
         try:
             with self.agreement.store.within(GLANCE_SEC):
+                if note is None:
+                    is_known = group.exchange.is_quick or (is_on_host and group.exchange.shares_memory())
+                    return {rank for rank, begun in self._begun(group).items() if begun < seq and (begun or is_known)}
                 absent = {group.view.ranks[index] for index in group.exchange.absent(note)}
         except STORE_ERRORS:
             return set()

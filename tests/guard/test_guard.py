@@ -160,6 +160,16 @@ def test_ranks_of_one_host_share_memory_also_where_the_store_was_silent_at_first
         assert first.look(1) == [Note(7), Note(7)]
 
 
+def test_rank_that_writes_into_shared_memory_alone_is_not_absent() -> None:
+    store: Any = bounded(HashStore())
+    with contextlib.closing(Exchange(store, 0, 2)) as first, contextlib.closing(Exchange(store, 1, 2)) as second:
+        assert second.look(1) is None
+        second.post(1, Note(7))
+        with mock.patch.object(type(store), "find", side_effect=StoreSilent("late")):
+            assert first.look(1) is None
+        assert first.absent(1) == [0]
+
+
 def test_notes_that_all_ranks_have_passed_are_deleted_from_the_store() -> None:
     store: Any = bounded(HashStore())
     with mock.patch.object(notes_shm._Shared, "of", side_effect=OSError("none between hosts")):

@@ -54,6 +54,17 @@ def test_timeout_of_default_group_is_torchs_error_with_a_note_that_names_the_ran
     assert "timeout_runs.py" in caught[2]
 
 
+WITHOUT_MEMORY = tiers([("step", (0, 1, 2))], [("step", (1,)), ("strict", (0, 1, 2)), ("strict", (1,))])
+
+
+@pytest.mark.parametrize(("mode", "without_memory"), WITHOUT_MEMORY)
+def test_note_names_no_rank_of_which_nothing_is_known(mode: GuardMode, without_memory: tuple[int, ...]) -> None:
+    first, second, _ = run_ranks(runs.note_on_absence, 3, mode, 2, without_memory, timeout_sec=60).values()
+    for note in (first, second):
+        assert "did not come" in note or mode == "step", note
+        assert "rank 2 did not come" in note or "not all ranks came" in note, note
+
+
 @pytest.mark.parametrize("mode", tiers(["strict"], ["step"]))
 def test_program_that_catches_runtime_error_catches_the_death_of_a_rank(mode: GuardMode) -> None:
     survivor = run_ranks(runs.dies, 2, mode, 1, timeout_sec=60)[0]

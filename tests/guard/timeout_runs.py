@@ -6,16 +6,18 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from ddpstats import DdpstatsError
 from ddpstats._base.config import GuardMode
-from ddpstats.guard import collective_guard
+from ddpstats.guard import collective_guard, notes_shm
 
 LIMIT_SEC = 2.0
 Ending = tuple[str, float, str]
@@ -94,6 +96,23 @@ def default_group_is_limited(mode: GuardMode | None, directory: str) -> Ending:
     if mode is not None:
         guard.abandon()
     return ending
+
+
+def note_on_absence(mode: GuardMode, absent: int, without_memory: tuple[int, ...]) -> str:
+    """Return the note on the timeout of a group of which these ranks share no memory with the others."""
+    group, note = dist.new_group(timeout=timedelta(seconds=LIMIT_SEC)), ""
+    store, refused = dist.distributed_c10d._get_default_store(), OSError("no shared memory here")
+    has_none = dist.get_rank() in without_memory
+    with mock.patch.object(notes_shm._Shared, "of", side_effect=refused) if has_none else nullcontext(), _guard(mode):
+        dist.all_reduce(torch.ones(1), group=group)
+        if dist.get_rank() != absent:
+            try:
+                dist.all_reduce(torch.ones(1), group=group)
+            except RuntimeError as error:
+                note = "".join(_notes(error))
+        store.set(f"noted {dist.get_rank()}", "")
+        store.wait([f"noted {rank}" for rank in range(dist.get_world_size())], timedelta(seconds=30))
+    return note
 
 
 def dies(mode: GuardMode, absent: int) -> tuple[str, bool]:
