@@ -46,7 +46,7 @@ def test_page_opens_on_divergence_whatever_clocks_show(
     def is_there() -> bool:
         said = chromium.run(SAID)
         at = chromium.run(f"[{MIDDLE}, lanes[2].time[49], {SPAN}]")
-        return "rank 2, number 50 of" in said and "Here the ranks part." in said and abs(at[0] - at[1]) < at[2] / 2
+        return "rank 2, number 50 of" in said and "Here the ranks diverge." in said and abs(at[0] - at[1]) < at[2] / 2
 
     assert is_there()
     assert chromium.run(SPAN) < 0.2  # its neighbours, not the hour until the other clock
