@@ -59,8 +59,9 @@ WITHOUT_MEMORY = tiers([("step", (0, 1, 2))], [("step", (1,)), ("strict", (0, 1,
 
 @pytest.mark.parametrize(("mode", "without_memory"), WITHOUT_MEMORY)
 def test_note_names_no_rank_of_which_nothing_is_known(mode: GuardMode, without_memory: tuple[int, ...]) -> None:
-    first, second, _ = run_ranks(runs.note_on_absence, 3, mode, 2, without_memory, timeout_sec=60).values()
-    for note in (first, second):
+    notes = run_ranks(runs.note_on_absence, 3, mode, 2, without_memory, timeout_sec=60).values()
+    assert any(notes)  # the rank that gives up first has one, at least
+    for note in filter(None, notes):
         assert "did not come" in note or mode == "step", note
         assert "rank 2 did not come" in note or "not all ranks came" in note, note
 
