@@ -59,7 +59,7 @@ _LOOK_SEC = 5.0  # for a file that another host has made: network file systems t
 
 def facts_of_this_rank(directory: Path) -> Facts:
     """Return what can be found out without other ranks."""
-    by_path = reversed(list(metadata.distributions()))  # so that the first one on the path is kept, which is imported
+    by_path = reversed(list(metadata.distributions()))  # the first one on the path is imported, so it comes last and is kept
     is_there = "yes" if os.path.isdir(directory) else "no"
     return {
         "location": {"host": socket.gethostname(), "directory": str(directory), EXISTS: is_there},
@@ -131,9 +131,9 @@ def examine(directory: Path, timeout_sec: float) -> list[Facts] | None:
     try:
         # torch's own rendezvous waits on rank 0, and names no rank.
         c10d, limit = cast(Any, dist), timedelta(seconds=timeout_sec)
-        whole = c10d.TCPStore(address, port, None, rank == host_rank, limit, wait_for_workers=False)
-        part = part_of(whole, f"ddpstats-doctor{attempt_prefix()}")
-        store = BoundedStore(lambda: part, host_rank=host_rank, limit_sec=timeout_sec)
+        server = c10d.TCPStore(address, port, None, rank == host_rank, limit, wait_for_workers=False)
+        keys = part_of(server, f"ddpstats-doctor{attempt_prefix()}")
+        store = BoundedStore(lambda: keys, host_rank=host_rank, limit_sec=timeout_sec)
         return _Job(rank, size, store, timeout_sec).examine(facts, directory)
     except (OSError, dist.DistError) as error:
         raise DdpstatsError(
