@@ -59,7 +59,7 @@ _LOOK_SEC = 5.0  # for a file that another host has made: network file systems t
 
 def facts_of_this_rank(directory: Path) -> Facts:
     """Return what can be found out without other ranks."""
-    by_path = reversed(list(metadata.distributions()))  # the first one on the path is imported, so it comes last and is kept
+    by_path = reversed(list(metadata.distributions()))  # the last one is kept: the one that is imported
     is_there = "yes" if os.path.isdir(directory) else "no"
     return {
         "location": {"host": socket.gethostname(), "directory": str(directory), EXISTS: is_there},
