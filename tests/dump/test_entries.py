@@ -92,6 +92,7 @@ def test_deeply_nested_entry_is_refused() -> None:
         ("data_name", ["a"], "data_name: "),
         ("nan_count", "many", "nan_count: 'many' is not a whole number"),
         ("first_bad", 3, "first_bad: 3 is not a list of whole numbers"),
+        ("stream", {}, "stream: {} is not a whole number"),
     ],
 )
 def test_unusable_field_is_named(field: str, value: Any, words: str) -> None:

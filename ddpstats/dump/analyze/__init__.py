@@ -402,7 +402,8 @@ _SECTIONS = ("input_args", "input", "input_kwargs", "parameters", "output")  # o
 _DEEPEST = 64
 _READ: dict[str, Callable[[Any], Any]] = {  # by a tensor's fields beside its statistics
     **dict.fromkeys(("data_name", "md5", "device"), statistics.words),
-    **dict.fromkeys(("data_ptr", "storage_offset", "storage_ptr", "storage_bytes", "storage_id"), statistics.count),
+    **dict.fromkeys(("data_ptr", "storage_offset", "storage_ptr", "storage_bytes"), statistics.count),
+    **dict.fromkeys(("storage_id", "stream"), statistics.count),
     "stride": statistics.index,
 }
 _TENSOR = "torch.Tensor"
