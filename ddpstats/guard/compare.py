@@ -109,7 +109,7 @@ class Comparing:
             if notes is None:
                 if find_limit is None:
                     return False
-                watch = self.verdicts.watch(group, seq, find_limit(), note=number)
+                watch = self.verdicts.watch(group, seq, find_limit(), group.newest, number)
                 with self._state.waiting(group, seq):
                     notes = group.exchange.wait(number, watch)
             group.settled = number

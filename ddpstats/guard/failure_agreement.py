@@ -81,7 +81,7 @@ class FailureAgreement:
         self._lock = threading.Lock()  # of that number
         self._read: _Verdict | None = None
         self.has_unread = False  # a verdict that the watchdog has read, and no other thread has come to
-        self._own, self._announced_by, self._is_reachable = own, announced_by, is_reachable
+        self.own, self._announced_by, self._is_reachable = own, announced_by, is_reachable
         self.is_lost = False  # the store does not answer any more
         self._left: dict[int, Departure] = {}
         self._leaving = StoreLog(self.store, "left")
@@ -141,7 +141,7 @@ class FailureAgreement:
         if mismatch is not None:
             return mismatch
         loss = self.members.diagnose_without_store(error, alarm.ranks)
-        status = self._own.report_status(alarm.group)
+        status = self.own.report_status(alarm.group)
         event = status.message_waited_for() if alarm.group.endswith(MESSAGES) else status.at(alarm.seq)
         own_call = [] if event is None else diagnosis.call_lines([self.rank], event)
         head = f"{diagnosis.name_of(alarm.group, alarm.seq)} of {alarm.words} was not completed:"
@@ -150,7 +150,7 @@ class FailureAgreement:
 
     def _compare_memory(self, alarm: Alarm) -> GuardFinding | None:
         """Return a mismatch that shows in this host's memory: gloo ends a process that gets more than it expects."""
-        statuses = [self._own.report_status(alarm.group)]
+        statuses = [self.own.report_status(alarm.group)]
         for rank in set(alarm.ranks) - {self.rank}:
             events = self._announced_by(alarm.group, rank)
             if not events:
@@ -170,7 +170,7 @@ class FailureAgreement:
             finding = diagnosis.unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
         with self._lock:
             if self.verdicts == number:
-                self._own.take_verdict(finding)
+                self.own.take_verdict(finding)
                 self.verdicts += 1
                 self.has_unread = False
         return finding
@@ -214,7 +214,7 @@ class FailureAgreement:
     def _report(self, number: int, alarm: Alarm) -> None:
         """Report what this rank knows of itself, for the verdict of that number."""
         self._reported = max(number, self._reported)
-        StoreLog(self.store, f"status/{number}").append(self._own.report_status(alarm.group).pack())
+        StoreLog(self.store, f"status/{number}").append(self.own.report_status(alarm.group).pack())
 
     def _collect(self, alarm: Alarm, reports: StoreLog, statuses: dict[int, RankStatus]) -> None:
         """Add the statuses that were reported since; of ranks that can report none any more, the last known ones."""
@@ -246,8 +246,8 @@ class FailureAgreement:
             return
         try:
             for group in counts:
-                self.store.set(f"words/{self.rank}/{group}", self._own.report_status(group).pack())
-            self.store.set(f"position/{self.rank}", self._own.position())
+                self.store.set(f"words/{self.rank}/{group}", self.own.report_status(group).pack())
+            self.store.set(f"position/{self.rank}", self.own.position())
             self._leaving.append(Departure(self.rank, how, counts).pack())
         except STORE_ERRORS:
             self.is_lost = True
@@ -305,7 +305,7 @@ class FailureAgreement:
 
     def _look(self) -> None:
         self.members.learn()  # while there is a store to ask
-        position, number = self._own.position(), self.verdicts
+        position, number = self.own.position(), self.verdicts
         if position != self._kept_position:
             self.store.set(f"position/{self.rank}", position)
             self._kept_position = position

@@ -165,8 +165,6 @@ class Group:
         self.lock = threading.RLock()  # one thread at a time compares
         self.seq = 0  # of the last collective begun
         self.newest: IssuedCall | None = None  # that one
-        self.waits_at = ""  # the key in the store that says in which collective this rank waited last
-        self.waits_compared = 0  # the number of the last collective that ranks of other hosts were asked about
         self.posted = 0  # the last note: of a collective in mode "strict", otherwise of all that was done so far
         self.settled = 0  # the last note that was compared
         self.rolling = 0  # digest of all that this rank did

@@ -63,21 +63,21 @@ class Exchange:
 
     def __init__(self, store: Any, index: int, size: int) -> None:
         """Open the shared memory, and say where this rank lives. Waits for no other rank."""
-        self._store, self._index, self._size = bounded(store), index, size
-        self._in_store = StoreNotes(self._store, index, size)
+        self.store, self._index, self._size = bounded(store), index, size
+        self._in_store = StoreNotes(self.store, index, size)
         self._shared: _Shared | None = None
         self.is_quick = self._are_hosts_known = False
         machine = ProcessId.mine().machine
         self._mapped = f"mapped/{machine.hex()}"
         with suppress(OSError, AttributeError, ValueError):  # no memfd on this system, another user's process, or gone
             if machine != _NOWHERE:
-                self._shared = _Shared.of(self._store, machine, index, size)
-                self._store.add(self._mapped, 1)
-        self._store.add("met", 1)
+                self._shared = _Shared.of(self.store, machine, index, size)
+                self.store.add(self._mapped, 1)
+        self.store.add("met", 1)
 
     def _learn_hosts(self) -> None:
         """Find out where all ranks are, once all have come."""
-        if not self._are_hosts_known and self._store.counted("met") == self._size:
+        if not self._are_hosts_known and self.store.counted("met") == self._size:
             self.is_quick = self.shares_memory()
             self._are_hosts_known = True
             if self._shared is not None:
@@ -85,12 +85,13 @@ class Exchange:
 
     def shares_memory(self) -> bool:
         """Return whether this rank shares memory with all ranks that have come so far."""
-        return self._shared is not None and self._store.counted(self._mapped) == self._store.counted("met")
+        return self._shared is not None and self.store.counted(self._mapped) == self.store.counted("met")
 
     def post(self, seq: int, note: Note) -> None:
         """Post this rank's note; never waits."""
         if self._shared is not None:
             self._shared.write(seq, note)
+        self._learn_hosts()
         if not self.is_quick:
             self._in_store.post(seq, note)
 
@@ -100,7 +101,7 @@ class Exchange:
         None, too, where the store is silent. Raises `Overrun` where a note is gone already.
         """
         if not self.is_quick:
-            with suppress(StoreSilent), self._store.within(GLANCE_SEC):
+            with suppress(StoreSilent), self.store.within(GLANCE_SEC):
                 self._learn_hosts()
                 if not self.is_quick:
                     return self._in_store.look(seq)

@@ -213,9 +213,7 @@ class Verdicts:
         cannot_end = bool(self._cannot_come(group, seq, is_on_host=False))
         if event.signature.root is None and time.monotonic() > call.issued + group.limit(call.call_sec).seconds:
             cannot_end = cannot_end or bool(self._behind(group, seq, is_on_host=False))
-        is_compared = self._strict or group.exchange.is_quick or group.waits_compared == seq
-        group.waits_compared = seq
-        if cannot_end or (not is_compared and self._waits_elsewhere(group, seq, event.digest)):
+        if cannot_end or self._waits_elsewhere(group, call):
             with self._state.waiting(group, seq):
                 self.await_verdict(alarm_of(group, seq, overdue=cannot_end))
 
@@ -259,8 +257,7 @@ class Verdicts:
                 return
             seq, limit = entry[1], issued.limit()
             limit = Limit(math.inf if limit.is_own else limit.seconds - _SLICE_SEC, False)  # torch ends the others
-            is_unseen = not self._strict and group.exchange is not None and not group.exchange.is_quick
-            watch = self.watch(group, seq, limit, digest=entry[0].digest if is_unseen else None)
+            watch = self.watch(group, seq, limit, issued)
             with self._state.waiting(group, seq):
                 while not collectives.wait_within(work, _SLICE):
                     watch()
@@ -275,15 +272,25 @@ class Verdicts:
                 raise
             raise verdict from error
 
-    def _waits_elsewhere(self, group: Group, seq: int, digest: int) -> bool:
-        """Return whether a rank waits in another collective of that number. Say what this one waits in."""
-        store, key, own = self.agreement.store, f"waits/{group.name}/{seq}", str(digest)
+    def _waits_elsewhere(self, group: Group, call: IssuedCall) -> bool:
+        """Return whether a rank waits in a collective that was another one here. Say what this one waits in.
+
+        In mode "step", where ranks do not share all memory. Of two ranks that wait in different numbers, the one
+        further ahead compares: it has come through the other's number.
+        """
+        if self._strict or group.exchange is None or group.exchange.is_quick:
+            return False
+        event, seq, _ = call.entry
+        store, own = group.exchange.store, f"{seq} {event.digest}"
         with store.within(GLANCE_SEC):
-            if store.post(key, own) != own.encode():
-                return True
-            if group.waits_at not in ("", key):
-                store.delete_key(group.waits_at)
-            group.waits_at = key
+            waits = store.post("waits", own)
+            if waits == own.encode():
+                return False
+            store.set("waits", own)
+        with suppress(ValueError):  # foreign bytes
+            number, digest = map(int, waits.split())
+            same = event if number == seq else self.agreement.own.report_status(group.name).at(number)
+            return same is not None and same.digest != digest
         return False
 
     def _verdict_on(self, error: RuntimeError, group: Group, event: Event, limit: Limit) -> DdpstatsError | None:
@@ -302,12 +309,12 @@ class Verdicts:
         return self.explain(event, group)
 
     def watch(
-        self, group: Group, seq: int, limit: Limit, note: int | None = None, digest: int | None = None
+        self, group: Group, seq: int, limit: Limit, call: IssuedCall | None, note: int | None = None
     ) -> Callable[[], None]:
         """Return what a rank calls now and then while it waits for ``seq``: it looks for alarms and for lost ranks.
 
-        ``limit``: from now on. ``note``: it waits for the others' notes of that number. ``digest``: of what it waits
-        for, where ranks of other hosts have not compared that; those that wait do so now.
+        ``limit``: from now on. ``call``: this rank's, which those that wait compare where nothing has compared it yet.
+        ``note``: it waits for the others' notes of that number.
         """
         look_sec, began, looks_at, passed_at = shared_poll(0.0, len(group.view.ranks)), time.time(), 0.0, math.inf
         deadline = time.monotonic() + limit.seconds
@@ -324,7 +331,7 @@ class Verdicts:
                 is_passed = self.has_ended and max(self._begun(group).values(), default=0) > group.seq
                 passed_at = min(passed_at, now) if is_passed else math.inf
                 self._look(group, seq, now > deadline, limit.is_own, note)
-                if digest is not None and self._waits_elsewhere(group, seq, digest):
+                if call is not None and self._waits_elsewhere(group, call):
                     self.differ(group, seq)
                     raise Silenced
                 limit_sec = group.limit().seconds

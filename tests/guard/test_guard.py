@@ -60,6 +60,13 @@ def test_between_hosts_ranks_that_wait_in_different_operations_are_named_in_seco
     assert endings == [("CollectiveMismatch", True)] * 2
 
 
+@pytest.mark.parametrize("then", ["step", *tiers([], ["another collective"])])
+def test_between_hosts_rank_that_came_through_what_others_wait_in_is_compared_with_them(then: str) -> None:
+    for name, text, is_soon in run_ranks(runs.passes_what_others_wait_in, 3, then, timeout_sec=60).values():
+        assert (name, is_soon) == ("CollectiveMismatch", True), text
+        assert all(part in text for part in ("float32[4]", "float32[5]", "number 2 ")), text
+
+
 def test_strict_raises_before_anything_is_summed(two_ranks: RankPool) -> None:
     for rank, ends in enumerate(two_ranks.run(runs.values_after_a_mismatch).values()):
         assert ends == dict.fromkeys(("key", "reduce op", "root"), ("CollectiveMismatch", [float(rank)] * 2))
