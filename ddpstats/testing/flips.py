@@ -256,9 +256,7 @@ def _with_first_tensor(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def in_matmul(fault: Fault) -> None:
     """Flip a bit in the first product of this thread while the module runs, and in the same product when repeated."""
     if kernel_at is None:
-        raise ConfigError(
-            f"torch {torch.__version__} does not say which kernels it has: bits in products cannot be flipped"
-        )
+        raise ConfigError(f"torch {torch.__version__} does not name its kernels: bits in products cannot be flipped")
     kernel_of, cpu = kernel_at, keys_of_device("cpu", False)
     running: list[Any] = []  # the thread in which the module runs, then the operands of its first product
 
