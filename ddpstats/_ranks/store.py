@@ -311,7 +311,7 @@ class BoundedStore:
         One request: between two, another rank may delete the key, and torch's ``get`` would wait for it.
         """
         value = self.replace(key, _ABSENT, _ABSENT)  # no key has that value, so nothing is replaced
-        return None if value in (b"", _ABSENT.encode()) else value
+        return None if value == _ABSENT.encode() else value
 
     def post(self, key: str, value: str) -> bytes:
         """Write ``value`` unless the key exists; return its value now. So the first rank's value is that of all."""
