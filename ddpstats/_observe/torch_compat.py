@@ -121,6 +121,7 @@ kernel_at: Callable[[str, str], Any] | None = find("_C._dispatch_get_computed_ke
 # Takes the kernels of a `torch.library.Library` away at a moment that we choose. Without it no kernel is registered: no
 # collective and no product is observed.
 _destroy = find("library.Library._destroy")
+_impls: set[str] = find("library._impls", set())  # kernels from Python, which `Library.impl` has registered
 _removed: dict[tuple[str, str], Any] = {}  # (operator, key) -> kernels that a thread may still be about to enter
 
 
@@ -163,6 +164,8 @@ class Kernels:
                 warnings.filterwarnings("ignore", message=r"[\s\S]*verriding a previously registered kernel")
             for name, kernel in kernels.items():
                 hide_from_dynamo(kernel)
+                if replaces:  # torch up to 2.10 refuses a second kernel, except with an argument that 2.7 does not have
+                    _impls.discard(f"{namespace}/{name}/{key}")
                 self._library.impl(name, kernel, key, with_keyset=with_keys)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:

@@ -233,7 +233,13 @@ def test_report_in_words_names_operation_line_and_values(tmp_path: Path, capsys:
     assert "bisect: not finite before the step: batch['x'] of micro-batch 0\n  output:\n    float32[2, 4]" in words(
         "Small", NAN
     )
-    out = words("SqrtOfZero", FINE)
+
+
+@numbers_nodes
+def test_report_in_words_names_the_line_of_the_forward_operation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shown(capture(tmp_path, "SqrtOfZero", "sum_step", FINE), capsys, "SqrtOfZero", "sum_step")
     assert "in the backward pass (SqrtBackward0) of micro-batch 0\n" in out
     assert "  the forward operation was called at:\n" in out
     assert "it arrived at: the gradient of layer.weight, and 1 more, micro-batch 0" in out
