@@ -7,6 +7,7 @@ of a group's collectives is the number that its backend (gloo, NCCL, XCCL, ...) 
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -138,7 +139,8 @@ def start_fake_group(rank: int, world_size: int) -> None:
 
     Torch's own covers four kinds of devices alone.
     """
-    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    fake_pg = importlib.import_module("torch.testing._internal.distributed.fake_pg")  # which torch 2.6 does not import
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world_size)
     group: Any = dist.group.WORLD
     for kind in ("privateuseone", "mps", "mtia"):
         group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.CUSTOM, backend_of(group, HOST))

@@ -333,7 +333,7 @@ class Session:
 # -- the end of the default process group -----------------------------------------------------------------------------
 
 _at_destroy: Callable[[Any], None] | None = None
-_original_shutdown: Any = vars(dist.ProcessGroup)["shutdown"]
+_original_shutdown: Any = vars(dist.ProcessGroup).get("shutdown")  # torch 2.6 has none, and no guard
 _was_destroyed = False
 
 
