@@ -219,8 +219,10 @@ class Agreement:
         self.sites[call.site_key] = site
         self._resize()
 
-    def drop_oldest(self) -> None:
-        """Drop the name that was not used for longest, on all ranks, where there are too many."""
+    def note_use(self, call: Call, site: Site) -> None:
+        """Keep a site that was used just now; the one that was not used for longest is dropped where there are many."""
+        self.sites[call.site_key] = site
+        self.sites.move_to_end(call.site_key)
         if len(self.sites) > _MAX_SITES:
             self.sites.popitem(last=False)
             self._resize()

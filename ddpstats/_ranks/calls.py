@@ -34,7 +34,7 @@ from ddpstats._ranks.comm import (
     describe_group,
     group_ranks,
     group_store,
-    patience_sec,
+    last_moment,
     resolve_group,
     slice_sec,
 )
@@ -68,7 +68,8 @@ class Channel:
         self.ranks, self.rank, self.group_name = ranks, rank, group_name  # global ranks, ascending; this process's own
         self._process, self._connect = os.getpid(), connect
         self._worker = Worker("ddpstats")
-        self._turn = threading.Condition()
+        self._lock = threading.RLock()
+        self._turn = threading.Condition(self._lock)
         self._performer: int | None = None  # the thread that performs a call
         self._detector: FailureDetector | None = None  # alone there is no rank to miss
         if len(ranks) > 1:
@@ -87,7 +88,7 @@ class Channel:
         self._refuse_here()
         thread = threading.get_ident()
         try:
-            with self._turn:
+            with self._lock:
                 if self._performer is None and self._worker.is_idle():
                     self._performer = thread
             if self._performer == thread:
@@ -98,7 +99,7 @@ class Channel:
 
     def _end_turn(self, thread: int) -> None:
         """End the turn if it is this thread's: the handler of a signal may have raised before it began."""
-        with self._turn:
+        with self._lock:
             if self._performer == thread:
                 self._performer = None
                 self._turn.notify()
@@ -151,7 +152,7 @@ class Channel:
         started = time.monotonic()
         try:
             agreement = self._agreement or self._first_use(started, timeout_sec)
-            agreement.deadline = max(started + patience_sec(timeout_sec), time.monotonic() + slice_sec(timeout_sec))
+            agreement.deadline = last_moment(started, timeout_sec)
             return work(agreement)
         except CommFailed as error:
             assert self._detector is not None
@@ -233,7 +234,7 @@ class Channel:
         """Wait for all ranks, connect, and prove that all speak one protocol, before a buffer of any layout is sent."""
 
         def left_sec() -> float:
-            return max(started + patience_sec(timeout_sec) - time.monotonic(), slice_sec(timeout_sec))
+            return last_moment(started, timeout_sec) - time.monotonic()
 
         detector = self._detector
         if detector is None:

@@ -91,9 +91,13 @@ def slice_sec(timeout_sec: float) -> float:
     return min(_LONGEST_SLICE_SEC, timeout_sec / 10)
 
 
-def patience_sec(timeout_sec: float) -> float:
-    """Return how long the collectives of a call may take, so that their failure is reported within ``timeout_sec``."""
-    return timeout_sec - 3 * slice_sec(timeout_sec)
+def last_moment(started: float, timeout_sec: float) -> float:
+    """Return when the collectives of a call must end, so that their failure is reported within ``timeout_sec``.
+
+    At least one slice from now.
+    """
+    step = slice_sec(timeout_sec)
+    return max(started + timeout_sec - 3 * step, time.monotonic() + step)
 
 
 def wait_in_slices(done_within: Callable[[float], bool], timeout_sec: float, watch: Watch) -> None:
@@ -246,12 +250,11 @@ def resolve_group(group: Any) -> dist.ProcessGroup | None:
 
     Raises ``ConfigError`` for what is no group, and on a rank that is not a member.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        if group is not None:
-            raise ConfigError("group= is given, but torch.distributed is not initialized on this rank")
-        return None
+    world = dist.group.WORLD if dist.is_available() else None
+    if world is None and group is not None:
+        raise ConfigError("group= is given, but torch.distributed is not initialized on this rank")
     if group is None:
-        return dist.group.WORLD
+        return world
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(f"rank {dist.get_rank()} is not a member of the group it passed; only members may call")
     if not isinstance(group, dist.ProcessGroup):

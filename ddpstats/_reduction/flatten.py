@@ -101,8 +101,8 @@ def flatten(stats: Any, keep_dtypes: bool = False) -> Flat:
     """Flatten ``stats``. Local. Raises `CannotRead` for a key, type or depth that cannot be reduced."""
     if type(stats) is dict:
         recent = _recent.get((len(stats), keep_dtypes))
-        if recent is not None and tuple(stats) == recent.keys:
-            leaves = list(stats.values())
+        if recent is not None and [*stats] == recent.keys:
+            leaves = [*stats.values()]
             if recent.types == {*map(type, leaves)} and (
                 not keep_dtypes or recent.dtypes == {*map(_tensor_dtype, leaves)}
             ):
@@ -134,7 +134,7 @@ def _flatten_any(stats: Any, keep_dtypes: bool) -> Flat:
 class _Recent(NamedTuple):
     """A flat dict of plain values with str keys. To compare its keys costs less than to hash them."""
 
-    keys: tuple[Any, ...]
+    keys: list[Any]
     types: frozenset[type]
     dtypes: frozenset[Any]
     structure: Structure
@@ -148,7 +148,7 @@ def _remember_recent(signature: tuple[Any, ...], structure: Structure, dtype: Ha
     """Keep ``signature`` of `_signature` if it is that of a flat dict of interchangeable values with str keys."""
     if len(signature) == 4 and _are_str(signature[1]):
         _, keys, count, types = signature
-        _recent.put((count, dtype is not None), _Recent(keys, types, frozenset([dtype]), structure), count + 1)
+        _recent.put((count, dtype is not None), _Recent([*keys], types, frozenset([dtype]), structure), count + 1)
 
 
 # -- the fast look ----------------------------------------------------------------------------------------------------

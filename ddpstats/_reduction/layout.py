@@ -104,7 +104,7 @@ class Placement:
         is_stale: this rank holds a leaf or a tag that the layout lacks; the other fields are empty then.
     """
 
-    slots: Sequence[int]
+    slots: range | array[int]
     codes: array[float]
     is_complete: bool
     is_stale: bool = False
@@ -118,7 +118,7 @@ def place(structure: Structure, layout: Layout) -> Placement:
         slots = array("q", map(layout.slot_of.__getitem__, structure.leaves))
         tags = [layout.code_of_tag[tag] for tag in structure.tags]
     except KeyError:
-        return Placement((), array("d"), False, is_stale=True)
+        return Placement(range(0), array("d"), False, is_stale=True)
     codes = array("d", bytes(8 * layout.codes))
     for slot, (_, op) in zip(slots, structure.leaves, strict=True):
         codes[slot] = IS_NONE if op == NONE.name else PRESENT

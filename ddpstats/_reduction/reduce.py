@@ -84,15 +84,18 @@ class Reduction:
     ``divide`` False leaves means as weighted sums; a matter of this rank alone.
     """
 
-    def __init__(self, agreement: Agreement, call: Call, divide: bool, counters: Counters) -> None:
-        self._agreement, self._call, self._divide, self._counters = agreement, call, divide, counters
-        kept = agreement.sites.get(call.site_key)
-        self._site = kept if isinstance(kept, ReductionSite) else ReductionSite()
+    _agreement: Agreement
+    _site: ReductionSite
 
-    def reduce(self, source: ReductionInput) -> Reduced:
+    def __init__(self, call: Call, source: ReductionInput, counters: Counters, divide: bool = True) -> None:
+        self._call, self._source, self._counters, self._divide = call, source, counters, divide
+
+    def perform(self, agreement: Agreement) -> Reduced:
         """Reduce. Every rank must call. Raises what all ranks raise, and `CommFailed`."""
         self._counters.calls += 1
-        prepared = source.part()
+        kept = agreement.sites.get(self._call.site_key)
+        self._agreement, self._site = agreement, kept if isinstance(kept, ReductionSite) else ReductionSite()
+        prepared = self._source.part()
         for _ in range(MAX_ROUNDS):
             seal = self._agreement.seal(self._call, self._site)
             placement = self._write(prepared, seal)
@@ -133,10 +136,7 @@ class Reduction:
     def _read(self, part: Part, placement: Placement) -> Reduced:
         call, site, agreement, layout = self._call, self._site, self._agreement, self._site.layout
         buffer, start, size = agreement.buffer, HEADER_LANES, layout.size
-        sites = agreement.sites
-        sites.setdefault(call.site_key, site)
-        sites.move_to_end(call.site_key)
-        agreement.drop_oldest()
+        agreement.note_use(call, site)
         total, weights = buffer.lanes[WEIGHT], None
         if buffer.lanes[PARTIAL] == 0:
             selection = layout.everything
@@ -252,7 +252,7 @@ def lanes_of(
 ) -> tuple[array[float], array[float], array[float]]:
     """Return one rank's sums, weights and codes in the order of the slots; masked, where ``skip`` leaves out a leaf."""
     slots, sums, codes = placement.slots, part.sums, placement.codes
-    weights = part.weights if not isinstance(part.weights, float) else array("d", (part.weights,)) * len(sums)
+    weights = array("d", (part.weights,)) * len(sums) if isinstance(part.weights, float) else part.weights
     if part.nonfinite or not part.is_finite:
         sums, weights, codes = array("d", sums), array("d", weights), array("d", codes)
         for index in part.nonfinite:
@@ -267,6 +267,8 @@ def lanes_of(
         for index, slot in enumerate(slots):
             if slot in layout.extremes and not math.isnan(sums[index]):
                 sums[index] = 0.0
+    if isinstance(slots, range):
+        return sums, weights, codes
     return _spread(layout.size, slots, sums), _spread(layout.size, slots, weights), codes
 
 
@@ -308,12 +310,10 @@ def _quotient(sums: array[float], weights: float | array[float]) -> array[float]
     return array("d", [value / weight if weight else math.nan for value, weight in zip(sums, weights, strict=True)])
 
 
-def _spread(size: int, slots: Sequence[int], values: array[float]) -> array[float]:
+def _spread(size: int, slots: array[int], values: array[float]) -> array[float]:
     """Return a vector of ``size`` zeros with ``values[i]`` at ``slots[i]``."""
-    if isinstance(slots, range):
-        return values
     result = array("d", bytes(8 * size))
-    if len(values) >= MANY and isinstance(slots, array):
+    if len(values) >= MANY:
         as_tensor(result)[torch.frombuffer(slots, dtype=torch.int64)] = as_tensor(values)
         return result
     for slot, value in zip(slots, values, strict=True):

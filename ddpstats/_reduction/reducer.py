@@ -21,11 +21,11 @@ import torch.distributed as dist
 from ddpstats._base import config
 from ddpstats._base.config import check_choice, check_flag
 from ddpstats._base.lazy import breaks_graph
-from ddpstats._ranks.agreement import Agreement, Counters
+from ddpstats._ranks.agreement import Counters
 from ddpstats._ranks.calls import Channel, channel_of
 from ddpstats._ranks.exchange import Call
 from ddpstats._ranks.store import rest
-from ddpstats._reduction.read import Prepared, ReductionInput
+from ddpstats._reduction.read import Prepared
 from ddpstats._reduction.reduce import Reduction
 from ddpstats._reduction.result import Entry, RankValues, Reduced
 from ddpstats.errors import ConfigError, DdpstatsError
@@ -170,7 +170,7 @@ class StatsReducer:
             rank 0: reduce({"l1_loss": 0.057}, weight=8)   rank 1: reduce({"snr_loss": -2.0}, weight=8)
             both:   .values == {"l1_loss": 0.057, "snr_loss": -2.0}
         """
-        return self._run(self._usable_channel(), Prepared(stats, weight, per_rank=self._call.per_rank))
+        return self._reduce(stats, weight)
 
     @breaks_graph
     def start(self, stats: Any, weight: Any = 1.0) -> PendingReduction:
@@ -181,28 +181,16 @@ class StatsReducer:
         `result`.
         """
         channel = self._usable_channel()
-        work = self._work(Prepared(stats, weight, per_rank=self._call.per_rank))
-        future = channel.submit(work, self._timeout_sec)
+        prepared = Prepared(stats, weight, per_rank=self._call.per_rank)
+        future = channel.submit(Reduction(self._call, prepared, self._counters).perform, self._timeout_sec)
         self._started = weakref.ref(future), weakref.ref(channel)
         return PendingReduction(future, channel)
 
-    @breaks_graph
     def _reduce(self, stats: Any, weight: Any, *, keep_dtypes: bool = False, divide: bool = True) -> Reduced:
         """Do what `__call__` does, with the dtypes of the leaves, or sums in place of means, for `recursive_op`."""
         channel = self._usable_channel()
-        return self._run(channel, Prepared(stats, weight, keep_dtypes, self._call.per_rank), divide=divide)
-
-    def _run(
-        self, channel: Channel, prepared: ReductionInput, *, divide: bool = True, call: Call | None = None
-    ) -> Reduced:
-        """Return the reduction of ``prepared``, made on this thread. ``call``: None for this reducer's own."""
-        return channel.run(self._work(prepared, divide, call), self._timeout_sec)
-
-    def _work(
-        self, prepared: ReductionInput, divide: bool = True, call: Call | None = None
-    ) -> Callable[[Agreement], Reduced]:
-        call, counters = call or self._call, self._counters
-        return lambda agreement: Reduction(agreement, call, divide, counters).reduce(prepared)
+        prepared = Prepared(stats, weight, keep_dtypes, self._call.per_rank)
+        return channel.run(Reduction(self._call, prepared, self._counters, divide).perform, self._timeout_sec)
 
     @property
     def counters(self) -> ReductionCounters:

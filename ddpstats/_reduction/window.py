@@ -47,6 +47,7 @@ from ddpstats._reduction.read import (
     read_row,
     snapshot_if_off_host,
 )
+from ddpstats._reduction.reduce import Reduction
 from ddpstats._reduction.reducer import NonFinitePolicy, ReductionCounters, StatsReducer
 from ddpstats._reduction.result import Reduced
 from ddpstats.errors import ConfigError, DdpstatsError, InvalidStats, SchemaConflict
@@ -166,14 +167,15 @@ class StatsWindow:
         meanwhile then takes its place.
         """
         check_flag("per_rank", per_rank)
-        channel = self._reducer._usable_channel()
+        reducer = self._reducer
+        call, channel = self._per_rank_call if per_rank else reducer._call, reducer._usable_channel()
         channel.refuse_inside()
         refuse_without_values(f"a reduction on {channel.group_name}")
         with self._exclusive():
-            content, self._content = self._content, _Content(self._reducer._call.skips)
+            content, self._content = self._content, _Content(call.skips)
         flushed = _Flushed(content, self._last_structure, per_rank)
         try:
-            return self._reducer._run(channel, flushed, call=self._per_rank_call if per_rank else None)
+            return channel.run(Reduction(call, flushed, reducer._counters).perform, reducer._timeout_sec)
         except ConfigError:
             with self._exclusive():
                 if not flushed.is_taken and self.adds == 0:

@@ -24,7 +24,7 @@ from ddpstats._ranks.comm import (
     GlooComm,
     SoloComm,
     group_store,
-    patience_sec,
+    last_moment,
     resolve_group,
     slice_sec,
 )
@@ -341,7 +341,9 @@ def test_threads_that_disagree_on_sizes_fail_where_gloo_would_abort() -> None:
 @pytest.mark.parametrize("timeout_sec", [0.1, 1.0, 5.0, 300.0])
 def test_a_collective_leaves_time_for_the_verdict(timeout_sec: float) -> None:
     assert 0 < slice_sec(timeout_sec) <= 1.0
-    assert 0.5 * timeout_sec < patience_sec(timeout_sec) < timeout_sec - 2 * slice_sec(timeout_sec)
+    now = time.monotonic()
+    assert 0.5 * timeout_sec < last_moment(now, timeout_sec) - now < timeout_sec - 2 * slice_sec(timeout_sec)
+    assert last_moment(now - timeout_sec, timeout_sec) - now >= slice_sec(timeout_sec)
 
 
 # -- alone -------------------------------------------------------------------------------------------------------------
