@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddpstats.dump.record import leaves
 from ddpstats.dump.record.leaves import as_statistics, device_numbers, host_numbers, plain_values
 from ddpstats.dump.writer import without_repeats
 
@@ -153,6 +154,33 @@ def test_first_bad_element_is_found_at_any_index(stats: Measure) -> None:
         tensor[index], tensor[-1] = -math.inf, math.nan
         measured = stats(tensor)
         assert (measured.nan_count, measured.inf_count, measured.first_bad) == (1, int(index != 99_999), [index])
+
+
+@pytest.mark.parametrize("limit", [leaves._FEW, leaves._PART, leaves._CACHED * torch.get_num_threads()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sizes_around_a_limit_have_the_same_statistics(limit: int, dtype: torch.dtype) -> None:
+    tensor = torch.randn(limit + 1, dtype=dtype, generator=torch.Generator().manual_seed(limit)) + 0.5
+    for size in (limit - 1, limit, limit + 1):
+        largest, smallest, *sums = reference(tensor[:size])
+        assert host_stats(tensor[:size]) == (largest, smallest, *(pytest.approx(x, rel=1e-6) for x in sums), 0, 0, None)
+
+
+@pytest.mark.parametrize("size", [49, 50, 51, 199, 200, 201, 449, 450, 451])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_element_counts_in_any_part(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaves, "_PART", 50)
+    monkeypatch.setattr(leaves, "_CACHED", 200)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    random = torch.randn(size, dtype=dtype, generator=torch.Generator().manual_seed(size))
+    for tensor in (random, random - 20, random + 20, torch.zeros(size, dtype=dtype)):
+        for index in (0, 24, size - 2, size - 1, *range(49, size, 50)):
+            values = tensor.clone()
+            for value in (-0.0, 99.0, -99.0, math.nan, math.inf, -math.inf):
+                values[index] = value
+                measured, nans, infs = host_stats(values), int(math.isnan(value)), int(math.isinf(value))
+                assert measured[:2] == pytest.approx(reference(values)[:2], rel=0, abs=0, nan_ok=True)
+                assert measured[2:4] == pytest.approx(reference(values)[2:4], rel=1e-6, abs=1e-6, nan_ok=True)
+                assert measured[4:] == (nans, infs, [index] if nans + infs else None)
 
 
 @BOTH
