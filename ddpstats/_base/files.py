@@ -16,7 +16,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
@@ -38,21 +38,37 @@ def replace_file(path: Path, write: Callable[[BinaryIO], T], *, private: bool = 
     Raises OSError, and what ``write`` raises. ``private``: only the owner may read the file (mode 0600); otherwise the
     umask decides.
     """
-    unfinished = path.parent / f"{TEMPORARY_PREFIX}{path.name}-{os.urandom(6).hex()}"
+    return replace_files({path: write}, private=private)[0]
+
+
+def replace_files(writes: Mapping[Path, Callable[[BinaryIO], T]], *, private: bool = False) -> list[T]:
+    """Do as `replace_file` for each of the files; none has its name before all of them are on disk.
+
+    To write all of them before the first fsync takes little more than half as long as file by file.
+    """
+    unfinished = {path: path.parent / f"{TEMPORARY_PREFIX}{path.name}-{os.urandom(6).hex()}" for path in writes}
+    results = []
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(unfinished, flags, 0o600 if private else 0o666)
     try:
-        with os.fdopen(descriptor, "w+b") as file:
-            result = write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        with contextlib.ExitStack() as opened:
+            files = []
+            for path, write in writes.items():
+                descriptor = os.open(unfinished[path], flags, 0o600 if private else 0o666)
+                files.append(opened.enter_context(os.fdopen(descriptor, "w+b")))
+                results.append(write(files[-1]))
+                files[-1].flush()
+            for file in files:
+                os.fsync(file.fileno())
+        for path, complete in unfinished.items():
+            os.replace(complete, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
+        for incomplete in unfinished.values():
+            with contextlib.suppress(OSError):
+                incomplete.unlink()
         raise
-    _sync_directory(path.parent)
-    return result
+    for directory in {path.parent for path in writes}:
+        _sync_directory(directory)
+    return results
 
 
 def make_private_directory(path: Path, *, exist_ok: bool = True) -> None:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from ddpstats._base.files import TEMPORARY_PREFIX, make_private_directory, replace_file
+from ddpstats._base.files import TEMPORARY_PREFIX, make_private_directory, replace_files
 from ddpstats._observe.torch_compat import without_tensor_classes
 from ddpstats.dump.msprobe import CONSTRUCT, DUMP, FORMAT, LINES, STACK, VERSION, file_name
 
@@ -93,9 +93,12 @@ class StepWriter:
         try:
             if self._lost is not None:
                 raise self._lost
-            replace_file(self.directory / STACK, lambda output: output.write(self._stack_text()))
-            replace_file(self.directory / CONSTRUCT, lambda output: output.write(self._construct_text()))
-            replace_file(self.directory / DUMP, lambda output: self._write_dump(file, output))
+            writes: dict[str, Callable[[BinaryIO], object]] = {
+                STACK: lambda output: output.write(self._stack_text()),
+                CONSTRUCT: lambda output: output.write(self._construct_text()),
+                DUMP: lambda output: self._write_dump(file, output),
+            }
+            replace_files({self.directory / name: write for name, write in writes.items()})
         finally:
             self.close()
         (self.directory / LINES).unlink()

@@ -18,6 +18,7 @@ from ddpstats._base.files import (
     parse_json,
     read_at_most,
     replace_file,
+    replace_files,
 )
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -65,6 +66,41 @@ def test_disk_that_is_full_at_the_end_leaves_no_file(tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match="No space"):
         replace_file(tmp_path / "file", lambda file: file.write(b"new"))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
+def test_several_files_get_their_names_after_all_are_on_disk(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_bytes(b"old")
+    calls: list[str] = []
+
+    def noted(name: str) -> None:
+        function = getattr(os, name)
+
+        def call(*args: object) -> None:
+            calls.append(name)
+            function(*args)
+
+        monkeypatch.setattr(os, name, call)
+
+    noted("fsync")
+    noted("replace")
+    results = replace_files({first: lambda file: file.write(b"1"), second: lambda file: file.write(b"22")})
+    assert results == [1, 2]
+    assert calls == ["fsync", "fsync", "replace", "replace", "fsync"]
+    assert (first.read_bytes(), second.read_bytes()) == (b"1", b"22")
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if failing != "write":
+        monkeypatch.setattr(os, failing, fail)
+    with pytest.raises(OSError, match="No space"):
+        replace_files({first: lambda file: file.write(b"3"), second: fail if failing == "write" else lambda file: 0})
+    assert (first.read_bytes(), second.read_bytes()) == (b"1", b"22")
+    assert sorted(tmp_path.iterdir()) == [first, second]
 
 
 # -- reading untrusted bytes -------------------------------------------------------------------------------------------

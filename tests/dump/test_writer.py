@@ -86,7 +86,7 @@ def test_entry_that_a_full_disk_lost_leaves_an_incomplete_dump(tmp_path: Path, m
 
 def test_files_that_a_full_disk_does_not_take_leave_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = written(tmp_path)
-    monkeypatch.setattr("ddpstats.dump.writer.replace_file", lambda path, fill: full(0, b""))
+    monkeypatch.setattr("ddpstats.dump.writer.replace_files", lambda writes: full(0, b""))
     with pytest.raises(OSError, match="No space"):
         writer.finish()
     assert len(names_in(tmp_path / "dump.jsonl")) == 3
