@@ -179,19 +179,15 @@ def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         result = waited or _original_wait(self, *args, **kwargs)
     except RuntimeError as error:
-        _report_wait(self, error)
+        for subscriber in tuple(_subscribers):
+            subscriber.has_waited(self, error)
         raise
-    _report_wait(self, None)
+    for subscriber in tuple(_subscribers):
+        subscriber.has_waited(self, None)
     return result
 
 
-def _report_wait(work: Any, error: RuntimeError | None) -> None:
-    for subscriber in tuple(_subscribers):
-        subscriber.has_waited(work, error)
-
-
 hide_from_dynamo(_wait)
-hide_from_dynamo(_report_wait)
 
 
 def wait_once(work: Any, seconds: float) -> None:

@@ -106,6 +106,8 @@ class Comparing:
         seq = self._seq_of(group, number)
         try:
             notes = group.exchange.look(number)
+            if notes is None and find_limit is not None:
+                notes = group.exchange.spin(number)
             if notes is None:
                 if find_limit is None:
                     return False

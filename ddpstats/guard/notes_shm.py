@@ -107,19 +107,23 @@ class Exchange:
                     return self._in_store.look(seq)
         return self._shared.read_all(seq) if self.is_quick and self._shared is not None else None
 
+    def spin(self, seq: int) -> list[Note] | None:
+        """Look again and again for a moment where that costs next to nothing: mostly the others are about to come."""
+        notes, until = None, time.monotonic() + _SPIN_SEC
+        while notes is None and self.is_quick and time.monotonic() < until:
+            os.sched_yield()
+            notes = self.look(seq)
+        return notes
+
     def wait(self, seq: int, watch: Watch) -> list[Note]:
         """Return all ranks' notes; waits until they are there, or ``watch`` raises."""
         poll_sec, looked = 2e-5, time.monotonic()
-        spins_until = looked + _SPIN_SEC if self.is_quick else looked
         longest_sec = _LONGEST_POLL_SEC if self.is_quick else shared_poll(_LONGEST_POLL_SEC, self._size)
         watch_sec = shared_poll(_WATCH_SEC, self._size)
         while True:
             notes = self.look(seq)
             if notes is not None:
                 return notes
-            if time.monotonic() < spins_until:
-                os.sched_yield()
-                continue
             time.sleep(poll_sec)
             poll_sec = min(max(poll_sec * 1.5, longest_sec / 64), longest_sec)
             if time.monotonic() - looked > watch_sec:
@@ -171,6 +175,7 @@ class _Shared:
         self._map = mmap.mmap(file.fileno(), size * _RANK_BYTES)
         self._words = memoryview(self._map).cast("Q")
         self._encoded: dict[int, bytes] = {}  # of this rank's events, by slot
+        self._posted: tuple[int, list[Note]] = 0, []  # this rank's last note, once for each rank
         self.neighbours = {(index - 1) % size, (index + 1) % size}
 
     @classmethod
@@ -197,14 +202,14 @@ class _Shared:
     def write(self, seq: int, note: Note) -> None:
         at = (self._index * _RANK_WORDS + seq % NOTES_KEPT * _NOTE_WORDS) * _WORD_BYTES
         _NOTE.pack_into(self._map, at, seq, *note, _check_word(seq, note))
+        self._posted = seq, [note] * self._size
 
     def read_all(self, seq: int) -> list[Note] | None:
         """Return the notes of all ranks; None where one is missing. Raises `Overrun`."""
         begin = seq % NOTES_KEPT * _NOTE.size
         slots = [self._map[at : at + _NOTE.size] for at in range(begin, self._size * _RANK_BYTES, _RANK_BYTES)]
-        if slots.count(slots[0]) == self._size:  # mostly
-            note = _read(slots[0], seq)
-            return None if note is None else [note] * self._size
+        if self._posted[0] == seq and slots.count(slots[0]) == self._size:  # mostly: all are this rank's
+            return self._posted[1]
         notes = [note for slot in slots if (note := _read(slot, seq)) is not None]
         return notes if len(notes) == self._size else None
 

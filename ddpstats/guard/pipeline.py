@@ -167,8 +167,8 @@ class Watching(Subscriber):
 
     def has_waited(self, work: Any, error: RuntimeError | None) -> None:
         """Note that the program's own wait for ``work``, with a timeout that it gave, has failed; it may wait again."""
-        known = self._works.get(id(work))
-        if error is not None and known is not None:
+        known = None if error is None else self._works.get(id(work))
+        if known is not None:
             self._unfinished.append(known)
 
     # -- describing ---------------------------------------------------------------------------------------------------
@@ -178,14 +178,14 @@ class Watching(Subscriber):
 
         Its site keeps the code object, and so the id that the event is known by, alive.
         """
-        parts = parts_of(call)
-        pieces = pieces_of(call) if call.operator.compared == "pieces" else NO_PIECES
+        parts, operator = parts_of(call), call.operator
+        pieces = pieces_of(call) if operator.compared == "pieces" else NO_PIECES
         frame, by_torch, is_api = calling_frame(3)
         label: str | Inferred | None = current_label()
         if label is None and by_torch:
-            label = BY_TORCH if call.operator.combines else None
-        elif label is None and self._settings.infer_labels and is_api and frame is not None and _may_have_name(call):
-            label = infer(frame)
+            label = BY_TORCH if operator.combines else None
+        elif label is None and self._settings.infer_labels and is_api and frame is not None and call.inputs:
+            label = infer(frame) if operator.combines or operator.op == _GATHERING else None
         call_site = (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
         key = group, parts, pieces, call.peer, call.tag, label, call_site
         event = self._known.get(key)
@@ -193,20 +193,13 @@ class Watching(Subscriber):
             if len(self._known) >= _KEPT_EVENTS:
                 self._known.clear()
             signature, digest = signature_of(parts)
-            name = label.path if isinstance(label, Inferred) else label
-            event = self._known[key] = Event(
-                f"{group.name}{MESSAGES}" if call.operator.is_message else group.name,
-                0,
-                signature,
-                name,
-                label_word(name),
-                site_of(frame),
-                digest,
-                *pieces,
-                None if call.peer is None else call.view.ranks[call.peer],
-                call.tag,
-                evidence_source=label if isinstance(label, Inferred) else None,
-            )
+            source = label if isinstance(label, Inferred) else None
+            text = label.path if isinstance(label, Inferred) else label
+            name = group.name + MESSAGES * operator.is_message
+            peer = None if call.peer is None else call.view.ranks[call.peer]
+            word, site = label_word(text), site_of(frame)
+            event = Event(name, 0, signature, text, word, site, digest, *pieces, peer, call.tag, evidence_source=source)
+            self._known[key] = event
             self._silence(event)
         return event
 
@@ -302,10 +295,6 @@ class Watching(Subscriber):
             self._silenced.update(product({event.label for event in named}, {str(event.site) for event in named}))
         for event in list(self._known.values()):
             self._silence(event)
-
-
-def _may_have_name(call: Collective) -> bool:
-    return bool(call.inputs) and (call.operator.combines or call.op == _GATHERING)
 
 
 def how_left(error: BaseException | None) -> str:

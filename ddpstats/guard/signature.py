@@ -30,7 +30,7 @@ Parts = tuple[str, str | None, int | None, tuple[Any, ...], tuple[Any, ...], tup
 
 def parts_of(call: Collective) -> Parts:
     """Costs next to nothing, and is as good as the `Signature` for telling one call from another."""
-    op, compared = call.op, call.operator.compared
+    op, compared = call.operator.op, call.operator.compared
     tensors = call.outputs if compared == "out" or not call.inputs else call.inputs
     if compared == "pieces":
         return op, None, call.root, ((),), (tensors[0].dtype,), ()

@@ -13,6 +13,7 @@ import ast
 import enum
 import itertools
 import logging
+import operator
 import re
 import sys
 from collections import OrderedDict
@@ -100,19 +101,19 @@ class Variables:
 
     def __init__(self, frames: Sequence[FrameType]) -> None:
         self._globals = frames[-1].f_globals
-        self._read = [(frame, read) for frame in frames if type(read := frame.f_locals) in _KINDS_OF_VARIABLES]
-
-    def get(self, name: str) -> Any:
-        """Return the value of a variable, or `MISSING`."""
-        for _, variables in self._read:
-            if name in variables:
-                return variables[name]
-        return dict.get(self._globals, name, MISSING)
+        self._read: list[tuple[FrameType, Any]] = []
+        for frame in frames:
+            variables = frame.f_locals
+            if type(variables) in _KINDS_OF_VARIABLES:
+                self._read.append((frame, variables))
 
     def value(self, expr: ast.expr) -> Any:
         """Return the value of an expression, or `MISSING` where that takes code of the program's."""
         if isinstance(expr, ast.Name):
-            return self.get(expr.id)
+            for _, variables in self._read:
+                if expr.id in variables:
+                    return variables[expr.id]
+            return dict.get(self._globals, expr.id, MISSING)
         if isinstance(expr, ast.Constant):
             return expr.value
         if isinstance(expr, ast.Attribute):
@@ -136,9 +137,8 @@ class Variables:
 
     def give_back(self) -> None:
         """Empty the copies. Nothing may be read afterwards."""
-        read, self._read = self._read, []
-        while _SNAPSHOTS and read:
-            frame, variables = read.pop()
+        while _SNAPSHOTS and self._read:
+            frame, variables = self._read.pop()
             # Not the module's own dict, and not a copy that the program holds.
             if frame.f_code.co_flags & _CO_OPTIMIZED and sys.getrefcount(variables) <= _OWN_REFERENCES:
                 variables.clear()
@@ -170,8 +170,7 @@ def key_text(value: Any) -> str | None:
 
 
 def _texts(keys: Iterable[Any]) -> tuple[str, ...]:
-    some = itertools.islice(keys, _MAX_SEARCHED)
-    return tuple([text for key in some if (text := _text_in_dict(key)) is not None])
+    return tuple([text for key in itertools.islice(keys, _MAX_SEARCHED) if (text := _text_in_dict(key)) is not None])
 
 
 def _text_in_dict(key: Any) -> str | None:
@@ -198,7 +197,7 @@ class LastContainer:
     """The names of the container that a step used last; a program walks the same container again and again.
 
     They are read again where the container is another object or has another size, and at its first name, where the next
-    walk begins.
+    walk begins, if it has other keys by then, or a tensor under two of them.
     """
 
     def __init__(self) -> None:
@@ -211,10 +210,18 @@ class LastContainer:
             return _NO_SIBLINGS
         size = len(container) if type(container) is dict else _size_of(container)
         last_id, last_size, siblings, later = self._last
-        if last_id != id(container) or last_size != size or name not in later:
+        is_same = last_id == id(container) and last_size == size
+        if not is_same or (name not in later and not _has_still(container, siblings)):
             siblings = _siblings_in(container)
             self._last = id(container), size, siblings, frozenset(siblings.names[1:])
         return siblings
+
+
+def _has_still(container: Any, siblings: Siblings) -> bool:
+    """Return whether it is a dict whose keys are these very names, and none of its values has two of them."""
+    is_plain = type(container) is dict and siblings.source == "dict" and not siblings.aliases
+    is_same = is_plain and all(map(operator.is_, container, siblings.names))
+    return is_same and len({*map(id, container.values())}) == len(siblings.names)
 
 
 def is_dict(container: Any) -> bool:
@@ -284,6 +291,11 @@ class CallRoutes:
     routes: tuple[Route, ...] = ()
     is_wrapper: bool = False
 
+    @cached_property
+    def chain(self) -> Chain:
+        """The chain of this call alone, which issues a collective."""
+        return Chain((self,))
+
 
 _call_routes: EmptiedCache[tuple[int, int, Route | None], CallRoutes] = EmptiedCache(_MAX_KEPT)
 _tracers: EmptiedCache[SourceFile, LabelTracer] = EmptiedCache(_MAX_TRACERS)
@@ -324,22 +336,34 @@ def activation(frame: FrameType) -> tuple[FrameType, ...]:
 
 @dataclass(eq=False)
 class Chain:
-    """The calls that a label was found through, from the collective outwards; one object for each such chain.
+    """The calls and steps of a route as far as it was followed; one object for each such way.
 
-    ``steps``: those that gave a name, innermost first, and the index of the call of each. ``is_element``: the tensor is
-    the innermost element itself, or an attribute of it. ``containers``: what each step took its name from last.
+    ``calls``: from the collective outwards. ``steps``: those that gave a name, innermost first, and the index of the
+    call of each. ``is_fresh``: the tensor is not the innermost element itself, nor an attribute of it. ``containers``:
+    what each step took its name from last. ``further``: the chains that are one call or one step longer.
     """
 
     calls: tuple[CallRoutes, ...]
-    steps: tuple[tuple[Step, int], ...]
-    is_element: bool
-    containers: tuple[LastContainer, ...]
+    steps: tuple[tuple[Step, int], ...] = ()
+    is_fresh: bool = False
+    containers: tuple[LastContainer, ...] = ()
+    further: dict[CallRoutes | Step, Chain] = field(default_factory=dict)
+
+    def with_call(self, call: CallRoutes, route: Route) -> Chain:
+        """Return the chain that ``route`` leads to: out of its function, to ``call``."""
+        is_fresh = self.is_fresh or (route.fresh and not self.steps)
+        return self.further.setdefault(call, Chain((*self.calls, call), self.steps, is_fresh, self.containers))
+
+    def with_step(self, step: Step, route: Route) -> Chain:
+        """Return the chain whose last name a ``step`` of the route gives."""
+        steps, is_fresh = (*self.steps, (step, len(self.calls) - 1)), self.is_fresh or (route.fresh and not self.steps)
+        return self.further.setdefault(step, Chain(self.calls, steps, is_fresh, (*self.containers, LastContainer())))
 
     @cached_property
     def uses(self) -> list[Use]:
         """Return what the program does with the results of the loop that set each name."""
         calls = [(call.file, call.node, call.owner) for call in self.calls]
-        return [use_of(step, calls[: index + 1], self.is_element) for step, index in self.steps]
+        return [use_of(step, calls[: index + 1], not self.is_fresh) for step, index in self.steps]
 
 
 @dataclass(eq=False)
@@ -370,30 +394,21 @@ class Inferred:
         return evidence
 
 
-_chains: EmptiedCache[tuple[Any, ...], Chain] = EmptiedCache(_MAX_KEPT)
 _labels: EmptiedCache[tuple[Any, ...], Inferred] = EmptiedCache(_MAX_KEPT)
-
-
-@dataclass(slots=True)
-class _Path:
-    """A route as far as it was followed: its calls, from the collective outwards, and the names that it came to.
-
-    ``steps`` and ``containers``: of each name, innermost first, the step and the index of its call, and the container.
-    """
-
-    calls: tuple[CallRoutes, ...]
-    keys: tuple[str, ...] = ()
-    steps: tuple[tuple[Step, int], ...] = ()
-    containers: tuple[Any, ...] = ()
-    is_fresh: bool = False
+_Path = tuple[Chain, tuple[str, ...], tuple[Any, ...]]
+"""A route as far as it was followed: the names that it came to, innermost first, and the container of each."""
 
 
 def infer(frame: FrameType) -> Inferred | None:
     """Return the label of the tensor that ``frame`` calls a collective with; None where the text gives it no name."""
     try:
         call = call_routes(frame, None, frame.f_code)
-        path = _follow(_Path((call,)), activation(frame)) if call.routes else None
-        return None if path is None else _inferred(path)
+        path = _follow((call.chain, (), ()), frame) if call.routes else None
+        if path is None:
+            return None
+        chain, keys, containers = path
+        levels = tuple(map(LastContainer.siblings, chain.containers, keys, containers))
+        return _labels.get(known_by := (chain, keys, levels)) or _labels.keep(known_by, Inferred(keys, levels, chain))
     except RecursionError:  # the program's own stack is nearly used up: nothing is left for a message either
         return None
     except Exception:  # whatever is odd about a program, its collective runs
@@ -401,42 +416,38 @@ def infer(frame: FrameType) -> Inferred | None:
         return None
 
 
-def _inferred(path: _Path) -> Inferred:
-    key = path.calls[: path.steps[-1][1] + 1], path.steps, not path.is_fresh
-    chain = _chains.get(key) or _chains.keep(key, Chain(*key, tuple(LastContainer() for _ in path.steps)))
-    levels = tuple(map(LastContainer.siblings, chain.containers, path.keys, path.containers))
-    known_by = chain, path.keys, levels
-    return _labels.get(known_by) or _labels.keep(known_by, Inferred(path.keys, levels, chain))
-
-
-def _follow(before: _Path, frames: tuple[FrameType, ...]) -> _Path | None:
+def _follow(before: _Path, frame: FrameType) -> _Path | None:
     """Follow the routes of the path's last call, and those of its callers; None where no route comes to a name."""
-    for route in before.calls[-1].routes if len(before.calls) <= _MAX_FRAMES else ():
-        is_fresh = before.is_fresh or (route.fresh and not before.keys)
-        path = _Path(before.calls, before.keys, before.steps, before.containers, is_fresh)
+    frames = activation(frame) if frame.f_code.co_name in COMPREHENSION_NAMES else (frame,)
+    calls = before[0].calls
+    for route in calls[-1].routes if len(calls) <= _MAX_FRAMES else ():
+        chain, keys, containers = before
         if route.steps:
             variables = Variables(frames)
             try:
                 for step in route.steps:
-                    _take(step, variables, path)
+                    container = MISSING if step.container is None else variables.value(step.container)
+                    name = _name_of(step, variables, container)
+                    if name is not None:
+                        chain = chain.further.get(step) or chain.with_step(step, route)
+                        keys, containers = (*keys, name), (*containers, container)
             finally:
                 variables.give_back()
-        further = _leave(route, frames[-1], path) if route.parameter else None
-        if further is not None or path.keys:
-            return further or path
+        further = _leave(route, frames[-1], (chain, keys, containers)) if route.parameter else None
+        if further is not None or keys:
+            return further or (chain, keys, containers)
     return None
 
 
-def _take(step: Step, variables: Variables, path: _Path) -> None:
-    """Take one step: the name that it gives, if any, joins the path."""
-    container = MISSING if step.container is None else variables.value(step.container)
+def _name_of(step: Step, variables: Variables, container: Any) -> str | None:
+    """Return the name that a step gives, if any."""
     text: str | None = None
     key: Any = MISSING
     for name in step.names:
         value = variables.value(name)
         part = key_text(value)
         if part is not None:
-            text = part if text in (None, part) else f"{text},{part}"
+            text = part if text is None or text == part else f"{text},{part}"
         elif kind_of(value) in (int, float):
             key = value
     if text is None and step.element is not None:
@@ -446,21 +457,16 @@ def _take(step: Step, variables: Variables, path: _Path) -> None:
         else:
             pairs = itertools.islice(dict.items(container), _MAX_SEARCHED)
             key = next((key for key, value in pairs if value is element), key)
-    if text is None and is_dict(container):
-        text = _text_in_dict(key)
-    if text is not None:
-        path.keys += (text,)
-        path.steps += ((step, len(path.calls) - 1),)
-        path.containers += (container,)
+    return _text_in_dict(key) if text is None and is_dict(container) else text
 
 
 def _leave(route: Route, frame: FrameType, path: _Path) -> _Path | None:
     """Go on in the frame of the caller."""
+    chain, keys, containers = path
     outer = user_frame(frame.f_back)
     while outer is not None:
-        call = call_routes(outer, route, path.calls[-1].owner)
+        call = call_routes(outer, route, chain.calls[-1].owner)
         if not call.is_wrapper:
-            further = _Path((*path.calls, call), path.keys, path.steps, path.containers, path.is_fresh)
-            return _follow(further, activation(outer))
+            return _follow((chain.further.get(call) or chain.with_call(call, route), keys, containers), outer)
         outer = user_frame(outer.f_back)
     return None
