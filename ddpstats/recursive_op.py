@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -264,10 +264,5 @@ def _device(obj: Any, weight: Any) -> torch.device:
 
 
 def _promoted(names: tuple[str, ...], of_integers: torch.dtype | None = None) -> torch.dtype:
-    return _promoted_floats(names) or of_integers or torch.get_default_dtype()
-
-
-@lru_cache(maxsize=256)
-def _promoted_floats(names: tuple[str, ...]) -> torch.dtype | None:
     floating = [FLOATS[name] for name in names if name in FLOATS]
-    return reduce(torch.promote_types, floating) if floating else None
+    return reduce(torch.promote_types, floating) if floating else of_integers or torch.get_default_dtype()

@@ -22,6 +22,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats._ranks.calls import Channel
+from ddpstats._ranks.comm import ReduceOp
 from ddpstats._ranks.failure import FailureDetector, Membership, ProcessId, Verdict
 from ddpstats._ranks.store import BoundedStore
 from ddpstats._reduction.reducer import StatsReducer
@@ -162,15 +163,11 @@ class CountingComm(ThreadComm):
         self.ranks = world.all_ranks
         self._tally, self._alike, self._is_last = world.tally, world.alike, rank == world.world_size - 1
 
-    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+    def all_reduce(self, op: ReduceOp, tensor: torch.Tensor, timeout_sec: float) -> None:
         self._count(tensor.nbytes, tensor.nbytes)
-        if self._is_last:
+        if self._is_last and op == "sum":
             tensor *= self._alike
-        super().all_reduce_sum(tensor, timeout_sec)
-
-    def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        self._count(tensor.nbytes, tensor.nbytes)
-        super().all_reduce_max(tensor, timeout_sec)
+        super().all_reduce(op, tensor, timeout_sec)
 
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         self._count(len(payload), len(payload) * len(self.ranks))

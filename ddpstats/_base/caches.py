@@ -1,11 +1,10 @@
-"""Caches of bounded size: one whose entries have a cost, and drops the least recently used; one that is emptied."""
+"""A cache of bounded size, for a hot path and values that can be worked out again."""
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+import math
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -14,63 +13,25 @@ _ALWAYS_KEPT = 4
 
 
 class EmptiedCache(dict[K, V]):
-    """A dict that is emptied when it is full: for a hot path, and values that can be worked out again.
+    """A dict that is emptied when it is full: when it has so many entries, or they cost so much together.
 
-    ``cache.get(key) or cache.keep(key, work_out())`` costs one look where the value is there.
+    ``cache.get(key) or cache.keep(key, work_out())`` costs one look where the value is there. Four entries are kept at
+    any cost: otherwise a program that alternates between two huge trees would have each of them dropped before its use.
     """
 
-    def __init__(self, max_entries: int) -> None:
+    def __init__(self, max_entries: int, max_cost: float = math.inf) -> None:
         super().__init__()
-        self._max_entries = max_entries
+        self._max_entries, self._max_cost, self._cost = max_entries, max_cost, 0
 
-    def keep(self, key: K, value: V) -> V:
+    def keep(self, key: K, value: V, cost: int = 0) -> V:
         """Keep the value, and return it."""
-        if len(self) >= self._max_entries:
+        is_dear = self._cost + cost > self._max_cost and len(self) >= _ALWAYS_KEPT
+        if is_dear or len(self) >= self._max_entries:
             self.clear()
+        self._cost += cost
         self[key] = value
         return value
 
-
-class BoundedCache(Generic[K, V]):
-    """Holds at most ``max_entries`` entries of at most ``max_cost`` together, and the newest four at any cost.
-
-    Otherwise a program that alternates between two huge trees would have each entry evicted before its use.
-    """
-
-    def __init__(self, max_entries: int, max_cost: int) -> None:
-        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self._max_entries, self._max_cost, self._cost = max_entries, max_cost, 0
-        self._lock = threading.Lock()
-
-    def get(self, key: K) -> V | None:
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        if len(self._entries) > self._max_entries // 2:  # the order only matters when eviction is near
-            with self._lock:
-                if key in self._entries:
-                    self._entries.move_to_end(key)
-        return entry[0]
-
-    def put(self, key: K, value: V, cost: int) -> V:
-        with self._lock:
-            _, old_cost = self._entries.pop(key, (value, 0))
-            self._entries[key] = (value, cost)
-            self._cost += cost - old_cost
-            while len(self._entries) > _ALWAYS_KEPT and self._is_over_limit():
-                _, (_, old_cost) = self._entries.popitem(last=False)
-                self._cost -= old_cost
-        return value
-
-    def _is_over_limit(self) -> bool:
-        return len(self._entries) > self._max_entries or self._cost > self._max_cost
-
-    def values(self) -> list[V]:
-        return [value for value, _ in self._entries.values()]
-
     def clear(self) -> None:
-        self._entries.clear()
+        super().clear()
         self._cost = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)

@@ -201,7 +201,7 @@ class Agreement:
     def sum(self, seal: Seal, counters: Counters) -> bool:
         """Add up what is in the buffer, over all ranks; whether all of them made the same call, and none is stale."""
         self.count(counters, self.buffer.capacity * _BYTES)
-        self.comm.all_reduce_sum(self.buffer.tensor, self.left())
+        self.comm.all_reduce("sum", self.buffer.tensor, self.left())
         return self.buffer.is_agreed(seal)
 
     def count(self, counters: Counters, payload_bytes: int) -> None:

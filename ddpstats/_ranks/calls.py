@@ -216,12 +216,9 @@ class Channel:
         return self._close_with(self._detector.leave(why))
 
     def _close_with(self, verdict: Verdict) -> RankMissing:
-        self._error = self._missing(verdict)
+        self._error = RankMissing(verdict.message, missing_ranks=verdict.missing, group=self.group_name)
         self.close()
         return self._error
-
-    def _missing(self, verdict: Verdict) -> RankMissing:
-        return RankMissing(verdict.message, missing_ranks=verdict.missing, group=self.group_name)
 
     def close(self) -> None:
         """Leave the group. Local; calls that follow fail."""

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,8 @@ from ddpstats.errors import ConfigError
 
 Watch = Callable[[], str | None]
 """Called between two slices of a wait; returns why it is pointless to wait on, or None."""
+
+ReduceOp = Literal["sum", "max"]
 
 _LONGEST_SLICE_SEC = 1.0
 _LONGEST_SLICE = timedelta(seconds=_LONGEST_SLICE_SEC)
@@ -70,11 +72,8 @@ class Comm(Protocol):
     rank: int
     watch: Watch
 
-    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        """Sum a float64 tensor of the same size on all ranks, in place, with the same bits on every rank."""
-
-    def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        """Take the element-wise maximum, in place."""
+    def all_reduce(self, op: ReduceOp, tensor: torch.Tensor, timeout_sec: float) -> None:
+        """Sum, or take the maximum of, a float64 tensor of one size on all ranks, in place; the same bits on each."""
 
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         """Return every rank's payload, of one length on all ranks, in the order of ``ranks``."""
@@ -140,19 +139,14 @@ class GlooComm:
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._limit_sec = 0.0
 
-    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        self._all_reduce(tensor, self._sum, timeout_sec)
-
-    def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        self._all_reduce(tensor, self._max, timeout_sec)
-
-    def _all_reduce(self, tensor: torch.Tensor, options: Any, timeout_sec: float) -> None:
+    def all_reduce(self, op: ReduceOp, tensor: torch.Tensor, timeout_sec: float) -> None:
         # Not longer than we wait: gloo then closes the connections, and a rank that comes too late does not find what
         # this one has sent. In steps, so that it is the same from call to call.
         limit_sec = math.floor(10 * timeout_sec) / 10 or timeout_sec
         if limit_sec != self._limit_sec:
             self._limit_sec = limit_sec
             self._sum.timeout = self._max.timeout = timedelta(seconds=limit_sec)
+        options = self._sum if op == "sum" else self._max
         # The group's own method: `dist.all_reduce` adds its logging and checks to every call.
         self._finish(self._group.allreduce, ([tensor], options), timeout_sec)
 
@@ -229,11 +223,8 @@ class SoloComm:
         self.rank = rank
         self.watch: Watch = lambda: None
 
-    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        """Do nothing: one rank's sum is its own value."""
-
-    def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        """Do nothing: one rank's maximum is its own value."""
+    def all_reduce(self, op: ReduceOp, tensor: torch.Tensor, timeout_sec: float) -> None:
+        """Do nothing: one rank's sum, or maximum, is its own value."""
 
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         return [payload]

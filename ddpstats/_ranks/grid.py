@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ddpstats._ranks.comm import Comm, CommFailed, GlooComm, Watch, as_tensor, group_ranks
+from ddpstats._ranks.comm import Comm, CommFailed, GlooComm, ReduceOp, Watch, as_tensor, group_ranks
 from ddpstats._ranks.store import BoundedStore
 
 GRID_FROM_RANKS = 16
@@ -100,18 +100,10 @@ class GridComm:
         """Return this rank's groups in the order in which a reduction goes through them."""
         return [*([] if self._pair is None else [self._pair]), *self._lines]
 
-    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        self._all_reduce(GlooComm.all_reduce_sum, tensor, timeout_sec)
-
-    def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        self._all_reduce(GlooComm.all_reduce_max, tensor, timeout_sec)
-
-    def _all_reduce(
-        self, reduce: Callable[[GlooComm, torch.Tensor, float], None], tensor: torch.Tensor, timeout_sec: float
-    ) -> None:
+    def all_reduce(self, op: ReduceOp, tensor: torch.Tensor, timeout_sec: float) -> None:
         left = _countdown(timeout_sec)
         for comm in self._comms():
-            reduce(comm, tensor, left())
+            comm.all_reduce(op, tensor, left())
         if self._pair is not None:
             self._pair.broadcast(tensor, 0, left())
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ddpstats._base.caches import BoundedCache
+from ddpstats._base.caches import EmptiedCache
 from ddpstats._base.files import parse_json
 from ddpstats._base.paths import Index, Path, Step, format_path
 from ddpstats._base.text import dtype_name
@@ -94,7 +94,7 @@ _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _SEQUENCES = frozenset({list, tuple})
 
 # A million generated names over a run must not stay here: at most this many structures and leaves.
-_structures: BoundedCache[Hashable, Structure] = BoundedCache(max_entries=128, max_cost=262_144)
+_structures: EmptiedCache[Hashable, Structure] = EmptiedCache(max_entries=128, max_cost=262_144)
 
 
 def flatten(stats: Any, keep_dtypes: bool = False) -> Flat:
@@ -122,7 +122,7 @@ def _flatten_any(stats: Any, keep_dtypes: bool) -> Flat:
     known = _structures.get(key)
     if known is None:
         flat = _walk(stats, keep_dtypes)
-        known, leaves = _structures.put(key, flat.structure, len(leaves) + 1), flat.leaves
+        known, leaves = _structures.keep(key, flat.structure, len(leaves) + 1), flat.leaves
     if type(stats) is dict and isinstance(signature, tuple) and (not keep_dtypes or isinstance(dtypes, torch.dtype)):
         _remember_recent(signature, known, dtypes)
     return Flat(known, leaves)
@@ -141,14 +141,14 @@ class _Recent(NamedTuple):
 
 
 # By number of keys, and whether dtypes count (then all are tensors of one dtype): the last such dict.
-_recent: BoundedCache[tuple[int, bool], _Recent] = BoundedCache(max_entries=16, max_cost=262_144)
+_recent: EmptiedCache[tuple[int, bool], _Recent] = EmptiedCache(max_entries=16, max_cost=262_144)
 
 
 def _remember_recent(signature: tuple[Any, ...], structure: Structure, dtype: Hashable) -> None:
     """Keep ``signature`` of `_signature` if it is that of a flat dict of interchangeable values with str keys."""
     if len(signature) == 4 and _are_str(signature[1]):
         _, keys, count, types = signature
-        _recent.put((count, dtype is not None), _Recent([*keys], types, frozenset([dtype]), structure), count + 1)
+        _recent.keep((count, dtype is not None), _Recent([*keys], types, frozenset([dtype]), structure), count + 1)
 
 
 # -- the fast look ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ddpstats._base.caches import BoundedCache
+from ddpstats._base.caches import EmptiedCache
 from ddpstats._base.device import HostCopy, accelerator_in_use, is_capturing
 from ddpstats._base.lazy import is_fake
 from ddpstats._ranks.exchange import Failure
@@ -83,7 +83,7 @@ class Prepared:
             if self._snapshot is None:
                 self._part = _part_of(flat, weight, per_rank)
         except Exception as error:  # whatever a foreign leaf type raises: this rank must still take part
-            self._part = _failure_of(error, "read")
+            self._part = failure_of(error, "the stats cannot be read")
 
     def part(self) -> Part | Failure:
         """Wait for the copy to the host, if there is one; never raises."""
@@ -91,15 +91,14 @@ class Prepared:
             try:
                 self._part = _part_of(*self._snapshot.wait(), self._per_rank)
             except Exception as error:
-                self._part = _failure_of(error, "copied to the host")
+                self._part = failure_of(error, "the stats cannot be copied to the host")
             self._snapshot = None
         return self._part
 
 
-def _failure_of(error: Exception, what: str) -> Failure:
-    if isinstance(error, CannotRead):
-        return error.failure
-    return Failure("", f"the stats cannot be {what}: {type(error).__name__}: {error}")
+def failure_of(error: Exception, what: str) -> Failure:
+    """Return what other ranks are to know of an error; ``what`` failed, where that is not known of one leaf."""
+    return error.failure if isinstance(error, CannotRead) else Failure("", f"{what}: {type(error).__name__}: {error}")
 
 
 def _part_of(flat: Flat, weight: Any, per_rank: bool) -> Part:
@@ -163,7 +162,6 @@ class Plan:
         self._is_weighted = [op.is_weighted for op in ops]
         self._pack = struct.Struct(f"{len(ops)}d").pack
         self._last_weights = math.nan, array("d")
-        self._last_types: tuple[list[type], list[int]] = [], []
 
     def read(self, leaves: list[Any], total: float) -> tuple[array[float], float | array[float]] | None:
         """Return values and weights as of `Row`; None where the leaves must be read one by one.
@@ -208,31 +206,20 @@ class Plan:
     def _numbers(self, leaves: list[Any]) -> list[Any]:
         """Return the numbers in numbers and tensors of one element. Raises what torch raises for any other."""
         if self._is_stacked and len(leaves) >= MANY and leaves[0].numel() == 1:
-            leaves = torch.stack(leaves).detach().view(-1).tolist()  # refuses tensors that differ in shape
-        elif self._reading == "tensors":
-            leaves = [*map(torch.Tensor.item, leaves)]
-        else:
-            leaves = leaves.copy()
-            for index in self._tensors_among(leaves):
-                leaves[index] = leaves[index].item()
-        return leaves
-
-    def _tensors_among(self, leaves: list[Any]) -> list[int]:
-        """Return which leaves are tensors; the others are numbers. Raises TypeError for any other type."""
-        types, last = [*map(type, leaves)], self._last_types
-        if types != last[0]:
-            if not INTERCHANGEABLE.issuperset(types):
-                raise TypeError("a leaf that is read by itself")
-            last = self._last_types = types, [index for index, kind in enumerate(types) if kind is torch.Tensor]
-        return last[1]
+            return list(torch.stack(leaves).detach().view(-1).tolist())  # refuses tensors that differ in shape
+        if self._reading == "tensors":
+            return [*map(torch.Tensor.item, leaves)]
+        if not INTERCHANGEABLE.issuperset(map(type, leaves)):
+            raise TypeError("a leaf that is read by itself")
+        return [leaf.item() if type(leaf) is torch.Tensor else leaf for leaf in leaves]
 
 
-_plans: BoundedCache[Structure, Plan] = BoundedCache(max_entries=64, max_cost=65_536)
+_plans: EmptiedCache[Structure, Plan] = EmptiedCache(max_entries=64, max_cost=65_536)
 
 
 def plan_of(flat: Flat) -> Plan:
     """Return how to read leaves of this structure together."""
-    return _plans.get(flat.structure) or _plans.put(flat.structure, Plan(flat), len(flat.structure) + 1)
+    return _plans.get(flat.structure) or _plans.keep(flat.structure, Plan(flat), len(flat.structure) + 1)
 
 
 def as_tensor(values: array[float]) -> torch.Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ddpstats._base import marks
-from ddpstats._base.caches import BoundedCache
+from ddpstats._base.caches import EmptiedCache
 from ddpstats._base.files import parse_json
 from ddpstats._ranks.agreement import HEADER_LANES, MAX_ROUNDS, PARTIAL, WEIGHT, Agreement, Counters, Seal, Site
 from ddpstats._ranks.exchange import Call, Failure, Status, are_in_step, refuse
@@ -47,8 +47,8 @@ class ReductionSite(Site):
     layout: Layout = field(default_factory=Layout)
 
     def __post_init__(self) -> None:
-        self.placements: BoundedCache[Structure, Placement] = BoundedCache(64, 262_144)
-        self.selections: BoundedCache[bytes, Selection] = BoundedCache(16, 65_536)
+        self.placements: EmptiedCache[Structure, Placement] = EmptiedCache(64, 262_144)
+        self.selections: EmptiedCache[bytes, Selection] = EmptiedCache(16, 65_536)
 
     @property
     def agreed(self) -> bytes:
@@ -66,15 +66,17 @@ class ReductionSite(Site):
             self.placements.clear()
             self.selections.clear()
 
-    def placement(self, structure: Structure) -> Placement:
-        known = self.placements.get(structure)
-        return known or self.placements.put(structure, place(structure, self.layout), len(structure) + 1)
+    def placement(self, structure: Structure) -> Placement | None:
+        placement = self.placements.get(structure)
+        if placement is None and (placement := place(structure, self.layout)) is not None:
+            self.placements.keep(structure, placement, len(structure) + 1)
+        return placement
 
     def selection(self, codes: bytes) -> Selection:
         known = self.selections.get(codes)
         if known is None:
             selection = select(self.layout, memoryview(codes).cast("d").tolist())
-            known = self.selections.put(codes, selection, self.layout.size + 1)
+            known = self.selections.keep(codes, selection, self.layout.size + 1)
         return known
 
 
@@ -119,8 +121,8 @@ class Reduction:
             buffer.seal(seal, failed=True)
             return None
         placement = self._site.placement(prepared.structure)
-        buffer.seal(seal, stale=placement.is_stale, weight=prepared.weight)
-        if not placement.is_stale:
+        buffer.seal(seal, stale=placement is None, weight=prepared.weight)
+        if placement is not None:
             is_plain = prepared.is_finite and not prepared.nonfinite and isinstance(prepared.weights, float)
             if placement.is_complete and is_plain:
                 buffer.lanes[PARTIAL] = 0.0
@@ -166,7 +168,7 @@ class Reduction:
                 own[slot] = -value if extremes[slot] == "min" else value
         tensor = torch.tensor(list(own.values()), dtype=torch.float64, device="cpu")
         self._agreement.count(self._counters, tensor.numel() * 8)
-        self._agreement.comm.all_reduce_max(tensor, self._agreement.left())
+        self._agreement.comm.all_reduce("max", tensor, self._agreement.left())
         largest = dict(zip(extremes, tensor.tolist(), strict=True))
         return {slot: -value if extremes[slot] == "min" else value for slot, value in largest.items()}
 
@@ -229,8 +231,8 @@ class Reduction:
         site, agreement = self._site, self._agreement
         failure = prepared if isinstance(prepared, Failure) else None
         body = b"[[],[]]" if isinstance(prepared, Failure) else prepared.structure.encoded
-        stale = placement is not None and placement.is_stale
-        status = Status(self._call, site.agreed, failure, stale, body)
+        is_stale = placement is None and failure is None
+        status = Status(self._call, site.agreed, failure, is_stale, body)
         statuses = agreement.exchange_statuses(status, self._counters)
         held = [(decode(status.body), ranks) for status, ranks in statuses]
         before = site.layout if are_in_step(statuses) else Layout()

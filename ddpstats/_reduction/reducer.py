@@ -198,13 +198,6 @@ class StatsReducer:
         now = self._counters
         return ReductionCounters(now.calls, now.collectives, now.renegotiations, now.payload_bytes)
 
-    def _serves(self, group: Any) -> bool:
-        """Return whether this is a reducer of that very group. Local."""
-        try:
-            return self._find_group() is group
-        except ConfigError:
-            return False
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which counts its own calls, and waits for what it started itself."""
         return {**vars(self), "_counters": replace(self._counters), "_started": None}
@@ -239,11 +232,11 @@ class _GroupReference:
     """``group`` when called; None for the default group. A process group belongs to torch and the caller, not to us."""
 
     def __init__(self, group: Any) -> None:
-        self._find: Callable[[], Any] = weakref.ref(group) if isinstance(group, dist.ProcessGroup) else lambda: group
+        self.find: Callable[[], Any] = weakref.ref(group) if isinstance(group, dist.ProcessGroup) else lambda: group
         self._is_default = group is None
 
     def __call__(self) -> Any:
-        group = self._find()
+        group = self.find()
         if group is None and not self._is_default:
             raise ConfigError("the process group of this reducer was destroyed")
         return group
@@ -290,7 +283,7 @@ def kept_reducer(
         kept = _reducers.get(key)
     except TypeError:  # what cannot be a key is no legal argument either
         return StatsReducer(group=group, name=name, nonfinite=nonfinite, per_rank=per_rank)
-    if kept is not None and kept._serves(group):
+    if kept is not None and kept._find_group.find() is group:  # a group that is gone may have had the same id
         return kept
     with _reducers_lock:
         made = _reducers[key] = StatsReducer(group=group, name=name, nonfinite=nonfinite, per_rank=per_rank)

@@ -33,8 +33,8 @@ from ddpstats._base.device import accelerator_in_use, is_capturing, record_event
 from ddpstats._base.lazy import breaks_graph, compiler_probe, never_traced, refuse_without_values
 from ddpstats._base.paths import Path, format_path
 from ddpstats._ranks.exchange import Failure
-from ddpstats._reduction.flatten import LIST, NUMBERS, CannotRead, Flat, LeafKey, Structure, Tag, flatten
-from ddpstats._reduction.layout import describe, merge_sorts, sorts_of
+from ddpstats._reduction.flatten import LIST, NUMBERS, CannotRead, LeafKey, Structure, Tag, flatten
+from ddpstats._reduction.layout import describe, merge_sorts
 from ddpstats._reduction.ops import NONE, OPS, Mean
 from ddpstats._reduction.read import (
     HEAVIEST,
@@ -43,6 +43,7 @@ from ddpstats._reduction.read import (
     Plan,
     Row,
     as_tensor,
+    failure_of,
     plan_of,
     read_row,
     snapshot_if_off_host,
@@ -90,7 +91,6 @@ class StatsWindow:
         call = replace(self._reducer._call, kind="StatsWindow.flush")
         self._reducer._call, self._per_rank_call = call, replace(call, per_rank=True)
         self._lock = threading.Lock()
-        self._last_structure: Structure | None = None
         self._content = _Content(call.skips)
 
     @never_traced
@@ -169,20 +169,18 @@ class StatsWindow:
         check_flag("per_rank", per_rank)
         reducer = self._reducer
         call, channel = self._per_rank_call if per_rank else reducer._call, reducer._usable_channel()
-        channel.refuse_inside()
-        refuse_without_values(f"a reduction on {channel.group_name}")
         with self._exclusive():
             content, self._content = self._content, _Content(call.skips)
-        flushed = _Flushed(content, self._last_structure, per_rank)
+        content.per_rank = per_rank
         try:
-            return channel.run(Reduction(call, flushed, reducer._counters).perform, reducer._timeout_sec)
+            return channel.run(Reduction(call, content, reducer._counters).perform, reducer._timeout_sec)
         except ConfigError:
             with self._exclusive():
-                if not flushed.is_taken and self.adds == 0:
+                if not content.is_flushed and self.adds == 0:
                     self._content = content
             raise
         finally:
-            self._last_structure = flushed.structure
+            self._content.structure = content.structure
 
     def timed(self, name: str) -> AbstractContextManager[None]:
         """Add the seconds spent inside, as a mean over its uses: ``time/NAME``. Local; not counted in `adds`.
@@ -216,10 +214,7 @@ class StatsWindow:
         with self._exclusive():
             self._refuse_closed()
             try:
-                if end_event is None:
-                    self._content.add_time(name, seconds)
-                else:
-                    self._content.add_device_time(name, seconds, start_event, end_event)
+                self._content.add_time(name, seconds, start_event, end_event)
             except SchemaConflict as error:
                 raise self._conflict(error) from None
 
@@ -349,6 +344,8 @@ class _Content:
     def __init__(self, skip: bool) -> None:
         """``skip``: what is not finite is left out, and only counted."""
         self.adds = 0
+        self.structure: Structure | None = None  # of the flush before; of all adds, once it is flushed
+        self.is_flushed, self.per_rank = False, False
         self._skip = skip
         self._total = 0.0
         self._slot_of: dict[LeafKey, int] = {}
@@ -402,14 +399,16 @@ class _Content:
             self._pending.append((snapshot.is_ready, lambda: self._take(flat.structure, read_row(*snapshot.wait()))))
         self.adds += 1
 
-    def add_time(self, name: str, seconds: float) -> None:
-        """Take one use of a part of the step that is timed; it is not one of the adds."""
-        flat = _time_of(name, seconds)
-        self._take(flat.structure, read_row(flat, 0.0))
+    def add_time(self, name: str, seconds: float, start_event: Any = None, end_event: Any = None) -> None:
+        """Take one use of a part of the step that is timed; it is not one of the adds.
 
-    def add_device_time(self, name: str, seconds: float, start_event: Any, end_event: Any) -> None:
-        """Take such a use once the device has reached its end."""
-        self._learn(_time_of(name, seconds).structure)
+        With events it is read once the device has reached its end.
+        """
+        flat = flatten({"time": {name: Mean(seconds, 1.0)}})
+        if end_event is None:
+            self._take(flat.structure, read_row(flat, 0.0))
+            return
+        self._learn(flat.structure)
 
         def read() -> None:
             self.add_time(name, max(seconds, seconds_between(start_event, end_event)))
@@ -427,11 +426,8 @@ class _Content:
                 if not wait and len(self._pending) <= _MOST_PENDING and not has_arrived():
                     return
                 read()
-            except CannotRead as error:
-                self._failure = self._failure or error.failure
-            except Exception as error:  # of a device
-                what = f"what was added cannot be read: {type(error).__name__}: {error}"
-                self._failure = self._failure or Failure("", what)
+            except Exception as error:  # a device's, too
+                self._failure = self._failure or failure_of(error, "what was added cannot be read")
             self._pending.popleft()
 
     def _take(self, structure: Structure, row: Row) -> _Rows:
@@ -458,8 +454,11 @@ class _Content:
         """Give each leaf a slot. Raises `SchemaConflict` if the structure does not fit the earlier ones."""
         if structure in self._structures:
             return
-        self._refuse_conflict(structure)
-        merge_sorts(self._sorts, structure)
+        sorts = self._sorts.copy()
+        conflicts = merge_sorts(sorts, structure)
+        if conflicts:
+            raise self._conflict(structure, conflicts)
+        self._sorts = sorts
         for leaf in structure.leaves:
             self._slot_of.setdefault(leaf, len(self._slot_of))
         self._tags.update(dict.fromkeys(structure.tags))
@@ -467,13 +466,10 @@ class _Content:
             self._structures.pop(next(iter(self._structures)))
         self._structures[structure] = None
 
-    def _refuse_conflict(self, structure: Structure) -> None:
-        conflicts = [path for path, sort in sorts_of(structure).items() if self._sorts.get(path, sort) != sort]
-        if not conflicts:
-            return
-        path, earlier = conflicts[0], self._structure(None)
+    def _conflict(self, structure: Structure, conflicts: list[Path]) -> SchemaConflict:
+        path, earlier = conflicts[0], self._all_adds()
         more = f" (and at {len(conflicts) - 1} more paths)" if len(conflicts) > 1 else ""
-        raise SchemaConflict(
+        return SchemaConflict(
             f"stats that do not fit the earlier ones of this window at {format_path(path)!r}{more}: "
             f"{describe(earlier, path)} before, {describe(structure, path)} now.\n"
             "Give each path one structure and one reduce op, or use different keys. Nothing was added; the window goes "
@@ -513,16 +509,21 @@ class _Content:
 
     # -- flushing -----------------------------------------------------------------------------------------------------
 
-    def part(self, known: Structure | None, per_rank: bool) -> Part | Failure:
-        """Return this rank's part of one reduction, or what was found only now. Waits for the devices.
+    def part(self) -> Part | Failure:
+        """Return this rank's part of one reduction. Waits for the devices; never raises: this rank must take part."""
+        self.is_flushed = True
+        try:
+            return self._part()
+        except Exception as error:
+            return failure_of(error, "what was added cannot be read")
 
-        ``known``: the structure of the last flush, to be used again.
-        """
+    def _part(self) -> Part | Failure:
         self.read_pending(wait=True)
         self.fold_all()
         if self._failure is not None:
             return self._failure
-        structure, columns = self._structure(known), self._lanes.t().tolist()
+        structure = self.structure = self._all_adds()
+        columns = self._lanes.t().tolist()
         sums, weights, nonfinite = array("d"), array("d"), []
         for index, leaf in enumerate(structure.leaves):
             op, column = OPS[leaf[1]], columns[self._slot_of[leaf]]
@@ -537,7 +538,7 @@ class _Content:
             sums.append(value if column[_SEEN] or column[_NONFINITE] else 0.0)
             weights.append(column[_WEIGHT])
         values = None
-        if per_rank:
+        if self.per_rank:
             finished = zip(structure.ops, sums, weights, strict=True)
             values = array("d", [op.finish(value, weight) if weight else math.nan for op, value, weight in finished])
         has_one_weight = all(weight == self._total for weight in weights)
@@ -551,46 +552,23 @@ class _Content:
             tuple(nonfinite),
         )
 
-    def _structure(self, known: Structure | None) -> Structure:
-        """Return one structure of all adds; ``known`` itself, or that of an add, where it is equal."""
+    def _all_adds(self) -> Structure:
+        """Return one structure of all adds: that of an add, or of the last flush, where it is equal."""
         leaves = tuple(key for key in self._slot_of if key[1] != NONE.name or key[0] not in self._sorts)
         kinds: dict[Path, str] = {}
         for path, tag in self._tags:
             kinds[path] = LIST if kinds.get(path, tag) != tag else tag
         tags = tuple(kinds.items())
-        for structure in (*self._structures, known):
+        for structure in (*self._structures, self.structure):
             if structure is not None and structure.leaves == leaves and structure.tags == tags:
                 return structure
         return Structure(leaves, tags)
-
-
-def _time_of(name: str, seconds: float) -> Flat:
-    return flatten({"time": {name: Mean(seconds, 1.0)}})
 
 
 def _empty_lanes(count: int) -> torch.Tensor:
     lanes = torch.zeros(_LEAST + 1, count, dtype=torch.float64, device="cpu")
     lanes[_LEAST] = math.inf
     return lanes
-
-
-class _Flushed:
-    """The content of a window, as a rank's part of a reduction."""
-
-    def __init__(self, content: _Content, structure: Structure | None, per_rank: bool) -> None:
-        self._content, self.structure, self._per_rank = content, structure, per_rank
-        self.is_taken = False
-
-    def part(self) -> Part | Failure:
-        """Wait for the devices; never raises. From here on this rank takes part."""
-        self.is_taken = True
-        try:
-            part = self._content.part(self.structure, self._per_rank)
-        except Exception as error:  # this rank must still take part
-            return Failure("", f"what was added cannot be read: {type(error).__name__}: {error}")
-        if isinstance(part, Part):
-            self.structure = part.structure
-        return part
 
 
 def _call_site() -> str:

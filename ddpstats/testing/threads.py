@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._ranks.calls import Channel
-from ddpstats._ranks.comm import CommFailed, Watch, wait_in_slices
+from ddpstats._ranks.comm import CommFailed, ReduceOp, Watch, wait_in_slices
 from ddpstats._ranks.store import BoundedStore, Connection
 from ddpstats._reduction.reducer import StatsReducer
 from ddpstats.testing.outcomes import RankOutcome, RankOutcomes, RankTimedOut
@@ -104,11 +104,8 @@ class ThreadComm:
         self.watch: Watch = lambda: None
         self._world = world
 
-    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        tensor.copy_(self._meet(tensor.clone(), _sum, timeout_sec))
-
-    def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        tensor.copy_(self._meet(tensor.clone(), _max, timeout_sec))
+    def all_reduce(self, op: ReduceOp, tensor: torch.Tensor, timeout_sec: float) -> None:
+        tensor.copy_(self._meet(tensor.clone(), _sum if op == "sum" else _max, timeout_sec))
 
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         return list(self._meet(bytes(payload), _same_length, timeout_sec))

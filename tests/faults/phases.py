@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import ddpstats
 
-_ALL_REDUCE = "ddpstats._ranks.comm:GlooComm.all_reduce_sum"
+_ALL_REDUCE = "ddpstats._ranks.comm:GlooComm.all_reduce"
 
 Call = Callable[[bool], Any]
 """Makes the call; with the argument true as it is when the fault comes. What it returns is the same on every rank."""

@@ -58,7 +58,7 @@ def _reduce(interrupted: bool) -> None:
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    with mock.patch.object(GlooComm, "all_reduce_sum", interrupt if interrupted else GlooComm.all_reduce_sum):
+    with mock.patch.object(GlooComm, "all_reduce", interrupt if interrupted else GlooComm.all_reduce):
         ddpstats.reduce_stats({"loss": 1.0})
 
 

@@ -68,7 +68,7 @@ class UnansweredComm:
         other = payload[:-PROCESS_ID_BYTES] + self._process.pack()
         return [payload, *[other] * (len(self.ranks) - 1)]
 
-    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+    def all_reduce(self, op: str, tensor: torch.Tensor, timeout_sec: float) -> None:
         if self._reduced_sec is None:
             wait_in_slices(self._sleep, timeout_sec, self.watch)
         else:

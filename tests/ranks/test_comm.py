@@ -121,7 +121,7 @@ def values_of(rank: int, size: int) -> torch.Tensor:
 
 def summed(comm: Comm, size: int) -> tuple[bytes, float]:
     tensor = values_of(comm.rank % 8, size)
-    comm.all_reduce_sum(tensor, LONG_SEC)
+    comm.all_reduce("sum", tensor, LONG_SEC)
     expected = torch.stack([values_of(rank % 8, size) for rank in comm.ranks]).sum(dim=0)
     return hashlib.sha256(tensor.numpy().tobytes()).digest(), ((tensor - expected).abs() / expected.abs()).max().item()
 
@@ -137,7 +137,7 @@ def test_a_sum_has_the_same_bits_on_every_rank(doorway: tuple[Doorway, int], siz
 def summed_specials(comm: Comm) -> list[float]:
     last = comm.rank == comm.ranks[-1]
     tensor = torch.tensor([math.nan if last else 1.0, math.inf if last else 1.0, 2.0**52, -0.0], dtype=torch.float64)
-    comm.all_reduce_sum(tensor, LONG_SEC)
+    comm.all_reduce("sum", tensor, LONG_SEC)
     return tensor.tolist()
 
 
@@ -151,7 +151,7 @@ def test_a_sum_keeps_infinity_and_nan_and_is_exact_for_integers(doorway: tuple[D
 def largest(comm: Comm, size: int) -> list[float]:
     tensor = torch.tensor([float((slot * 7 + comm.rank * 3) % 11) for slot in range(size)], dtype=torch.float64)
     tensor[0] = -math.inf
-    comm.all_reduce_max(tensor, LONG_SEC)
+    comm.all_reduce("max", tensor, LONG_SEC)
     return tensor.tolist()
 
 
@@ -200,7 +200,7 @@ def without_the_last(comm: Comm, operation: str) -> tuple[str, float, float] | N
     started = time.monotonic()
     try:
         if operation == "sum":
-            comm.all_reduce_sum(torch.ones(4, dtype=torch.float64), SHORT_SEC)
+            comm.all_reduce("sum", torch.ones(4, dtype=torch.float64), SHORT_SEC)
         else:
             comm.all_gather(b"x", SHORT_SEC)
     except CommFailed as error:
@@ -250,7 +250,7 @@ def watched(comm: Comm, over: str) -> tuple[int, float] | None:
     comm.watch = watch
     started = time.monotonic()
     with pytest.raises(Enough, match="seen enough"):
-        comm.all_reduce_sum(torch.ones(4, dtype=torch.float64), 2.0)
+        comm.all_reduce("sum", torch.ones(4, dtype=torch.float64), 2.0)
     waited_sec = time.monotonic() - started
     comm.close()
     comm.close()
@@ -312,7 +312,7 @@ def closed_by_one(comm: Comm) -> tuple[str, float] | None:
         return None
     started = time.monotonic()
     with pytest.raises(CommFailed) as caught:
-        comm.all_reduce_sum(torch.ones(4, dtype=torch.float64), 3.0)
+        comm.all_reduce("sum", torch.ones(4, dtype=torch.float64), 3.0)
     return str(caught.value), time.monotonic() - started
 
 
@@ -352,8 +352,8 @@ def test_a_collective_leaves_time_for_the_verdict(timeout_sec: float) -> None:
 def test_one_rank_alone_gets_its_own_back() -> None:
     comm = SoloComm(3)
     tensor = values_of(0, 4)
-    comm.all_reduce_sum(tensor, 1.0)
-    comm.all_reduce_max(tensor, 1.0)
+    comm.all_reduce("sum", tensor, 1.0)
+    comm.all_reduce("max", tensor, 1.0)
     assert torch.equal(tensor, values_of(0, 4))
     assert (comm.ranks, comm.rank) == ((3,), 3)
     assert comm.all_gather(b"mine", 1.0) == [b"mine"]
@@ -398,7 +398,7 @@ def sums_over_overlapping_groups() -> dict[str, float]:
         if str(dist.get_rank()) in name:
             comm = gloo_comm(group, group_store(group), LONG_SEC)
             tensor = torch.tensor([float(comm.rank)], dtype=torch.float64)
-            comm.all_reduce_sum(tensor, LONG_SEC)
+            comm.all_reduce("sum", tensor, LONG_SEC)
             sums[name] = tensor.item()
             comm.close()
     return sums

@@ -23,7 +23,7 @@ from functools import cached_property
 from types import CodeType, FrameType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
-from ddpstats._base.caches import BoundedCache, EmptiedCache
+from ddpstats._base.caches import EmptiedCache
 from ddpstats._observe.frames import user_frame
 from ddpstats.guard.event import Evidence
 from ddpstats.guard.labels.source import COMPREHENSION_NAMES, SourceFile, call_of, mentions
@@ -190,7 +190,7 @@ class Siblings:
 
 
 _NO_SIBLINGS = Siblings()
-_kept_siblings: BoundedCache[tuple[Any, ...], Siblings] = BoundedCache(_MAX_KEPT, _MAX_NAMES)
+_kept_siblings: EmptiedCache[tuple[Any, ...], Siblings] = EmptiedCache(_MAX_KEPT, _MAX_NAMES)
 
 
 class LastContainer:
@@ -247,7 +247,7 @@ def _siblings_in(container: Any) -> Siblings:
         fields = kind.__dict__.get("_fields")  # of a namedtuple
         names = _texts(fields if type(fields) is tuple else attributes_of(container))
     key = names, source, *aliases.items()
-    return _kept_siblings.get(key) or _kept_siblings.put(key, Siblings(names, source, aliases), len(names))
+    return _kept_siblings.get(key) or _kept_siblings.keep(key, Siblings(names, source, aliases), len(names))
 
 
 def _aliases_in(entries: Any) -> dict[str, tuple[str, ...]]:
