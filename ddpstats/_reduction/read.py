@@ -160,6 +160,7 @@ class Plan:
         self._means = [index for index, leaf in enumerate(flat.leaves) if isinstance(leaf, Mean)]
         self._flags = [index for index, op in enumerate(ops) if op.is_flag]
         self._is_weighted = [op.is_weighted for op in ops]
+        self._last_types: tuple[list[type], list[int]] = [], []
         self._pack = struct.Struct(f"{len(ops)}d").pack
         self._last_weights = math.nan, array("d")
 
@@ -179,9 +180,10 @@ class Plan:
             if self._reading != "numbers":
                 leaves = self._numbers(leaves)
             values = array("d", self._pack(*leaves))  # in a third of the time that an array of the list takes
+            size = math.hypot(*leaves) if len(leaves) < MANY else as_tensor(values).norm().item()  # or infinite
         except (RuntimeError, TypeError, ValueError, struct.error):
             return None
-        if not _size(values) <= LARGEST and any(LARGEST < abs(value) < math.inf for value in values):
+        if not size <= LARGEST and any(LARGEST < abs(value) < math.inf for value in values):
             return None
         if self._flags and any(values[index] not in (0.0, 1.0) for index in self._flags):
             return None
@@ -209,9 +211,19 @@ class Plan:
             return list(torch.stack(leaves).detach().view(-1).tolist())  # refuses tensors that differ in shape
         if self._reading == "tensors":
             return [*map(torch.Tensor.item, leaves)]
-        if not INTERCHANGEABLE.issuperset(map(type, leaves)):
-            raise TypeError("a leaf that is read by itself")
-        return [leaf.item() if type(leaf) is torch.Tensor else leaf for leaf in leaves]
+        leaves = leaves.copy()
+        for index in self._tensors_among(leaves):
+            leaves[index] = leaves[index].item()
+        return leaves
+
+    def _tensors_among(self, leaves: list[Any]) -> list[int]:
+        """Return which leaves are tensors; the others are numbers. Raises TypeError for any other type."""
+        types, last = [*map(type, leaves)], self._last_types
+        if types != last[0]:
+            if not INTERCHANGEABLE.issuperset(types):
+                raise TypeError("a leaf that is read by itself")
+            last = self._last_types = types, [index for index, kind in enumerate(types) if kind is torch.Tensor]
+        return last[1]
 
 
 _plans: EmptiedCache[Structure, Plan] = EmptiedCache(max_entries=64, max_cost=65_536)
@@ -225,14 +237,6 @@ def plan_of(flat: Flat) -> Plan:
 def as_tensor(values: array[float]) -> torch.Tensor:
     """Return a view, not a copy, of at least one value."""
     return torch.frombuffer(values, dtype=torch.float64)
-
-
-def _size(values: array[float]) -> float:
-    """Return the length of the vector; infinite where the square of it is too large for a float64."""
-    if len(values) < MANY:
-        return math.hypot(*values)
-    vector = as_tensor(values)
-    return math.sqrt(torch.dot(vector, vector).item())
 
 
 def _scaled(values: array[float], weights: float | array[float]) -> array[float]:
