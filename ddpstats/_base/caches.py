@@ -25,10 +25,11 @@ class EmptiedCache(dict[K, V]):
 
     def keep(self, key: K, value: V, cost: int = 0) -> V:
         """Keep the value, and return it."""
-        is_dear = self._cost + cost > self._max_cost and len(self) >= _ALWAYS_KEPT
-        if is_dear or len(self) >= self._max_entries:
-            self.clear()
-        self._cost += cost
+        if key not in self:
+            costs_too_much = self._cost + cost > self._max_cost and len(self) >= _ALWAYS_KEPT
+            if costs_too_much or len(self) >= self._max_entries:
+                self.clear()
+            self._cost += cost
         self[key] = value
         return value
 

@@ -44,6 +44,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], T], *, private: bool = 
 def replace_files(writes: Mapping[Path, Callable[[BinaryIO], T]], *, private: bool = False) -> list[T]:
     """Do as `replace_file` for each of the files; none has its name before all of them are on disk.
 
+    They get their names in this order: where the last one is there, all are.
     To write all of them before the first fsync takes little more than half as long as file by file.
     """
     unfinished = {path: path.parent / f"{TEMPORARY_PREFIX}{path.name}-{os.urandom(6).hex()}" for path in writes}

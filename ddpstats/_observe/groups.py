@@ -7,7 +7,6 @@ of a group's collectives is the number that its backend (gloo, NCCL, XCCL, ...) 
 from __future__ import annotations
 
 import gc
-import importlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -139,8 +138,9 @@ def start_fake_group(rank: int, world_size: int) -> None:
 
     Torch's own covers four kinds of devices alone.
     """
-    fake_pg = importlib.import_module("torch.testing._internal.distributed.fake_pg")  # which torch 2.6 does not import
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world_size)
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # which torch 2.6 does not import
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     group: Any = dist.group.WORLD
     for kind in ("privateuseone", "mps", "mtia"):
         group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.CUSTOM, backend_of(group, HOST))

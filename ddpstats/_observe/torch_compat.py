@@ -160,12 +160,11 @@ class Kernels:
             refuse("kernels for operators of torch could not be taken away again")
         self._library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
-            if replaces:
+            if replaces:  # torch up to 2.10 refuses a second kernel, except with an argument that 2.7 does not have
                 warnings.filterwarnings("ignore", message=r"[\s\S]*verriding a previously registered kernel")
+                _impls.difference_update(f"{namespace}/{name}/{key}" for name in kernels)
             for name, kernel in kernels.items():
                 hide_from_dynamo(kernel)
-                if replaces:  # torch up to 2.10 refuses a second kernel, except with an argument that 2.7 does not have
-                    _impls.discard(f"{namespace}/{name}/{key}")
                 self._library.impl(name, kernel, key, with_keyset=with_keys)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:

@@ -97,7 +97,7 @@ class Prepared:
 
 
 def failure_of(error: Exception, what: str) -> Failure:
-    """Return what other ranks are to know of an error; ``what`` failed, where that is not known of one leaf."""
+    """Return what other ranks are to know of an error. ``what``: what failed, where the error names no leaf."""
     return error.failure if isinstance(error, CannotRead) else Failure("", f"{what}: {type(error).__name__}: {error}")
 
 
@@ -180,7 +180,7 @@ class Plan:
             if self._reading != "numbers":
                 leaves = self._numbers(leaves)
             values = array("d", self._pack(*leaves))  # in a third of the time that an array of the list takes
-            size = math.hypot(*leaves) if len(leaves) < MANY else as_tensor(values).norm().item()  # or infinite
+            size = math.hypot(*leaves) if len(leaves) < MANY else as_tensor(values).norm().item()
         except (RuntimeError, TypeError, ValueError, struct.error):
             return None
         if not size <= LARGEST and any(LARGEST < abs(value) < math.inf for value in values):

@@ -34,7 +34,7 @@ from ddpstats._base.lazy import breaks_graph, compiler_probe, never_traced, refu
 from ddpstats._base.paths import Path, format_path
 from ddpstats._ranks.exchange import Failure
 from ddpstats._reduction.flatten import LIST, NUMBERS, CannotRead, LeafKey, Structure, Tag, flatten
-from ddpstats._reduction.layout import describe, merge_sorts
+from ddpstats._reduction.layout import describe, merge_sorts, sorts_of
 from ddpstats._reduction.ops import NONE, OPS, Mean
 from ddpstats._reduction.read import (
     HEAVIEST,
@@ -169,6 +169,8 @@ class StatsWindow:
         check_flag("per_rank", per_rank)
         reducer = self._reducer
         call, channel = self._per_rank_call if per_rank else reducer._call, reducer._usable_channel()
+        channel.refuse_inside()  # before there is a new content, whose tensors would be fake there
+        refuse_without_values(f"a reduction on {channel.group_name}")
         with self._exclusive():
             content, self._content = self._content, _Content(call.skips)
         content.per_rank = per_rank
@@ -454,11 +456,10 @@ class _Content:
         """Give each leaf a slot. Raises `SchemaConflict` if the structure does not fit the earlier ones."""
         if structure in self._structures:
             return
-        sorts = self._sorts.copy()
-        conflicts = merge_sorts(sorts, structure)
+        conflicts = [path for path, sort in sorts_of(structure).items() if self._sorts.get(path, sort) != sort]
         if conflicts:
             raise self._conflict(structure, conflicts)
-        self._sorts = sorts
+        merge_sorts(self._sorts, structure)
         for leaf in structure.leaves:
             self._slot_of.setdefault(leaf, len(self._slot_of))
         self._tags.update(dict.fromkeys(structure.tags))

@@ -208,8 +208,9 @@ class _Shared:
         """Return the notes of all ranks; None where one is missing. Raises `Overrun`."""
         begin = seq % NOTES_KEPT * _NOTE.size
         slots = [self._map[at : at + _NOTE.size] for at in range(begin, self._size * _RANK_BYTES, _RANK_BYTES)]
-        if self._posted[0] == seq and slots.count(slots[0]) == self._size:  # mostly: all are this rank's
-            return self._posted[1]
+        posted_seq, own_notes = self._posted  # read once: another thread may post
+        if posted_seq == seq and slots.count(slots[0]) == self._size:  # mostly: all ranks' notes are like its own
+            return own_notes
         notes = [note for slot in slots if (note := _read(slot, seq)) is not None]
         return notes if len(notes) == self._size else None
 

@@ -32,3 +32,12 @@ def test_four_entries_stay_at_any_cost() -> None:
     assert list(cache) == [0, 1, 2, 3]
     cache.keep(4, 4, cost=10**6)
     assert list(cache) == [4]
+
+
+def test_an_entry_that_is_kept_again_costs_nothing_more() -> None:
+    cache = EmptiedCache[int, int](100, max_cost=100)
+    for number in range(5):
+        cache.keep(number, number, cost=10)
+    for _ in range(100):
+        cache.keep(0, 1, cost=10)
+    assert cache == {0: 1, 1: 1, 2: 2, 3: 3, 4: 4}

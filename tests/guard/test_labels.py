@@ -615,3 +615,60 @@ def test_site_is_no_line_of_a_wing_that_watches_the_program(wing: str) -> None:
     frame, by_torch, _ = between["call"]()
     assert "test_labels.py" in str(site_of(frame))
     assert not by_torch
+
+
+# -- chains ------------------------------------------------------------------------------------------------------------
+
+
+def _labels_of(program: Callable[[Callable[[Any], None]], None]) -> list[Inferred]:
+    """Return the label of each call of the function that ``program`` is given."""
+    inferred = list[Inferred | None]()
+    program(lambda tensor: inferred.append(infer(sys._getframe(1))))
+    assert None not in inferred
+    return [label for label in inferred if label is not None]
+
+
+def test_a_caller_that_gives_no_further_name_makes_no_other_label() -> None:
+    def program(all_reduce: Callable[[Any], None]) -> None:
+        def reduce_all(losses: Any) -> None:
+            for name, value in losses.items():  # noqa: B007  # the name is the label
+                all_reduce(value)
+
+        def train(losses: Any) -> None:
+            reduce_all(losses)
+
+        losses = {"l1_loss": torch.ones(1), "snr_loss": torch.ones(1)}
+        reduce_all(losses)
+        train(losses)
+
+    labels = _labels_of(program)
+    assert [label.path for label in labels] == ["l1_loss", "snr_loss"] * 2
+    assert labels[:2] == labels[2:]
+
+
+def test_chains_of_ever_other_callers_are_not_kept() -> None:
+    def program(all_reduce: Callable[[Any], None]) -> None:
+        def walk(tensor: Any, turns: int, depth: int) -> None:
+            if depth == 0:
+                all_reduce(tensor)
+            elif turns & 1:
+                walk(tensor, turns >> 1, depth - 1)
+            else:
+                walk(tensor, turns >> 1, depth - 1)
+
+        gradients = {"weight": torch.ones(1)}
+        for turns in range(0, 1 << 16, 97):
+            for name, gradient in gradients.items():  # noqa: B007
+                walk(gradient, turns, 16)
+
+    assert {label.path for label in _labels_of(program)} == {"weight"}
+    assert len(read._chains) <= read._MAX_KEPT
+
+
+def test_a_dict_with_another_key_of_the_same_tensor_is_read_again() -> None:
+    first, second = torch.ones(1), torch.ones(1)
+    stats, last = {"a": first, "_": second}, read.LastContainer()
+    assert last.siblings("a", stats).names == ("a",)
+    del stats["_"]
+    stats["b"] = first
+    assert last.siblings("a", stats).aliases.keys() == {"a", "b"}

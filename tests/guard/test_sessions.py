@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from ddpstats import cli
 from ddpstats._base.config import GuardMode
+from ddpstats.guard import notes_shm
+from ddpstats.guard.notes import Note
 from ddpstats.testing import run_ranks
 from tests.guard import session_runs as runs
 
@@ -33,3 +38,16 @@ def test_rank_that_was_idle_goes_on_with_the_others(
 @pytest.mark.parametrize("alike", [True, False])
 def test_groups_of_one_name_and_other_members_are_not_compared(alike: bool) -> None:
     assert run_ranks(runs.of_one_name, 2, alike, timeout_sec=60).values() == [alike] * 2
+
+
+def test_notes_are_those_that_were_asked_for_while_another_thread_posts() -> None:
+    """The attribute is read here as if the other thread posted right after the first look at it."""
+    fifth, sixth = Note(5, 0, 1), Note(6, 7, 1)
+    posts = [(5, [fifth, fifth]), *itertools.repeat((6, [sixth, sixth]), 9)]
+    with io.FileIO(os.memfd_create("notes"), "r+") as file:
+        file.truncate(2 * notes_shm._RANK_BYTES)
+        shared, peer = notes_shm._Shared(file, 0, 2), notes_shm._Shared(file, 1, 2)
+        shared.write(5, fifth)
+        peer.write(5, fifth)
+        with mock.patch.object(notes_shm._Shared, "_posted", mock.PropertyMock(side_effect=posts), create=True):
+            assert shared.read_all(5) == [fifth, fifth]

@@ -220,8 +220,8 @@ class LastContainer:
 def _has_still(container: Any, siblings: Siblings) -> bool:
     """Return whether it is a dict whose keys are these very names, and none of its values has two of them."""
     is_plain = type(container) is dict and siblings.source == "dict" and not siblings.aliases
-    is_same = is_plain and all(map(operator.is_, container, siblings.names))
-    return is_same and len({*map(id, container.values())}) == len(siblings.names)
+    is_same = is_plain and len(container) == len(siblings.names) and all(map(operator.is_, container, siblings.names))
+    return is_same and len({*map(id, container.values())}) == len(container)
 
 
 def is_dict(container: Any) -> bool:
@@ -340,24 +340,23 @@ class Chain:
 
     ``calls``: from the collective outwards. ``steps``: those that gave a name, innermost first, and the index of the
     call of each. ``is_fresh``: the tensor is not the innermost element itself, nor an attribute of it. ``containers``:
-    what each step took its name from last. ``further``: the chains that are one call or one step longer.
+    what each step took its name from last.
     """
 
     calls: tuple[CallRoutes, ...]
     steps: tuple[tuple[Step, int], ...] = ()
     is_fresh: bool = False
     containers: tuple[LastContainer, ...] = ()
-    further: dict[CallRoutes | Step, Chain] = field(default_factory=dict)
 
     def with_call(self, call: CallRoutes, route: Route) -> Chain:
         """Return the chain that ``route`` leads to: out of its function, to ``call``."""
         is_fresh = self.is_fresh or (route.fresh and not self.steps)
-        return self.further.setdefault(call, Chain((*self.calls, call), self.steps, is_fresh, self.containers))
+        return _chains.keep((self, call), Chain((*self.calls, call), self.steps, is_fresh, self.containers))
 
     def with_step(self, step: Step, route: Route) -> Chain:
         """Return the chain whose last name a ``step`` of the route gives."""
         steps, is_fresh = (*self.steps, (step, len(self.calls) - 1)), self.is_fresh or (route.fresh and not self.steps)
-        return self.further.setdefault(step, Chain(self.calls, steps, is_fresh, (*self.containers, LastContainer())))
+        return _chains.keep((self, step), Chain(self.calls, steps, is_fresh, (*self.containers, LastContainer())))
 
     @cached_property
     def uses(self) -> list[Use]:
@@ -394,6 +393,7 @@ class Inferred:
         return evidence
 
 
+_chains: EmptiedCache[tuple[Chain, CallRoutes | Step], Chain] = EmptiedCache(_MAX_KEPT)  # one call or step longer
 _labels: EmptiedCache[tuple[Any, ...], Inferred] = EmptiedCache(_MAX_KEPT)
 _Path = tuple[Chain, tuple[str, ...], tuple[Any, ...]]
 """A route as far as it was followed: the names that it came to, innermost first, and the container of each."""
@@ -419,8 +419,7 @@ def infer(frame: FrameType) -> Inferred | None:
 def _follow(before: _Path, frame: FrameType) -> _Path | None:
     """Follow the routes of the path's last call, and those of its callers; None where no route comes to a name."""
     frames = activation(frame) if frame.f_code.co_name in COMPREHENSION_NAMES else (frame,)
-    calls = before[0].calls
-    for route in calls[-1].routes if len(calls) <= _MAX_FRAMES else ():
+    for route in before[0].calls[-1].routes if len(before[0].calls) <= _MAX_FRAMES else ():
         chain, keys, containers = before
         if route.steps:
             variables = Variables(frames)
@@ -429,13 +428,15 @@ def _follow(before: _Path, frame: FrameType) -> _Path | None:
                     container = MISSING if step.container is None else variables.value(step.container)
                     name = _name_of(step, variables, container)
                     if name is not None:
-                        chain = chain.further.get(step) or chain.with_step(step, route)
+                        chain = _chains.get((chain, step)) or chain.with_step(step, route)
                         keys, containers = (*keys, name), (*containers, container)
             finally:
                 variables.give_back()
         further = _leave(route, frames[-1], (chain, keys, containers)) if route.parameter else None
-        if further is not None or keys:
-            return further or (chain, keys, containers)
+        if further is not None and len(further[1]) > len(keys):
+            return further
+        if keys:  # what gives no further name is no part of the chain: the label is one object for all callers
+            return chain, keys, containers
     return None
 
 
@@ -467,6 +468,6 @@ def _leave(route: Route, frame: FrameType, path: _Path) -> _Path | None:
     while outer is not None:
         call = call_routes(outer, route, chain.calls[-1].owner)
         if not call.is_wrapper:
-            return _follow((chain.further.get(call) or chain.with_call(call, route), keys, containers), outer)
+            return _follow((_chains.get((chain, call)) or chain.with_call(call, route), keys, containers), outer)
         outer = user_frame(outer.f_back)
     return None
