@@ -208,7 +208,8 @@ class Plan:
     def _numbers(self, leaves: list[Any]) -> list[Any]:
         """Return the numbers in numbers and tensors of one element. Raises what torch raises for any other."""
         if self._is_stacked and len(leaves) >= MANY and leaves[0].numel() == 1:
-            return list(torch.stack(leaves).detach().view(-1).tolist())  # refuses tensors that differ in shape
+            read: list[Any] = torch.stack(leaves).detach().view(-1).tolist()  # refuses tensors that differ in shape
+            return read
         if self._reading == "tensors":
             return [*map(torch.Tensor.item, leaves)]
         leaves = leaves.copy()

@@ -195,7 +195,7 @@ class Watching(Subscriber):
             signature, digest = signature_of(parts)
             source = label if isinstance(label, Inferred) else None
             text = label.path if isinstance(label, Inferred) else label
-            name = group.name + MESSAGES * operator.is_message
+            name = f"{group.name}{MESSAGES}" if operator.is_message else group.name
             peer = None if call.peer is None else call.view.ranks[call.peer]
             word, site = label_word(text), site_of(frame)
             event = Event(name, 0, signature, text, word, site, digest, *pieces, peer, call.tag, evidence_source=source)
