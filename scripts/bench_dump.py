@@ -37,7 +37,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "mix, async": {"level": "mix", "async_dump": True},
     "mix, tensors, async": {**_TENSORS, "async_dump": True, "tensor": {"list": ["."]}},
 }
-_LIMITS = {"idle": 1.01, "L0": 2.0, "L1": 8.0, "mix": 10.0}
+_LIMITS = {"idle": 1.01, "L0": 1.4, "L1": 1.5, "mix": 1.9}
 
 
 def dump(seconds: float) -> list[Row]:

@@ -2,7 +2,8 @@
 
 1. `replace_file` writes under a temporary name in the same directory, because a rename does not cross file systems, and
    calls fsync before the rename: the content must be on disk before its name is. Whatever fails, the temporary file is
-   removed and a file that had the name before is untouched.
+   removed and a file that had the name before is untouched. `replace_files` does without fsync: its files are complete
+   or absent when a process dies, but not when the machine does.
 2. `open_regular` opens no pipe or device, which would block or never end. It checks the open file, so that nothing can
    be put in its place in between. `read_at_most` and `bounded_lines` bound the memory that a file takes, and
    `parse_json` raises nothing but ValueError.
@@ -38,14 +39,16 @@ def replace_file(path: Path, write: Callable[[BinaryIO], T], *, private: bool = 
     Raises OSError, and what ``write`` raises. ``private``: only the owner may read the file (mode 0600); otherwise the
     umask decides.
     """
-    return replace_files({path: write}, private=private)[0]
+    return replace_files({path: write}, private=private, durable=True)[0]
 
 
-def replace_files(writes: Mapping[Path, Callable[[BinaryIO], T]], *, private: bool = False) -> list[T]:
-    """Do as `replace_file` for each of the files; none has its name before all of them are on disk.
+def replace_files(
+    writes: Mapping[Path, Callable[[BinaryIO], T]], *, private: bool = False, durable: bool = False
+) -> list[T]:
+    """Do as `replace_file` for each of the files; none has its name before all of them are written.
 
-    They get their names in this order: where the last one is there, all are.
-    To write all of them before the first fsync takes little more than half as long as file by file.
+    They get their names in this order: where the last one is there, all are. ``durable``: call fsync, so that this
+    holds after a power failure too.
     """
     unfinished = {path: path.parent / f"{TEMPORARY_PREFIX}{path.name}-{os.urandom(6).hex()}" for path in writes}
     results = []
@@ -58,8 +61,9 @@ def replace_files(writes: Mapping[Path, Callable[[BinaryIO], T]], *, private: bo
                 files.append(opened.enter_context(os.fdopen(descriptor, "w+b")))
                 results.append(write(files[-1]))
                 files[-1].flush()
-            for file in files:
-                os.fsync(file.fileno())
+            if durable:
+                for file in files:
+                    os.fsync(file.fileno())
         for path, complete in unfinished.items():
             os.replace(complete, path)
     except BaseException:
@@ -67,8 +71,9 @@ def replace_files(writes: Mapping[Path, Callable[[BinaryIO], T]], *, private: bo
             with contextlib.suppress(OSError):
                 incomplete.unlink()
         raise
-    for directory in {path.parent for path in writes}:
-        _sync_directory(directory)
+    if durable:
+        for directory in {path.parent for path in writes}:
+            _sync_directory(directory)
     return results
 
 

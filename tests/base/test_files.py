@@ -68,9 +68,10 @@ def test_disk_that_is_full_at_the_end_leaves_no_file(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("durable", [True, False])
 @pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
-def test_several_files_get_their_names_after_all_are_on_disk(
-    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_several_files_get_their_names_after_all_are_written(
+    failing: str, durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     first.write_bytes(b"old")
@@ -85,20 +86,27 @@ def test_several_files_get_their_names_after_all_are_on_disk(
 
         monkeypatch.setattr(os, name, call)
 
-    noted("fsync")
-    noted("replace")
-    results = replace_files({first: lambda file: file.write(b"1"), second: lambda file: file.write(b"22")})
-    assert results == [1, 2]
-    assert calls == ["fsync", "fsync", "replace", "replace", "fsync"]
-    assert (first.read_bytes(), second.read_bytes()) == (b"1", b"22")
-
     def fail(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    if failing != "write":
+    noted("fsync")
+    noted("replace")
+    writes = {first: lambda file: file.write(b"1"), second: lambda file: file.write(b"22")}
+    assert replace_files(writes, durable=durable) == [1, 2]
+    assert calls == (["fsync", "fsync", "replace", "replace", "fsync"] if durable else ["replace", "replace"])
+    assert (first.read_bytes(), second.read_bytes()) == (b"1", b"22")
+
+    if failing == "write":
+        writes[second] = fail
+    else:
         monkeypatch.setattr(os, failing, fail)
+    writes[first] = lambda file: file.write(b"3")
+    if failing == "fsync" and not durable:
+        replace_files(writes, durable=durable)
+        assert first.read_bytes() == b"3"
+        return
     with pytest.raises(OSError, match="No space"):
-        replace_files({first: lambda file: file.write(b"3"), second: fail if failing == "write" else lambda file: 0})
+        replace_files(writes, durable=durable)
     assert (first.read_bytes(), second.read_bytes()) == (b"1", b"22")
     assert sorted(tmp_path.iterdir()) == [first, second]
 
