@@ -4,8 +4,8 @@ Under `torch.compile` our entry points break the graph, as a plain collective of
 traces into them, nor compiles what they call. `torch.compiler.disable` does that, but it imports Dynamo, which takes
 seconds and is not needed where nothing is compiled. So it is called only after a program has imported Dynamo.
 
-These are torch's private names that are needed below `_observe.torch_compat`. Each is looked up at every call, because
-torch may have been imported in between.
+These are torch's private names that are needed below `_observe.torch_compat`. What a program may import later is
+looked up at every call.
 
 - ``torch._dynamo``: whether anything is compiled. Without it nothing is.
 - ``_torchdynamo_disable``, ``_torchdynamo_disable_msg``: what ``torch.compiler.disable`` leaves on a function. A torch
@@ -94,16 +94,20 @@ def compiler_probe() -> Callable[[], object]:
 
 def refuse_without_values(what: str) -> None:
     """Raise `ConfigError` under FakeTensorMode and while a graph is recorded: tensors have no values there."""
-    torch = sys.modules.get("torch")
-    key = getattr(getattr(torch, "_C", None), "_TorchDispatchModeKey", None)
-    if key is None:
-        return
-    active: Any = getattr(torch._C, "_get_dispatch_mode", lambda mode: None)  # type: ignore[union-attr]
-    if active(key.FAKE) is not None or active(key.PROXY) is not None:
+    active, fake, proxy = _dispatch_modes()
+    if active(fake) is not None or active(proxy) is not None:
         raise ConfigError(
             f"{what} was called under FakeTensorMode, or while a graph is recorded: tensors have no values there, so "
             "there is nothing to reduce. Call it outside."
         )
+
+
+@functools.cache
+def _dispatch_modes() -> tuple[Callable[[Any], Any], Any, Any]:
+    """Return which function of torch says whether a mode is active, and the modes without values."""
+    torch_c: Any = getattr(sys.modules.get("torch"), "_C", None)
+    key, active = getattr(torch_c, "_TorchDispatchModeKey", None), getattr(torch_c, "_get_dispatch_mode", None)
+    return (lambda mode: None, 0, 0) if key is None or active is None else (active, key.FAKE, key.PROXY)
 
 
 def is_fake(value: object) -> bool:

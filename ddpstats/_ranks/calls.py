@@ -66,15 +66,14 @@ class Channel:
 
     def __init__(self, ranks: tuple[int, ...], rank: int, group_name: str, connect: Connect, store: Any = None) -> None:
         self.ranks, self.rank, self.group_name = ranks, rank, group_name  # global ranks, ascending; this process's own
-        self._process, self._connect = os.getpid(), connect
+        self._process, self._connect, self._what = os.getpid(), connect, f"a reduction on {group_name}"
         self._worker = Worker("ddpstats")
-        self._lock = threading.RLock()
-        self._turn = threading.Condition(self._lock)
-        self._performer: int | None = None  # the thread that performs a call
+        self._turn = threading.Condition()
+        self._turn_of: dict[str, int] = {}  # the thread that performs a call; `setdefault` takes the turn in one step
         self._detector: FailureDetector | None = None  # alone there is no rank to miss
         if len(ranks) > 1:
             closing = "Reductions on this group are closed."
-            self._detector = FailureDetector(store, rank, ranks, f"a reduction on {group_name}", closing=closing)
+            self._detector = FailureDetector(store, rank, ranks, self._what, closing=closing)
         self._comm: Comm | None = None
         self._agreement: Agreement | None = None
         self._error: RankMissing | None = None
@@ -85,13 +84,10 @@ class Channel:
     def run(self, work: Work[T], timeout_sec: float) -> T:
         """Run ``work`` in turn; on this thread if nothing is pending."""
         self.refuse_inside()
-        self._refuse_here()
+        self.refuse_here()
         thread = threading.get_ident()
         try:
-            with self._lock:
-                if self._performer is None and self._worker.is_idle():
-                    self._performer = thread
-            if self._performer == thread:
+            if self._worker.unfinished == 0 and self._turn_of.setdefault("call", thread) == thread:
                 return self._perform(work, timeout_sec)
         finally:
             self._end_turn(thread)
@@ -99,39 +95,40 @@ class Channel:
 
     def _end_turn(self, thread: int) -> None:
         """End the turn if it is this thread's: the handler of a signal may have raised before it began."""
-        with self._lock:
-            if self._performer == thread:
-                self._performer = None
-                self._turn.notify()
+        if self._turn_of.get("call") == thread:
+            del self._turn_of["call"]
+            if self._worker.unfinished:  # only its thread waits for a turn, for calls that were counted before
+                with self._turn:
+                    self._turn.notify()
 
     def submit(self, work: Work[T], timeout_sec: float) -> Future[T]:
         """Run ``work`` in turn on the worker's thread; at once returns a future."""
-        self._refuse_here()
+        self.refuse_here()
         return self._worker.submit(lambda: self._run_in_turn(work, timeout_sec))
 
     def _run_in_turn(self, work: Work[T], timeout_sec: float) -> T:
         thread = threading.get_ident()
         try:
             with self._turn:
-                self._turn.wait_for(lambda: self._performer is None)  # the call under way has a deadline
-                self._performer = thread
+                # The call under way has a deadline.
+                self._turn.wait_for(lambda: self._turn_of.setdefault("call", thread) == thread)
             return self._perform(work, timeout_sec)
         finally:
             self._end_turn(thread)
 
     def refuse_inside(self) -> None:
         """Raise where this thread is in the middle of a reduction on this group: what it waits for cannot come."""
-        if threading.get_ident() == self._performer:
+        if threading.get_ident() == self._turn_of.get("call"):
             raise Reentered(
                 f"a reduction on {self.group_name} was asked for in the middle of another one, on the same thread: by "
                 "the handler of a signal, or by what runs when an object is collected. It cannot wait for the one that "
                 "it interrupts. Set a flag there, and reduce at the next step of the program."
             )
 
-    def _refuse_here(self) -> None:
+    def refuse_here(self) -> None:
         """Raise where nothing can be reduced: while torch traces the program, and in a forked process."""
-        refuse_without_values(f"a reduction on {self.group_name}")
-        if self.is_inherited and self._detector is not None:
+        refuse_without_values(self._what)
+        if os.getpid() != self._process and self._detector is not None:
             refuse_in_fork(self.rank)
 
     def wait(self, future: Future[T]) -> bool:
@@ -140,11 +137,6 @@ class Channel:
             if (not self._worker.is_alive() or self._worker.is_current()) and not future.done():
                 return False
         return True
-
-    @property
-    def is_inherited(self) -> bool:
-        """True in a process that was forked from the one that made this channel."""
-        return os.getpid() != self._process
 
     def _perform(self, work: Work[T], timeout_sec: float) -> T:
         if self._error is not None:
@@ -275,7 +267,7 @@ _lock = threading.Lock()
 def _close_all() -> None:
     """Close all groups: a thread, gloo's or ours, that asks for the GIL while Python ends aborts the process."""
     for channel in list(_channels.values()):
-        if not channel.is_inherited and channel._worker.join(_EXIT_SEC):
+        if os.getpid() == channel._process and channel._worker.join(_EXIT_SEC):
             channel.close()
 
 
@@ -309,6 +301,12 @@ def channel_of(group: Any) -> Channel:
 
     Raises ``ConfigError`` on a rank that is not a member. Local: the ranks' rendezvous is at the first reduction.
     """
+    world = dist.group.WORLD if group is None and dist.is_available() else None
+    channel = None if world is None else _channels.get(world)
+    return channel or _find_channel(group)
+
+
+def _find_channel(group: Any) -> Channel:
     own = getattr(group, "channel", None)
     if isinstance(own, Channel):  # ranks that are threads (`ddpstats.testing`)
         return own

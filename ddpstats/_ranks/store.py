@@ -74,14 +74,14 @@ class Worker:
         self._name = name
         self._lock = threading.RLock()  # re-entrant: the handler of a signal may submit, too
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        self._unfinished = 0
+        self.unfinished = 0  # calls that have not ended
         self._thread: threading.Thread | None = None
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Run ``call`` after those that were submitted before."""
         future: Future[T] = Future()
         with self._lock:
-            self._unfinished += 1
+            self.unfinished += 1
             self._calls.put((future, call))
             if sys.is_finalizing():  # other threads do not run any more
                 self._run()
@@ -116,15 +116,11 @@ class Worker:
         except BaseException as error:
             failure = error
         with self._lock:
-            self._unfinished -= 1
+            self.unfinished -= 1
         if failure is not None:
             future.set_exception(failure)
         elif is_wanted:
             future.set_result(value)  # type: ignore[arg-type]
-
-    def is_idle(self) -> bool:
-        """Return whether all calls have ended."""
-        return self._unfinished == 0
 
     def is_alive(self) -> bool:
         """Return whether the thread runs; in a forked process it does not."""
@@ -224,7 +220,7 @@ class Connection:
 
     def renew(self) -> None:
         """Leave the connection to a request that goes on, if there is one, and take another."""
-        if not self._worker.is_idle() and self._store is not None:
+        if self._worker.unfinished and self._store is not None:
             self._connect, self._store, self._worker = self._store.clone, None, Worker("ddpstats-store")
 
 

@@ -12,6 +12,7 @@ Each rank runs them on the same values and comes to the same end.
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -93,19 +94,21 @@ class Layout:
 # -- 2. place ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Placement:
     """The slots of one rank's leaves in a layout.
 
     Attributes:
-        slots: the slot of each leaf; a range where leaf i has slot i.
+        slots: the slot of each leaf; a range where they follow each other.
         codes: this rank's codes when all its values are finite.
         is_complete: this rank holds every leaf and every tag, and no leaf is None.
+        last: the last weight of a call whose leaves all have it, with all weights and codes in the order of the slots.
     """
 
     slots: range | array[int]
     codes: array[float]
     is_complete: bool
+    last: tuple[float, array[float]] = math.nan, array("d")
 
 
 def place(structure: Structure, layout: Layout) -> Placement | None:
@@ -122,8 +125,14 @@ def place(structure: Structure, layout: Layout) -> Placement | None:
         codes[slot] = IS_NONE if op == NONE.name else PRESENT
     for index in tags:
         codes[index] = PRESENT
-    in_order = range(layout.size)
-    return Placement(in_order if list(slots) == list(in_order) else slots, codes, is_complete)
+    return Placement(_as_range(slots), codes, is_complete)
+
+
+def _as_range(slots: Any) -> Any:
+    """Return a range where the slots follow each other, and otherwise ``slots``: a range is copied all at once."""
+    first = slots[0] if slots else 0
+    in_order = range(first, first + len(slots))
+    return in_order if [*slots] == [*in_order] else slots
 
 
 # -- 3. select --------------------------------------------------------------------------------------------------------
@@ -186,9 +195,9 @@ def select(layout: Layout, codes: Sequence[float] | None) -> Selection:
     kinds = {path: _common_kind(held_tags) for path, held_tags in tags.items()}
     dtypes = {path: tuple(tag for tag in held_tags if tag in DTYPE_TAGS) for path, held_tags in tags.items()}
     root = _nest(layout, _without_hidden_nones(layout, held), kinds)
-    slots = list(_slots_below(root))
+    slots = _as_range(list(_slots_below(root)))
     if codes is None:
-        return Selection(layout, range(layout.size) if slots == held else slots, None, None, root, dtypes)
+        return Selection(layout, slots, None, None, root, dtypes)
     counts = [int(codes[slot]) for slot in slots]
     nonfinite = [count // NONFINITE & _COUNT for count in counts]
     present = [count & _COUNT for count in counts]
@@ -252,12 +261,12 @@ def _builder(node: Any) -> Builder:
     builders, template = [_builder(child) for child in children], dict.fromkeys(keys)
 
     def build(values: Iterator[Any]) -> Any:
-        held = islice(values, len(keys)) if is_flat else (below(values) for below in builders)
+        held = values if is_flat else (below(values) for below in builders)
         if node.kind == DICT:
             made = template.copy()  # a quarter faster than making one from pairs
-            made.update(zip(keys, held, strict=True))
+            made.update(zip(keys, held, strict=False))  # takes no more values than there are keys
             return made
-        filled = _filled(keys, list(held))
+        filled = _filled(keys, list(islice(held, len(keys))))
         return filled if node.kind == LIST else tuple(filled)
 
     return build

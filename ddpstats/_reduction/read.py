@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from operator import attrgetter, mul
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -102,51 +102,43 @@ def failure_of(error: Exception, what: str) -> Failure:
 
 
 def _part_of(flat: Flat, weight: Any, per_rank: bool) -> Part:
-    row = read_row(flat, weight)
-    sums = _scaled(row.values, row.weights) if row.sums is None else row.sums
-    values = None
-    if per_rank:
-        values = row.values if row.sums is not None or isinstance(row.weights, float) else _finished(flat, row)
-    return Part(flat.structure, sums, row.weights, row.total, _are_finite(sums), values)
-
-
-def _finished(flat: Flat, row: Row) -> array[float]:
-    return array("d", [float(op.finish(value, 1.0)) for op, value in zip(flat.structure.ops, row.values, strict=True)])
+    values, weights, total, is_finite, sums = read_row(flat, weight)
+    own_values = values if per_rank else None
+    if per_rank and sums is None and not isinstance(weights, float):
+        ops = flat.structure.ops
+        own_values = array("d", [float(op.finish(value, 1.0)) for op, value in zip(ops, values, strict=True)])
+    sums = _scaled(values, weights) if sums is None else sums
+    return Part(flat.structure, sums, weights, total, is_finite, own_values)
 
 
 # -- all leaves at once -----------------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
-    """The leaves of one call as numbers.
+Row: TypeAlias = "tuple[array[float], float | array[float], float, bool, array[float] | None]"
+"""The leaves of one call as numbers:
 
-    Attributes:
-        values: what each leaf alone comes to, over its elements; before ``Op.finish`` where there are no ``sums``.
-        weights: one for all leaves, or one each; 1 for every op other than the mean.
-        total: the weight of the call.
-        sums: value times weight, summed element by element; None where it is the product of the other two.
-    """
-
-    values: array[float]
-    weights: float | array[float]
-    total: float
-    sums: array[float] | None = None
+1. What each leaf alone comes to, over its elements; before ``Op.finish`` where there are no sums.
+2. The weights: one for all leaves, or one each; 1 for every op other than the mean.
+3. The weight of the call.
+4. Whether there is no NaN or infinity among the sums.
+5. The sums: value times weight, summed element by element; None where they are the product of the first two.
+"""
 
 
 def read_row(flat: Flat, weight: Any) -> Row:
     """Read all leaves. Raises `CannotRead`."""
     total, elements = read_weight(weight)
     if elements is None and total:
-        together = plan_of(flat).read(flat.leaves, total)
-        if together is not None:
-            return Row(*together, total)
+        row = plan_of(flat).read(flat.leaves, total)
+        if row is not None:
+            return row
     sums, weights, values = array("d"), array("d"), array("d")
     for index, leaf in enumerate(flat.leaves):
         summed, own_weight, value = _read_leaf(leaf, flat.structure, index, total, elements)
         sums.append(summed)
         weights.append(own_weight)
         values.append(value)
-    return Row(values, weights, total, sums)
+    return values, weights, total, all(map(math.isfinite, sums)), sums
 
 
 class Plan:
@@ -164,8 +156,8 @@ class Plan:
         self._pack = struct.Struct(f"{len(ops)}d").pack
         self._last_weights = math.nan, array("d")
 
-    def read(self, leaves: list[Any], total: float) -> tuple[array[float], float | array[float]] | None:
-        """Return values and weights as of `Row`; None where the leaves must be read one by one.
+    def read(self, leaves: list[Any], total: float) -> Row | None:
+        """Return the leaves as numbers; None where they must be read one by one.
 
         ``total``: the weight of the call, not 0.
         """
@@ -180,14 +172,14 @@ class Plan:
             if self._reading != "numbers":
                 leaves = self._numbers(leaves)
             values = array("d", self._pack(*leaves))  # in a third of the time that an array of the list takes
-            size = math.hypot(*leaves) if len(leaves) < MANY else as_tensor(values).norm().item()
+            is_small = math.hypot(*leaves) <= LARGEST  # which proves that all are finite, and none is too large
         except (RuntimeError, TypeError, ValueError, struct.error):
             return None
-        if not size <= LARGEST and any(LARGEST < abs(value) < math.inf for value in values):
+        if not is_small and any(LARGEST < abs(value) < math.inf for value in values):
             return None
         if self._flags and any(values[index] not in (0.0, 1.0) for index in self._flags):
             return None
-        return values, weights
+        return values, weights, total, is_small or all(map(math.isfinite, values)), None
 
     def _weights(self, leaves: list[Any], total: float) -> array[float] | None:
         """Return the weight of each leaf: the same array as long as no marker has its own."""
@@ -249,12 +241,6 @@ def _scaled(values: array[float], weights: float | array[float]) -> array[float]
     if isinstance(weights, float):
         return array("d", [value * weights for value in values])
     return array("d", [value * weight for value, weight in zip(values, weights, strict=True)])
-
-
-def _are_finite(values: array[float]) -> bool:
-    """Return whether there is no NaN and no infinity: a finite sum proves it; otherwise each element is checked."""
-    total = sum(values) if len(values) < MANY else as_tensor(values).sum().item()
-    return math.isfinite(total) or all(map(math.isfinite, values))
 
 
 # -- leaf by leaf -----------------------------------------------------------------------------------------------------
@@ -336,6 +322,9 @@ def elements_of(value: Any) -> float | list[float]:
     if isinstance(value, float):  # numpy's float64 too
         return _checked(float(value))
     if isinstance(value, torch.Tensor):
+        is_plain = type(value) is torch.Tensor and value.layout is torch.strided and value.is_cpu
+        if is_plain and value.numel() == 1 and value.is_floating_point():
+            return _checked(value.item())
         _refuse_tensor(value)
         items = list(map(float, _vector(value).tolist()))
     elif is_numpy(value):

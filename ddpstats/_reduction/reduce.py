@@ -126,11 +126,10 @@ class Reduction:
             is_plain = prepared.is_finite and not prepared.nonfinite and isinstance(prepared.weights, float)
             if placement.is_complete and is_plain:
                 buffer.lanes[PARTIAL] = 0.0
-            start, size = HEADER_LANES, self._site.layout.size
-            sums, weights, codes = lanes_of(self._site.layout, placement, prepared, self._call.skips)
-            buffer.lanes[start : start + size] = sums
-            buffer.lanes[start + size : start + 2 * size] = weights
-            buffer.lanes[start + 2 * size : self._site.lanes] = codes
+            end_of_sums = HEADER_LANES + self._site.layout.size
+            sums, rest = lanes_of(self._site.layout, placement, prepared, self._call.skips)
+            buffer.lanes[HEADER_LANES:end_of_sums] = sums
+            buffer.lanes[end_of_sums : end_of_sums + len(rest)] = rest
         return placement
 
     # -- read ---------------------------------------------------------------------------------------------------------
@@ -152,11 +151,14 @@ class Reduction:
             raise self._nonfinite_error(part, placement)
         columns = self._columns(part, placement) if call.per_rank else None
         divisor = total if weights is None else weights
-        values: Any = _quotient(sums, divisor) if self._divide else sums
+        values: Any = array("d", sums) if selection.special else sums
+        if self._divide:
+            values = _divided(values, divisor)
         if selection.special:
             values = _finish(selection, list(values), sums, divisor, extremes)
         reduced = Reduced(total, selection, values, weights, agreement.world_size, columns)
-        self._after(part, reduced, columns)
+        if marks.key_listeners or columns is not None:
+            self._after(part, reduced, columns)
         return reduced
 
     def _extremes(self, part: Part, placement: Placement) -> dict[int, float]:
@@ -249,13 +251,17 @@ def _counts(value: float, skip: bool) -> bool:
     return math.isfinite(value) if skip else value == value
 
 
-def lanes_of(
-    layout: Layout, placement: Placement, part: Part, skip: bool
-) -> tuple[array[float], array[float], array[float]]:
-    """Return one rank's sums, weights and codes in the order of the slots; masked, where ``skip`` leaves out a leaf."""
+def lanes_of(layout: Layout, placement: Placement, part: Part, skip: bool) -> tuple[array[float], array[float]]:
+    """Return one rank's sums in the order of the slots, and then its weights and codes.
+
+    What ``skip`` leaves out is 0.
+    """
     slots, sums, codes = placement.slots, part.sums, placement.codes
+    is_clean = part.is_finite and not part.nonfinite
+    if is_clean and not layout.extremes and part.weights == placement.last[0]:
+        return _spread(layout.size, slots, sums), placement.last[1]
     weights = array("d", (part.weights,)) * len(sums) if isinstance(part.weights, float) else part.weights
-    if part.nonfinite or not part.is_finite:
+    if not is_clean:
         sums, weights, codes = array("d", sums), array("d", weights), array("d", codes)
         for index in part.nonfinite:
             codes[slots[index]] += NONFINITE
@@ -269,9 +275,10 @@ def lanes_of(
         for index, slot in enumerate(slots):
             if slot in layout.extremes and not math.isnan(sums[index]):
                 sums[index] = 0.0
-    if isinstance(slots, range):
-        return sums, weights, codes
-    return _spread(layout.size, slots, sums), _spread(layout.size, slots, weights), codes
+    rest = _spread(layout.size, slots, weights) + codes
+    if is_clean and isinstance(part.weights, float):
+        placement.last = part.weights, rest
+    return _spread(layout.size, slots, sums), rest
 
 
 def _finish(
@@ -298,33 +305,34 @@ def _finish(
 # -- vectors of float64: plain Python for few elements, torch for many -------------------------------------------------
 
 
-def _quotient(sums: array[float], weights: float | array[float]) -> array[float]:
-    """Return ``sums`` divided by ``weights``; NaN where the weight is 0."""
+def _divided(sums: array[float], weights: float | array[float]) -> array[float]:
+    """Return ``sums``, which are overwritten where they are many, divided by ``weights``; NaN where the weight is 0."""
     if len(sums) >= MANY:
         # 0 / 0 is NaN on its own; an entry of weight 0 adds nothing, so its sum is 0.
-        divided = array("d", bytes(8 * len(sums)))
-        torch.div(
-            as_tensor(sums), weights if isinstance(weights, float) else as_tensor(weights), out=as_tensor(divided)
-        )
-        return divided
+        as_tensor(sums).div_(weights if isinstance(weights, float) else as_tensor(weights))
+        return sums
     if isinstance(weights, float):
         return array("d", [value / weights for value in sums] if weights else [math.nan] * len(sums))
     return array("d", [value / weight if weight else math.nan for value, weight in zip(sums, weights, strict=True)])
 
 
-def _spread(size: int, slots: array[int], values: array[float]) -> array[float]:
-    """Return a vector of ``size`` zeros with ``values[i]`` at ``slots[i]``."""
+def _spread(size: int, slots: range | array[int], values: array[float]) -> array[float]:
+    """Return a vector of ``size`` zeros with ``values[i]`` at ``slots[i]``; ``values`` itself where it fills that."""
+    if isinstance(slots, range) and len(slots) == size:
+        return values
     result = array("d", bytes(8 * size))
-    if len(values) >= MANY:
+    if isinstance(slots, range):
+        result[slots.start : slots.stop] = values
+    elif len(values) >= MANY:
         as_tensor(result)[torch.frombuffer(slots, dtype=torch.int64)] = as_tensor(values)
-        return result
-    for slot, value in zip(slots, values, strict=True):
-        result[slot] = value
+    else:
+        for slot, value in zip(slots, values, strict=True):
+            result[slot] = value
     return result
 
 
 def _pick(values: memoryview[float], slots: Sequence[int]) -> array[float]:
     """Return a copy of ``values`` at ``slots``."""
     if isinstance(slots, range):
-        return array("d", values.tobytes())
+        return array("d", values[slots.start : slots.stop].tobytes())
     return array("d", [values[slot] for slot in slots])

@@ -132,7 +132,7 @@ class StatsReducer:
         check_flag("per_rank", per_rank)
         if name is not None and not isinstance(name, str):
             raise ConfigError(f"name={name!r} must be a str or None")
-        self._find_group = _GroupReference(group)
+        self._find_group = None if group is None else _GroupReference(group)
         self._timeout_sec = config.timeout_sec(timeout_sec)
         self._call = Call("reduce_stats", name, nonfinite, per_rank)
         self._counters = Counters()
@@ -225,29 +225,26 @@ class StatsReducer:
         if self._closed:
             raise ConfigError("this StatsReducer is closed")
         # Looked up every time: groups may be destroyed and made again, and nothing here may keep one alive.
-        return channel_of(self._find_group())
+        return channel_of(None if self._find_group is None else self._find_group())
 
 
 class _GroupReference:
-    """``group`` when called; None for the default group. A process group belongs to torch and the caller, not to us."""
+    """``group`` when called. A process group belongs to torch and the caller, not to us."""
 
     def __init__(self, group: Any) -> None:
         self.find: Callable[[], Any] = weakref.ref(group) if isinstance(group, dist.ProcessGroup) else lambda: group
-        self._is_default = group is None
 
     def __call__(self) -> Any:
         group = self.find()
-        if group is None and not self._is_default:
+        if group is None:
             raise ConfigError("the process group of this reducer was destroyed")
         return group
 
     def __deepcopy__(self, memo: object) -> _GroupReference:
         return self
 
-    def __reduce__(self) -> tuple[type[_GroupReference], tuple[None]]:
-        if not self._is_default:
-            raise ConfigError("a process group cannot go to another process; make what has group= on each rank, there")
-        return _GroupReference, (None,)
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError("a process group cannot go to another process; make what has group= on each rank, there")
 
 
 _reducers: OrderedDict[tuple[int, str, str | None, str, bool], StatsReducer] = OrderedDict()
@@ -283,7 +280,8 @@ def kept_reducer(
         kept = _reducers.get(key)
     except TypeError:  # what cannot be a key is no legal argument either
         return StatsReducer(group=group, name=name, nonfinite=nonfinite, per_rank=per_rank)
-    if kept is not None and kept._find_group.find() is group:  # a group that is gone may have had the same id
+    # A group that is gone may have had the same id.
+    if kept is not None and (kept._find_group is None or kept._find_group.find() is group):
         return kept
     with _reducers_lock:
         made = _reducers[key] = StatsReducer(group=group, name=name, nonfinite=nonfinite, per_rank=per_rank)

@@ -170,7 +170,7 @@ class StatsWindow:
         reducer = self._reducer
         call, channel = self._per_rank_call if per_rank else reducer._call, reducer._usable_channel()
         channel.refuse_inside()  # before there is a new content, whose tensors would be fake there
-        refuse_without_values(f"a reduction on {channel.group_name}")
+        channel.refuse_here()
         with self._exclusive():
             content, self._content = self._content, _Content(call.skips)
         content.per_rank = per_rank
@@ -377,7 +377,7 @@ class _Content:
         row = recent.plan.read(leaves, weight)
         if row is None:
             return False
-        self._append(recent.rows, *row)
+        self._append(recent.rows, row[0], row[1])
         self._total += weight
         self.adds += 1
         return True
@@ -392,7 +392,7 @@ class _Content:
             row = read_row(flat, weight)
             rows = self._take(flat.structure, row)
             is_flat = type(stats) is dict and len(stats) == len(flat.leaves) and {*map(type, stats)} == {str}
-            if is_flat and row.sums is None:
+            if is_flat and not rows.has_sums:
                 types = [*map(type, flat.leaves)]
                 self._recent = _Recent([*stats], types, not NUMBERS.issuperset(types), plan_of(flat), rows)
         else:
@@ -434,15 +434,16 @@ class _Content:
 
     def _take(self, structure: Structure, row: Row) -> _Rows:
         self._learn(structure)
-        key = structure, row.sums is not None
+        values, weights, total, _, sums = row
+        key = structure, sums is not None
         rows = self._rows.get(key)
         if rows is None:
             if len(self._rows) >= _MOST_STRUCTURES:
                 self._fold(self._rows.pop(next(iter(self._rows))))
                 self._recent = None
             rows = self._rows[key] = _Rows(structure, [self._slot_of[leaf] for leaf in structure.leaves], key[1])
-        self._append(rows, row.values if row.sums is None else row.sums, row.weights)
-        self._total += row.total
+        self._append(rows, values if sums is None else sums, weights)
+        self._total += total
         return rows
 
     def _append(self, rows: _Rows, sums: array[float], weights: float | array[float]) -> None:

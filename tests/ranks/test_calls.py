@@ -316,8 +316,9 @@ def test_one_all_reduce_per_call_whatever_keys_are_present(three_ranks: RankPool
 
 
 def with_extremes() -> list[Any]:
-    reducer = StatsReducer(group=dist.new_group(), name="extremes", timeout_sec=TIMEOUT_SEC)
-    plain = StatsReducer(group=reducer._find_group(), name="plain", timeout_sec=TIMEOUT_SEC)
+    group = dist.new_group()
+    reducer = StatsReducer(group=group, name="extremes", timeout_sec=TIMEOUT_SEC)
+    plain = StatsReducer(group=group, name="plain", timeout_sec=TIMEOUT_SEC)
     rank = dist.get_rank()
     reducer({"lo": Min(1.0), "hi": Max(2.0), "v": 3.0})
     plain({"v": 1.0})
