@@ -123,18 +123,14 @@ class Buffer:
     def __init__(self, capacity: int) -> None:
         self._raw = bytearray(capacity * _BYTES)
         self.tensor = torch.frombuffer(self._raw, dtype=torch.float64)
-        self._bytes = memoryview(self._raw)
-        self.lanes = self._bytes.cast("d")
+        self.control_lanes = memoryview(self._raw)[: _CONTROL_LANES * _BYTES]
+        self.lanes = memoryview(self._raw).cast("d")
         self.capacity = capacity
 
     def seal(self, seal: Seal, *, stale: bool = False, failed: bool = False, weight: float = 0.0) -> None:
         """Write the control lanes. A call that is stale or failed needs no more."""
         self.lanes[0:STALE] = seal.lanes
         _LANES_8_TO_11.pack_into(self._raw, STALE * _BYTES, stale, failed, 1.0, weight)
-
-    def is_agreed(self, seal: Seal) -> bool:
-        """Return, after the sum, whether all ranks made the same call, and no rank is stale or failed."""
-        return self._bytes[: _CONTROL_LANES * _BYTES] == seal.agreed
 
 
 class DamagedError(Exception):
@@ -202,7 +198,7 @@ class Agreement:
         """Add up what is in the buffer, over all ranks; whether all of them made the same call, and none is stale."""
         self.count(counters, self.buffer.capacity * _BYTES)
         self.comm.all_reduce("sum", self.buffer.tensor, self.left())
-        return self.buffer.is_agreed(seal)
+        return self.buffer.control_lanes == seal.agreed
 
     def count(self, counters: Counters, payload_bytes: int) -> None:
         """Count a collective, before it begins."""

@@ -262,6 +262,7 @@ ALONE = object()
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
 _alone: dict[int, Channel] = {}  # by this process's rank
 _lock = threading.Lock()
+_HAS_GROUPS = dist.is_available()
 
 
 def _close_all() -> None:
@@ -301,7 +302,7 @@ def channel_of(group: Any) -> Channel:
 
     Raises ``ConfigError`` on a rank that is not a member. Local: the ranks' rendezvous is at the first reduction.
     """
-    world = dist.group.WORLD if group is None and dist.is_available() else None
+    world = dist.group.WORLD if group is None and _HAS_GROUPS else None
     channel = None if world is None else _channels.get(world)
     return channel or _find_channel(group)
 

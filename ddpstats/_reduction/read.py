@@ -2,8 +2,8 @@
 
 1. `snapshot_if_off_host` starts one copy to the host for all tensors on accelerators, and does not wait for it.
 2. `read_row` reads every leaf: all together where they are plain scalars, otherwise one by one.
-3. `Prepared` is a reduction's part. It never raises: what is wrong with this rank's stats becomes a `Failure`, so that
-   the rank still takes part in the collective and says so.
+3. `prepare` makes a reduction's part, and never raises: what is wrong with this rank's stats becomes a `Failure`, so
+   that the rank still takes part in the collective and says so.
 
 A leaf of weight 0 contributes nothing, whatever its value, because 0 times infinity is NaN. One rule keeps every sum
 and product within a float64: a weight is 0 or between 1e-100 and 1e100, and a finite value is at most 1e200 in size.
@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from operator import attrgetter, mul
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -63,37 +63,25 @@ class Part(NamedTuple):
     nonfinite: tuple[int, ...] = ()
 
 
-class ReductionInput(Protocol):
-    """One rank's part of a reduction, possibly not read yet."""
+def prepare(
+    stats: Any, weight: Any, keep_dtypes: bool = False, per_rank: bool = False
+) -> Part | Failure | Callable[[], Part | Failure]:
+    """Return one rank's part of a reduction as it is now, or what waits for its copy to the host."""
+    try:
+        flat = flatten(stats, keep_dtypes)
+        snapshot = snapshot_if_off_host(flat, weight)
+        if snapshot is None:
+            return _part_of(flat, weight, per_rank)
+    except Exception as error:  # whatever a foreign leaf type raises: this rank must still take part
+        return failure_of(error, "the stats cannot be read")
 
-    def part(self) -> Part | Failure:
-        """Return its numbers, or a `Failure`; never raises, so that the rank takes part in any case."""
-
-
-class Prepared:
-    """Flattened stats, or the failure to read them."""
-
-    def __init__(self, stats: Any, weight: Any, keep_dtypes: bool = False, per_rank: bool = False) -> None:
-        self._per_rank = per_rank
-        self._snapshot: Snapshot | None = None
-        self._part: Part | Failure
+    def part() -> Part | Failure:
         try:
-            flat = flatten(stats, keep_dtypes)
-            self._snapshot = snapshot_if_off_host(flat, weight)
-            if self._snapshot is None:
-                self._part = _part_of(flat, weight, per_rank)
-        except Exception as error:  # whatever a foreign leaf type raises: this rank must still take part
-            self._part = failure_of(error, "the stats cannot be read")
+            return _part_of(*snapshot.wait(), per_rank)
+        except Exception as error:
+            return failure_of(error, "the stats cannot be copied to the host")
 
-    def part(self) -> Part | Failure:
-        """Wait for the copy to the host, if there is one; never raises."""
-        if self._snapshot is not None:
-            try:
-                self._part = _part_of(*self._snapshot.wait(), self._per_rank)
-            except Exception as error:
-                self._part = failure_of(error, "the stats cannot be copied to the host")
-            self._snapshot = None
-        return self._part
+    return part
 
 
 def failure_of(error: Exception, what: str) -> Failure:

@@ -25,7 +25,7 @@ from ddpstats._ranks.agreement import Counters
 from ddpstats._ranks.calls import Channel, channel_of
 from ddpstats._ranks.exchange import Call
 from ddpstats._ranks.store import rest
-from ddpstats._reduction.read import Prepared
+from ddpstats._reduction.read import prepare
 from ddpstats._reduction.reduce import Reduction
 from ddpstats._reduction.result import Entry, RankValues, Reduced
 from ddpstats.errors import ConfigError, DdpstatsError
@@ -181,7 +181,7 @@ class StatsReducer:
         `result`.
         """
         channel = self._usable_channel()
-        prepared = Prepared(stats, weight, per_rank=self._call.per_rank)
+        prepared = prepare(stats, weight, per_rank=self._call.per_rank)
         future = channel.submit(Reduction(self._call, prepared, self._counters).perform, self._timeout_sec)
         self._started = weakref.ref(future), weakref.ref(channel)
         return PendingReduction(future, channel)
@@ -189,7 +189,7 @@ class StatsReducer:
     def _reduce(self, stats: Any, weight: Any, *, keep_dtypes: bool = False, divide: bool = True) -> Reduced:
         """Do what `__call__` does, with the dtypes of the leaves, or sums in place of means, for `recursive_op`."""
         channel = self._usable_channel()
-        prepared = Prepared(stats, weight, keep_dtypes, self._call.per_rank)
+        prepared = prepare(stats, weight, keep_dtypes, self._call.per_rank)
         return channel.run(Reduction(self._call, prepared, self._counters, divide).perform, self._timeout_sec)
 
     @property

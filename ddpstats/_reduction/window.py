@@ -175,7 +175,7 @@ class StatsWindow:
             content, self._content = self._content, _Content(call.skips)
         content.per_rank = per_rank
         try:
-            return channel.run(Reduction(call, content, reducer._counters).perform, reducer._timeout_sec)
+            return channel.run(Reduction(call, content.part, reducer._counters).perform, reducer._timeout_sec)
         except ConfigError:
             with self._exclusive():
                 if not content.is_flushed and self.adds == 0:
@@ -305,10 +305,9 @@ class _Rows:
         self.width = len(slots)
         self.limit = max(1, min(_MOST_ROWS, _MOST_NUMBERS // max(1, self.width)))
         self.slots = torch.tensor(slots, dtype=torch.int64, device="cpu")
-        overs = [op.over for op in structure.ops]
-        self.has_extremes = {*overs} != {"sum"}
-        self.is_extreme = torch.tensor([over != "sum" for over in overs], dtype=torch.bool, device="cpu")
-        self.sign = torch.tensor([-1.0 if over == "max" else 1.0 for over in overs], dtype=torch.float64, device="cpu")
+        # 1 for a minimum, -1 for a maximum, 0 for what is added up.
+        signs = [{"min": 1.0, "max": -1.0}.get(op.over, 0.0) for op in structure.ops]
+        self.signs = torch.tensor(signs, dtype=torch.float64, device="cpu") if any(signs) else None
 
     def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return sums and weights [adds, leaves]."""
@@ -492,13 +491,13 @@ class _Content:
             finite = sums.isfinite()
             counted = finite if self._skip else torch.ones_like(finite)
             added = sums.where(counted, 0.0)
-            if rows.has_extremes:
-                is_extreme = counted & rows.is_extreme & ~sums.isnan()
-                least = (sums * rows.sign).where(is_extreme, math.inf).amin(0)
+            if rows.signs is not None:
+                is_extreme = counted & (rows.signs != 0) & ~sums.isnan()
+                least = (sums * rows.signs).where(is_extreme, math.inf).amin(0)
                 added = added.where(~is_extreme, 0.0)
             lanes = [added, weights.where(counted, 0.0), ~finite, counted]
             self._lanes[:_LEAST].index_add_(1, rows.slots, torch.stack([lane.sum(0).to(sums) for lane in lanes]))
-            if rows.has_extremes:
+            if rows.signs is not None:
                 self._lanes[_LEAST, rows.slots] = torch.minimum(self._lanes[_LEAST, rows.slots], least)
             rows.sums, rows.weights = [], []
 
