@@ -22,7 +22,7 @@ so they cannot replace these kernels; they fire below them, and go on working.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
@@ -266,13 +266,12 @@ _ALL_REDUCE = OPERATORS["allreduce_"]
 
 
 def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
-    view = None if kwargs or torch.compiler.is_compiling() or not _is_plain(*args) else view_of(self)
+    view = None if kwargs or torch.compiler.is_compiling() or not _is_plain(args) else view_of(self)
     if view is None or view.is_internal:
         return _original_all_reduce.__get__(self)(*args, **kwargs)
     tensors, options = args
-    call = Collective(_ALL_REDUCE, view, tensors, tensors)
-    call.reduce_op, call.blocking = reduce_op_name(options.reduceOp.op), not getattr(options, "asyncOp", True)
-    call.limit = options
+    call = Collective(_ALL_REDUCE, view, tensors, tensors, reduce_op_name(int(options.reduceOp.op)), limit=options)
+    call.blocking = not getattr(options, "asyncOp", True)
     backend = backend_of(self, HOST)  # raises torch's error where the group has none
     for subscriber in _subscribers:
         subscriber.before(call)
@@ -296,7 +295,7 @@ def _limited(options: Any, limit: timedelta) -> Any:
     return limited
 
 
-def _is_plain(*args: Any) -> bool:
+def _is_plain(args: Sequence[Any]) -> bool:
     """Return whether these arguments would reach c10d's kernel for the CPU, and nothing would see them on the way."""
     if len(args) != 2 or type(args[0]) is not list or len(args[0]) != 1 or type(args[1]) is not _AllreduceOptions:
         return False

@@ -161,7 +161,7 @@ def calling_frame(depth: int) -> tuple[FrameType | None, bool, bool]:
     These are whether torch calls by itself (from autograd, DDP, C++), and whether that frame calls a collective itself,
     not a function of torch that issues one.
     """
-    frame: FrameType | None = sys._getframe(depth)
+    frame = sys._getframe(depth - 1).f_back  # None where C++ calls
     by_torch, is_api, outermost = False, True, None
     while frame is not None:
         plan = _plans.get(id(frame.f_code)) or plan_of(frame)

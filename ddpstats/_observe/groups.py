@@ -177,24 +177,25 @@ class GroupView:
         return group is not None and (not self.is_registered or is_registered(group))
 
 
-_views: weakref.WeakKeyDictionary[Any, GroupView] = weakref.WeakKeyDictionary()
+_views: dict[int, GroupView] = {}  # by the id of the group, as long as that exists
 
 
 def view_of(group: Any) -> GroupView:
     """Return the view of a process group; always the same one."""
-    view = _views.get(group)
+    view = _views.get(id(group))
     if view is None:
         try:
             ranks = tuple(map(int, dist.get_process_group_ranks(group)))  # who made it may have given numpy's
         except (KeyError, ValueError, RuntimeError):
             ranks = tuple(range(group.size()))  # a group that torch's registry does not know
-        view = _views[group] = GroupView(
+        forget, number = _views.pop, id(group)
+        view = _views[number] = GroupView(
             group.group_name,
             group.group_desc,
             ranks,
             ranks[group.rank()],
             group.group_desc == OWN_GROUP,
-            weakref.ref(group),
+            weakref.ref(group, lambda _: forget(number, None)),
             is_registered(group),
         )
     return view

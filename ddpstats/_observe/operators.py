@@ -162,14 +162,6 @@ class Collective:
     subscriber_state: Any = None
 
     @property
-    def own_timeout_sec(self) -> float | None:
-        """The timeout that the caller gave to this call alone; None where its group's holds."""
-        if self.limit is None:
-            return None
-        milliseconds = self.limit if isinstance(self.limit, int) else self.limit.timeout.total_seconds() * 1000
-        return milliseconds / 1000 if milliseconds >= 0 else None
-
-    @property
     def op(self) -> str:
         """The name of what the program asked for ("all_reduce", "send"), not of what the backend makes of it."""
         return self.operator.op

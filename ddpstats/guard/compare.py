@@ -74,11 +74,7 @@ class Comparing:
         try:
             group.exchange.post(number, note)
         except STORE_ERRORS as error:
-            self.verdicts.conclude_alone(group, self._seq_of(group, number), error)
-
-    def _seq_of(self, group: Group, number: int) -> int:
-        """Return the number of the last collective that the note of that number is about."""
-        return number if self._strict else group.seq
+            self.verdicts.conclude_alone(group, number if self._strict else group.seq, error)
 
     def settle(self, group: Group, until: int, find_limit: FindLimit | None = None) -> bool:
         """Compare what all ranks have posted, up to that note.
@@ -103,7 +99,7 @@ class Comparing:
         """Compare the next note with those of all ranks. False where it is not there, or nothing more is compared."""
         assert group.exchange is not None
         number = group.settled + 1
-        seq = self._seq_of(group, number)
+        seq = number if self._strict else group.seq  # of the last collective that the note is about
         try:
             notes = group.exchange.look(number)
             if notes is None and find_limit is not None:

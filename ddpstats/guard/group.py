@@ -134,14 +134,22 @@ FindLimit = Callable[[], Limit]
 class IssuedCall(NamedTuple):
     """A collective or a message that this rank has issued, when by the monotonic clock.
 
-    ``call_sec``: the call's own timeout, if it has one.
+    ``bound``: the call's own timeout, as `Collective.limit` has it.
     """
 
     group: Group
     entry: Entry
     is_on_host: bool
-    call_sec: float | None
+    bound: Any
     issued: float
+
+    @property
+    def call_sec(self) -> float | None:
+        """Return the timeout that the caller gave to this call alone; None where its group's holds."""
+        if self.bound is None:
+            return None
+        milliseconds = self.bound if isinstance(self.bound, int) else self.bound.timeout.total_seconds() * 1000
+        return milliseconds / 1000 if milliseconds >= 0 else None
 
     def limit(self) -> Limit:
         """Return how long the program's wait for it may last from now on."""

@@ -91,7 +91,8 @@ class Exchange:
         """Post this rank's note; never waits."""
         if self._shared is not None:
             self._shared.write(seq, note)
-        self._learn_hosts()
+        if not self.is_quick:
+            self._learn_hosts()
         if not self.is_quick:
             self._in_store.post(seq, note)
 
@@ -109,10 +110,10 @@ class Exchange:
 
     def spin(self, seq: int) -> list[Note] | None:
         """Look again and again for a moment where that costs next to nothing: mostly the others are about to come."""
-        notes, until = None, time.monotonic() + _SPIN_SEC
-        while notes is None and self.is_quick and time.monotonic() < until:
+        notes, until, shared = None, time.monotonic() + _SPIN_SEC, self._shared
+        while notes is None and shared is not None and self.is_quick and time.monotonic() < until:
             os.sched_yield()
-            notes = self.look(seq)
+            notes = None if shared.absent(seq) else self.look(seq)
         return notes
 
     def wait(self, seq: int, watch: Watch) -> list[Note]:
@@ -207,7 +208,9 @@ class _Shared:
     def read_all(self, seq: int) -> list[Note] | None:
         """Return the notes of all ranks; None where one is missing. Raises `Overrun`."""
         begin = seq % NOTES_KEPT * _NOTE.size
-        slots = [self._map[at : at + _NOTE.size] for at in range(begin, self._size * _RANK_BYTES, _RANK_BYTES)]
+        slots = list[bytes]()
+        for at in range(begin, self._size * _RANK_BYTES, _RANK_BYTES):
+            slots.append(self._map[at : at + _NOTE.size])
         posted_seq, own_notes = self._posted  # read once: another thread may post
         if posted_seq == seq and slots.count(slots[0]) == self._size:  # mostly: all ranks' notes are like its own
             return own_notes

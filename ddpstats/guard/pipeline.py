@@ -82,7 +82,8 @@ class Watching(Subscriber):
         if self._is_inherited:
             return
         state = self.state
-        state.raise_verdict()
+        if state.verdict is not None:
+            state.raise_verdict()
         if not call.blocking and self._settings.compares and not state.silent and call.is_on_host:
             call.timeout_ms = self._timeout_ms
         comparing = self.comparing
@@ -99,7 +100,7 @@ class Watching(Subscriber):
             seq = group.seq
             entry = event, group.messages.next(event) if is_message else seq, time.time()
             self.ring.append(entry)
-            issued = IssuedCall(group, entry, call.is_on_host, call.own_timeout_sec, time.monotonic())
+            issued = IssuedCall(group, entry, call.is_on_host, call.limit, time.monotonic())
             if not is_message:
                 group.newest = issued
             state.collectives += 1
@@ -126,9 +127,8 @@ class Watching(Subscriber):
 
     def after(self, call: Collective, work: Any) -> None:
         """Wait for a blocking collective, so that a rank that never comes is named."""
-        if self.comparing is None or self.state.silent or work is None:
-            return
-        if not call.is_on_host:  # the program does not wait for a device here, either
+        # The program does not wait for a device here, either.
+        if self.comparing is None or self.state.silent or work is None or not call.is_on_host:
             return
         if call.blocking:
             self.comparing.verdicts.wait_for(work, call.subscriber_state)
@@ -180,7 +180,7 @@ class Watching(Subscriber):
         """
         parts, operator = parts_of(call), call.operator
         pieces = pieces_of(call) if operator.compared == "pieces" else NO_PIECES
-        frame, by_torch, is_api = calling_frame(3)
+        frame, by_torch, is_api = calling_frame(4)  # from what called the function that shows the call
         label: str | Inferred | None = current_label()
         if label is None and by_torch:
             label = BY_TORCH if operator.combines else None
