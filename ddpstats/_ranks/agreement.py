@@ -60,7 +60,7 @@ STALE, FAILED, PARTIAL, WEIGHT = 8, 9, 10, 11
 _CONTROL_LANES = 10
 HEADER_LANES = 12
 _BYTES = 8
-_LANES_8_TO_11 = struct.Struct("=4d")
+_HEADER = struct.Struct(f"={HEADER_LANES}d")
 
 _MAX_SITES = 1024
 _MAX_GATHERED_BYTES = 1 << 34  # of what all ranks send all ranks, together
@@ -91,12 +91,12 @@ class Counters:
 class Seal:
     """The control lanes of "this call, this policy, this layout": as a rank sends them, and their sums if all agree."""
 
-    lanes: array[float]
+    lanes: tuple[float, ...]
     agreed: bytes
 
     @classmethod
     def of(cls, digest: bytes, world_size: int) -> Seal:
-        lanes = array("d", [float(v) for x in struct.unpack("<4H", digest) for v in (x, x * x)])
+        lanes = tuple(float(v) for x in struct.unpack("<4H", digest) for v in (x, x * x))
         return cls(lanes, array("d", [lane * world_size for lane in lanes] + [0.0, 0.0]).tobytes())
 
 
@@ -127,10 +127,11 @@ class Buffer:
         self.lanes = memoryview(self._raw).cast("d")
         self.capacity = capacity
 
-    def seal(self, seal: Seal, *, stale: bool = False, failed: bool = False, weight: float = 0.0) -> None:
+    def seal(
+        self, seal: Seal, *, stale: bool = False, failed: bool = False, partial: bool = True, weight: float = 0.0
+    ) -> None:
         """Write the control lanes. A call that is stale or failed needs no more."""
-        self.lanes[0:STALE] = seal.lanes
-        _LANES_8_TO_11.pack_into(self._raw, STALE * _BYTES, stale, failed, 1.0, weight)
+        _HEADER.pack_into(self._raw, 0, *seal.lanes, stale, failed, partial, weight)
 
 
 class DamagedError(Exception):

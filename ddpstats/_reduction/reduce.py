@@ -122,11 +122,10 @@ class Reduction:
             buffer.seal(seal, failed=True)
             return None
         placement = self._site.placement(prepared.structure)
-        buffer.seal(seal, stale=placement is None, weight=prepared.weight)
+        is_plain = prepared.is_finite and not prepared.nonfinite and isinstance(prepared.weights, float)
+        is_whole = is_plain and placement is not None and placement.is_complete
+        buffer.seal(seal, stale=placement is None, partial=not is_whole, weight=prepared.weight)
         if placement is not None:
-            is_plain = prepared.is_finite and not prepared.nonfinite and isinstance(prepared.weights, float)
-            if placement.is_complete and is_plain:
-                buffer.lanes[PARTIAL] = 0.0
             end_of_sums = HEADER_LANES + self._site.layout.size
             sums, rest = lanes_of(self._site.layout, placement, prepared, self._call.skips)
             buffer.lanes[HEADER_LANES:end_of_sums] = sums
