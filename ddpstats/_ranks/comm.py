@@ -167,14 +167,13 @@ class GlooComm:
         """Start an operation and wait for its end."""
         if timeout_sec <= 0:
             raise CommFailed("no time was left for this collective")
-        is_long = timeout_sec >= 10 * _LONGEST_SLICE_SEC
-        first_slice = _LONGEST_SLICE if is_long else timedelta(seconds=slice_sec(timeout_sec))
+        step = _LONGEST_SLICE if timeout_sec >= 10 * _LONGEST_SLICE_SEC else timedelta(seconds=slice_sec(timeout_sec))
         work: Any = None
         try:
             work = start(*arguments)
-            if not done_within(work, first_slice):
+            if not done_within(work, step):
                 _check_watch(self.watch)
-                left_sec = timeout_sec - first_slice.total_seconds()
+                left_sec = timeout_sec - step.total_seconds()
                 wait_in_slices(lambda sec: done_within(work, timedelta(seconds=sec)), left_sec, self.watch)
         except RuntimeError as error:
             raise _failure_of(error) from None

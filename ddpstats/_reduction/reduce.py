@@ -166,7 +166,8 @@ class Reduction:
         extremes = self._site.layout.extremes
         own = dict.fromkeys(extremes, -math.inf)
         for slot, value in zip(placement.slots, part.sums, strict=True):
-            if slot in extremes and placement.codes[slot] == PRESENT and _counts(value, self._call.skips):
+            is_counted = math.isfinite(value) if self._call.skips else value == value
+            if slot in extremes and placement.codes[slot] == PRESENT and is_counted:
                 own[slot] = -value if extremes[slot] == "min" else value
         tensor = torch.tensor(list(own.values()), dtype=torch.float64, device="cpu")
         self._agreement.count(self._counters, tensor.numel() * 8)
@@ -245,10 +246,6 @@ class Reduction:
             new_keys = [name for name in dict.fromkeys(site.layout.names) if name not in known]
             for listener in tuple(marks.key_listeners):
                 listener.renegotiated(self._call.name, new_keys)
-
-
-def _counts(value: float, skip: bool) -> bool:
-    return math.isfinite(value) if skip else value == value
 
 
 def lanes_of(layout: Layout, placement: Placement, part: Part, skip: bool) -> tuple[array[float], array[float]]:
