@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 Batch = dict[str, Tensor]
 
@@ -53,6 +54,31 @@ def batch_of(step: int, micro: int = 0) -> Batch:
 def loss_of(module: nn.Module, batch: Batch) -> Tensor:
     loss: Tensor = (module(batch["x"]) - batch["y"]).square().mean()
     return loss
+
+
+class Foreign(Tensor):
+    """A tensor that holds another one, as of a library that quantizes: it has no memory of its own."""
+
+    content: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Foreign:
+        made: Foreign = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.content = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args = tree_map_only(Foreign, lambda tensor: tensor.content, args)
+        return tree_map_only(Tensor, Foreign, function(*args, **(kwargs or {})))
+
+
+def tensor_of_kind(kind: Any, value: float = 1.0) -> Tensor:
+    """Return three times ``value`` in a dtype, or as `Foreign` for "foreign"."""
+    values = torch.full((3,), value)
+    return Foreign(values) if kind == "foreign" else values.to(kind)
 
 
 @dataclass

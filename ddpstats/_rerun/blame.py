@@ -1,6 +1,6 @@
 """Find where a fault comes from: the rank that has it runs its step twice, a peer once, from the same state, in place.
 
-1. `hand_out`: the owner packs its micro-batches; every rank receives them once.
+1. `hand_out`: the owner packs its micro-batches; every rank receives them once, and reads them with `handed_out`.
 2. `blame`: the owner runs them twice, its peers once, at the same time. All ranks gather what came of it.
 3. `cause_of`: not wrong each time on the owner: a transient fault of its hardware, or a race. Wrong each time, and
    right on a peer: hardware of the owner, or what only the owner holds outside of what was handed out. Wrong on a peer,
@@ -15,10 +15,11 @@ Ranks that wait for an answer receive an error in its place.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ddpstats._rerun.record import tensor_bytes
+from ddpstats._rerun.codec import from_bytes, to_bytes
+from ddpstats._rerun.record import PackedStep, tensor_bytes
 from ddpstats.errors import ConfigError
 
 Gathered = Callable[[Callable[[], Any], str], dict[int, Any]]
@@ -60,15 +61,25 @@ def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
+def sendable(packet: dict[str, Any]) -> dict[str, Any]:
+    """Return ``packet`` with its "step", a `PackedStep`, as bytes. It may raise TypeError: run it in `attempt`."""
+    return {**packet, "step": to_bytes(packet["step"])}
+
+
+def handed_out(packet: Mapping[str, Any]) -> PackedStep:
+    """Return the step of what `sendable` made. Raises `BundleError`."""
+    return from_bytes(packet["step"], PackedStep, "the step from another rank")
+
+
 def hand_out(gathered: Gathered, is_owner: bool, owner: int, pack: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what ``pack`` returns on rank ``owner``, on every rank, or {"error": words}. Collective."""
+    """Return `sendable` of what ``pack`` returns on rank ``owner``, on every rank, or {"error": words}. Collective."""
 
     def packed() -> dict[str, Any]:
         packet = pack()
         size = tensor_bytes(packet)
         if size > MOST_BYTES:
             raise ConfigError(f"it has {size >> 20} MiB, and at most {MOST_BYTES >> 20} MiB are sent to other ranks")
-        return packet
+        return sendable(packet)
 
     return dict(gathered(lambda: attempt(packed) if is_owner else None, f"the step of rank {owner}")[owner])
 

@@ -1,4 +1,4 @@
-"""Values as safetensors: tensors as they are, the rest as JSON beside them, in one file.
+"""Values as safetensors: tensors as they are, the rest as JSON beside them, in a file or on the way to another rank.
 
 1. `to_plain` makes a user's batch plain: None, bool, int, float, str and lists stay; any other value becomes a dict
    with a "kind", so that no dict of the user's can be taken for one of these. A tensor is detached and copied to the
@@ -6,6 +6,7 @@
 2. `write` takes dataclasses of such values. Each tensor is stored once, under a number; the tensor "json"
    holds the rest, in which {"$tensor": number} refers to it. Tensors go to the host one at a time.
 3. `read` makes the dataclass again. What it reads is untrusted: sizes and types are checked, and nothing is executed.
+   `to_bytes` and `from_bytes` do the same in memory.
 4. `from_plain` rebuilds the batch. A namedtuple comes back as another namedtuple of the same name and fields, a
    dataclass as a `types.SimpleNamespace`, any mapping as a dict: importing the user's types could run code.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import dataclasses
+import io
 import json
 import math
 import struct
@@ -57,6 +59,7 @@ _DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _KEY_TYPES = (type(None), bool, int, float, complex, str, bytes, tuple)
 _ARRAY_KINDS = "biufcMmUS"
 _MALFORMED = (LookupError, ValueError, TypeError, RuntimeError, ArithmeticError, AttributeError, AssertionError)
@@ -115,9 +118,8 @@ class _Plain:
         return [self.convert(value, path, depth + 1) for value, path in zip(values, paths, strict=True)]
 
     def _tensor(self, value: Tensor, path: str) -> dict[str, Any]:
-        is_ordinary = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__ and value.layout is torch.strided
-        if not is_ordinary or value.dtype not in _DTYPE_NAMES or value.device.type == "meta":
-            raise CannotStore(path, f"{_type_name(value)} ({value.layout}, {value.dtype}, {value.device})")
+        if not is_ordinary(value) or value.dtype not in _DTYPE_NAMES:
+            raise CannotStore(path, tensor_text(value))
         _, copy = self._copies.setdefault(id(value), (value, _host_copy(value)))
         is_off_host = value.device.type != "cpu"
         return {"kind": "tensor", "data": copy, "accelerator": is_off_host, "requires_grad": value.requires_grad}
@@ -151,6 +153,17 @@ def _paths(path: str, values: Sequence[Any]) -> list[str]:
     return [f"{path}[{index}]" for index in range(len(values))]
 
 
+def is_ordinary(tensor: Tensor) -> bool:
+    """Return whether the elements lie in memory of the tensor's own: not so where another tensor holds them."""
+    has_memory = tensor.layout is torch.strided and tensor.device.type != "meta"
+    return has_memory and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def tensor_text(tensor: Tensor) -> str:
+    """Return the type of a tensor in words."""
+    return f"{_type_name(tensor)} ({tensor.layout}, {tensor.dtype}, {tensor.device})"
+
+
 def _host_copy(value: Tensor) -> Tensor:
     plain = value.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
     # preserve_format: channels_last stays, since other strides are other kernels and other last bits
@@ -178,7 +191,7 @@ def _type_name(value: Any) -> str:
 
 
 def write(file: BinaryIO, value: Any) -> None:
-    """Write a dataclass of plain values and tensors of any device. Raises OSError."""
+    """Write a dataclass of plain values and tensors of any device. Raises OSError, and TypeError: no such tensor."""
     tensors: dict[int, tuple[str, Tensor]] = {}
 
     def plain_of(item: Any) -> Any:
@@ -186,6 +199,8 @@ def write(file: BinaryIO, value: Any) -> None:
             return {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
         if not isinstance(item, Tensor):
             return str(item)  # a dtype
+        if not is_ordinary(item) or item.dtype not in {*_DTYPE_NAMES, torch.complex128}:
+            raise TypeError(f"a tensor {tensor_text(item)} cannot be kept as plain data")
         strides, shape = item.stride(), item.shape
         order = sorted(range(item.dim()), key=lambda dim: (-strides[dim], -shape[dim]))
         tensor, more = item.detach().resolve_conj().resolve_neg().permute(order), dict[str, Any]()
@@ -209,6 +224,13 @@ def write(file: BinaryIO, value: Any) -> None:
         file.write(bytes_in(tensor.cpu()))
 
 
+def to_bytes(value: Any) -> Tensor:
+    """Return what `write` writes as a tensor of bytes. Raises TypeError."""
+    file = io.BytesIO()
+    write(file, value)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
 def bytes_in(tensor: Tensor) -> Any:
     """Return the bytes of a tensor on the CPU, row by row, for a file or a hash."""
     tensor = tensor.contiguous()
@@ -219,9 +241,29 @@ def bytes_in(tensor: Tensor) -> Any:
 
 def read(file: BinaryIO, kind: type[T], where: str) -> T:
     """Return what was written to an open file. Raises `BundleError` that begins with ``where`` and names the field."""
-    try:
+
+    def stored() -> dict[str, Tensor]:
         with safetensors.safe_open(f"/dev/fd/{file.fileno()}", framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+            return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+
+    return _read(stored, kind, where)
+
+
+def from_bytes(data: Tensor, kind: type[T], where: str) -> T:
+    """Return what `to_bytes` was given; otherwise as `read`."""
+
+    def stored() -> dict[str, Tensor]:
+        return {
+            name: _bytes_tensor(view["data"]).view(_DTYPES[view["dtype"]]).view(view["shape"])
+            for name, view in safetensors.deserialize(bytes(_bytes_of(data)))  # type: ignore[no-untyped-call]
+        }
+
+    return _read(stored, kind, where)
+
+
+def _read(stored: Callable[[], dict[str, Tensor]], kind: type[T], where: str) -> T:
+    try:
+        tensors = stored()
         text = tensors.pop(_JSON)
         if text.numel() > _MAX_JSON_BYTES:
             raise ValueError(f"beside tensors it has {text.numel():,} bytes, and {_MAX_JSON_BYTES:,} are read")

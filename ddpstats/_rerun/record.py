@@ -14,7 +14,7 @@ For each optimizer step:
 Memory: one step's batches stay alive as long as the step, and one copy of the buffers. Nothing is drawn from any
 generator.
 
-A `Packet` is a kept micro-batch as plain data: what a bundle holds of it, and what travels to a peer that runs it.
+A `Packet` is a kept micro-batch as plain data: what a bundle holds of it. `PackedStep` is what travels to a peer.
 """
 
 from __future__ import annotations
@@ -218,21 +218,20 @@ class Packet:
     autocast: Autocast | None
     factor: Tensor | None
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Packet:
-        """Read what `plain_packet` made."""
-        autocast = plain["autocast"]
-        autocast = None if autocast is None else Autocast.from_plain(autocast)
-        return cls(plain["batch"], plain["random"], autocast, plain["factor"])
 
+@dataclass(frozen=True)
+class PackedStep:
+    """Micro-batches, and what else a rank with the same parameters needs to run them.
 
-def plain_packet(micro: MicroBatch, batch: Any, factor: Tensor | None) -> dict[str, Any]:
-    """Return the `Packet` of a micro-batch as plain data.
-
-    ``batch``: of ``micro``, as `codec.to_plain` writes it; ``factor``: on the CPU.
+    Attributes:
+        scale: of the GradScaler; 1.0 without.
+        switches: of torch, by name.
     """
-    autocast = None if micro.autocast is None else Autocast(*micro.autocast).to_plain()  # a caller may set a tuple
-    return {"batch": batch, "random": micro.random.to_plain(), "autocast": autocast, "factor": factor}
+
+    micro_batches: tuple[Packet, ...]
+    buffers: dict[str, Tensor]
+    scale: float
+    switches: dict[str, str | bool | int]
 
 
 def tensor_bytes(value: Any) -> int:

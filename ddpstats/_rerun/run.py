@@ -21,7 +21,7 @@ Limits of live reruns:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from ddpstats._observe import collectives
 from ddpstats._observe.operators import Collective
 from ddpstats._observe.torch_compat import in_backward
-from ddpstats._rerun.codec import from_plain, to_plain
-from ddpstats._rerun.record import MicroBatch, Packet, StepRecord, plain_packet
+from ddpstats._rerun.codec import from_plain, is_ordinary, tensor_text, to_plain
+from ddpstats._rerun.record import MicroBatch, PackedStep, Packet, StepRecord
 from ddpstats._rerun.state import Autocast, RandomState, as_in, put_back, set_buffers, switches
 from ddpstats.errors import BundleError, ConfigError
 
@@ -214,10 +214,10 @@ class Reruns:
         """Return the names of the parameters that `Rerun.gradients` are of."""
         return [name for name, parameter in self.record.module.named_parameters() if parameter.requires_grad]
 
-    def pack(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
+    def pack(self, micro_batches: Sequence[MicroBatch]) -> PackedStep:
         """Return micro-batches as plain data, for `run` on any rank that has the same parameters.
 
-        Raises `BatchChanged`, or `CannotStore` for what cannot be sent.
+        Raises `BatchChanged`; `CannotStore` or `ConfigError` for what cannot be sent.
         """
         packed = []
         for micro in micro_batches:
@@ -225,29 +225,33 @@ class Reruns:
                 path = next(iter(micro.changed), "the batch")  # it is gone where the program took it out
                 raise BatchChanged(f"{path} was changed in place during the step")
             factor = None if micro.factor is None else micro.factor.detach().cpu()  # with the scale in it
-            packed.append(plain_packet(micro, to_plain(micro.batch), factor))
+            autocast = None if micro.autocast is None else Autocast(*micro.autocast)  # a caller may set a tuple
+            packed.append(Packet(to_plain(micro.batch), micro.random.to_plain(), autocast, factor))
         buffers = dict(self.record.buffers or {})
-        return {"micro_batches": packed, "buffers": buffers, "scale": self._scale(), "switches": switches()}
+        for name, buffer in buffers.items():
+            if not is_ordinary(buffer):
+                raise ConfigError(f"the buffer {name} is {tensor_text(buffer)}, which is not sent to other ranks")
+        return PackedStep(tuple(packed), buffers, self._scale(), switches())
 
-    def run(self, packet: Mapping[str, Any]) -> Rerun:
+    def run(self, step: PackedStep) -> Rerun:
         """Run what `pack` made. Raises what the user's step raises; ConfigError if it returns no loss, or communicates.
 
-        Buffers that ``packet`` does not bring are those of this rank's own step.
+        Buffers that ``step`` does not bring are those of this rank's own step.
         """
         module, device, losses, compiled = self.record.module, self.record.device, list[Tensor](), self.is_compiled
         runner = Runner(module, self._step, self._name, RunSettings(device), "the micro-batch that is run again")
         wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
         total: list[Tensor | None] = [None] * len(wanted)
-        with alone(self._name, device), put_back(module), as_in(packet["switches"]):
-            set_buffers(module, {**(self.record.buffers or {}), **packet["buffers"]})
-            for micro in map(Packet.from_plain, packet["micro_batches"]):
+        with alone(self._name, device), put_back(module), as_in(step.switches):
+            set_buffers(module, {**(self.record.buffers or {}), **step.buffers})
+            for micro in step.micro_batches:
                 batch = runner.batch(micro)
                 with runner.as_kept(micro):
                     loss = runner.loss(micro, batch)
-                    loss = runner.scaled(loss, 1.0 if micro.factor is not None else packet["scale"])
+                    loss = runner.scaled(loss, 1.0 if micro.factor is not None else step.scale)
                     compiled |= _has_compiled_part(loss)
                     gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, wanted, allow_unused=True)
-                losses.append(loss.detach() / packet["scale"])
+                losses.append(loss.detach() / step.scale)
                 total = [a if b is None else b if a is None else a + b for a, b in zip(total, gradients, strict=True)]
         return Rerun(losses, total, compiled)
 

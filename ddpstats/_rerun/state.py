@@ -193,15 +193,6 @@ class Autocast(NamedTuple):
     enabled: bool
     dtype: torch.dtype
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the settings as plain values."""
-        return {"device_type": self.device_type, "enabled": self.enabled, "dtype": str(self.dtype)}
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Autocast:
-        """Read what `to_plain` wrote."""
-        return cls(plain["device_type"], plain["enabled"], FLOAT_DTYPES[plain["dtype"]])
-
 
 def _set_deterministic(value: bool) -> None:
     torch.use_deterministic_algorithms(value, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())

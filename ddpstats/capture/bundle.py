@@ -44,6 +44,7 @@ from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.gather import gather_trees
 from ddpstats._rerun import codec
 from ddpstats._rerun.codec import CannotStore, to_plain
+from ddpstats._rerun.digest import digests
 from ddpstats._rerun.record import MicroBatch, Packet, StepRecord, scale_of, tensor_bytes
 from ddpstats._rerun.state import Autocast, switches
 from ddpstats.capture.manifest import (
@@ -290,12 +291,12 @@ class PartSource:
         return {"rank": rank, "model": tensor_bytes(self.model_part().parameters)}
 
     def digest(self) -> str:
-        """Return a hash of every bit of the parameters, which is the same on replicas."""
-        part, digest = self.model_part(), hashlib.blake2b(digest_size=16)
-        for name, tensor in part.parameters.items():
-            digest.update(f"{name} {part.shards.get(name)}".encode())
-            digest.update(codec.bytes_in(tensor.cpu()))
-        return digest.hexdigest()
+        """Return a hash of every bit of the parameters, which is the same on replicas; empty where some have none."""
+        part = self.model_part()
+        if not all(map(codec.is_ordinary, part.parameters.values())):
+            return ""
+        held = list(part.parameters), part.shards, digests(part.parameters.values()).tolist()
+        return hashlib.blake2b(repr(held).encode(), digest_size=16).hexdigest()
 
     def model_part(self) -> ModelPart:
         """Return the parameters themselves, or this rank's shards."""
@@ -476,10 +477,12 @@ class BundleWriter:
 
     def write(self, source: PartSource) -> None:
         """Write this rank's files, and gather what the others wrote. Collective."""
-        late_sizes = {"rank": 0, "model": 0, "digest": f"rank {self._rank}"}
+        late_sizes = {"rank": 0, "model": 0, "digest": ""}
         held = self._gathered(lambda: {**source.sizes(), "digest": source.digest()}, "what each rank holds", late_sizes)
         first: dict[str, int] = {}  # the lowest of the ranks whose parameters have the same bits writes them
-        self.model_writers = {rank: first.setdefault(held[rank]["digest"], rank) for rank in sorted(held)}
+        self.model_writers = {
+            rank: first.setdefault(held[rank]["digest"] or f"rank {rank}", rank) for rank in sorted(held)
+        }
         needed = sum(answer["rank"] for answer in held.values()) + sum(held[rank]["model"] for rank in first.values())
         if self._max_bytes is not None and needed > self._max_bytes:
             self._unwritten = f"it would take {needed} bytes, and max_bytes is {self._max_bytes}."

@@ -21,10 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ddpstats._base.device import widest_float
 from ddpstats._base.text import ranks_text, shorten
 from ddpstats._observe.gradient_norms import measure
 from ddpstats._observe.gradients import GradientWatch
-from ddpstats._rerun.blame import Cause, Gathered, blame, cause_of, from_rank_on, hand_out
+from ddpstats._rerun.blame import Cause, Gathered, blame, cause_of, from_rank_on, hand_out, handed_out
 from ddpstats._rerun.record import scale_of, walk
 from ddpstats._rerun.run import Rerun, Reruns
 from ddpstats._rerun.state import place_text
@@ -277,15 +278,15 @@ def find_cause(
 
     def packed() -> dict[str, Any]:
         micro_batches = reruns.record.micro_batches
-        losses = [None if micro.loss is None else torch.as_tensor(micro.loss).sum().item() for micro in micro_batches]
+        losses = [None if micro.loss is None else float(torch.as_tensor(micro.loss).sum()) for micro in micro_batches]
         bad = [
             f"{path} of micro-batch {index}"
             for index, micro in enumerate(micro_batches)
             for path, leaf in walk(micro.batch)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all())
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not _is_finite(leaf)
         ]
         return {
-            **reruns.pack(micro_batches),
+            "step": reruns.pack(micro_batches),
             "losses": losses,
             "norms": dict(norms),
             "bad": bad,
@@ -297,13 +298,17 @@ def find_cause(
         return f"Cause not found: rank {culprit} could not send the step: {packet['error']}"
 
     def run() -> dict[str, Any]:
-        rerun = reruns.run(packet)
+        rerun = reruns.run(handed_out(packet))
         finite = measure(rerun.gradients).isfinite().tolist()
         nonfinite = [name for name, is_finite in zip(reruns.names, finite, strict=True) if not is_finite]
         return {"nonfinite": nonfinite, "difference": _difference(packet, rerun, reruns.names)}
 
     answers = blame(gathered, rank, culprit, () if peer is None else (peer,), run)
     return _cause_text(culprit, peer, packet, answers, verdict.bundle)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.to(widest_float(tensor.device)).isfinite().all())  # torch looks at no float8 itself
 
 
 def _cause_text(

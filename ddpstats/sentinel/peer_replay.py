@@ -39,16 +39,26 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddpstats._base.text import holders_lines, ranks_text, shorten
-from ddpstats._rerun.blame import Cause, Gathered, attempt, blame, cause_of, from_rank_on, hand_out
+from ddpstats._rerun.blame import (
+    Cause,
+    Gathered,
+    attempt,
+    blame,
+    cause_of,
+    from_rank_on,
+    hand_out,
+    handed_out,
+    sendable,
+)
 from ddpstats._rerun.digest import GradientDigests, LocalGradients, digests
-from ddpstats._rerun.record import tensor_bytes
+from ddpstats._rerun.record import PackedStep, tensor_bytes
 from ddpstats._rerun.run import BatchChanged, Reruns
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel.activations import Checkpoints, Values
@@ -154,11 +164,15 @@ class PeerReplay(Detector):
             why = holders_lines({rank: offer["why"] for rank, offer in offers.items()})
             self._warn("\n".join(["no rank's first micro-batch of this step can be repeated:", *why]))
             return None
-        packets = gathered(lambda: _packet(own, differing) if self._rank in owners else None, "micro-batches")
+        packets = gathered(
+            lambda: attempt(lambda: _packet(own, differing)) if self._rank in owners else None, "micro-batches"
+        )
+        _refuse({owner: packets[owner] for owner in owners})
         checkers = {owner: from_rank_on(self._ranks, owner)[1 % len(self._ranks)] for owner in owners}
         checked = [owner for owner, checker in checkers.items() if checker == self._rank]
         answers = gathered(
-            lambda: attempt(lambda: {str(owner): self._run(packets[owner]) for owner in checked}), "what came of them"
+            lambda: attempt(lambda: {str(owner): self._run(handed_out(packets[owner])) for owner in checked}),
+            "what came of them",
         )
         _refuse(answers)
         checks = {owner: answers[checker][str(owner)] for owner, checker in checkers.items()}
@@ -175,7 +189,7 @@ class PeerReplay(Detector):
             return None
         owner, runs = next(iter(doubted.items()))
         peers = tuple(rank for rank in from_rank_on(self._ranks, owner)[1:3] if rank != owner)
-        again = blame(gathered, self._rank, owner, peers, lambda: self._run(packets[owner]))
+        again = blame(gathered, self._rank, owner, peers, lambda: self._run(handed_out(packets[owner])))
         _refuse(again)
         runs += [Run(rank, "again", _digests(run)) for rank, tree in again.items() for run in tree["runs"]]
         judgement = judge(owner, runs, self._is_same, is_common=2 * len(doubted) > len(owners) > 1)
@@ -193,28 +207,27 @@ class PeerReplay(Detector):
         if not micro_batches:
             return _nothing("no micro_batch(): put `with sentinel.micro_batch(batch):` around each of them")
         try:
-            packet = self._reruns.pack(micro_batches)
+            step = self._reruns.pack(micro_batches)
         except BatchChanged as error:
             return _nothing(f"{error}; from now on batches are copied")
         original = self._original.witness()
         if original is None:
             return _nothing(self._original.problem)
-        buffers = packet["buffers"]
-        own.append({**packet, "original": original.to_tree()})
+        own.append({"step": step, "original": original.to_tree()})
         return {
-            "bytes": tensor_bytes({**packet, "buffers": None}),
-            "buffers": digests(buffers.values()).cpu(),
-            "buffer_bytes": list(map(tensor_bytes, buffers.values())),
+            "bytes": tensor_bytes(step.micro_batches),
+            "buffers": digests(step.buffers.values()).cpu(),
+            "buffer_bytes": list(map(tensor_bytes, step.buffers.values())),
             "compiled": self._reruns.is_compiled,
-            **(self._distance(packet, original) if self._noise is None else {}),
+            **(self._distance(step, original) if self._noise is None else {}),
         }
 
-    def _distance(self, packet: dict[str, Any], original: GradientDigests) -> dict[str, Any]:
+    def _distance(self, step: PackedStep, original: GradientDigests) -> dict[str, Any]:
         """Return how far the step's own repetitions are from it; ``repeats``: whether these have the same bits."""
-        trees = [self._run(packet)]
+        trees = [self._run(step)]
         if original.is_same(_digests(trees[0]), 0.0):
             return {} if original.is_zero else {"distance": 0.0, "repeats": True}
-        trees.append(self._run(packet))
+        trees.append(self._run(step))
         first, second = map(_digests, trees)
         return {
             "distance": max(_LEAST, original.distance(first), original.distance(second)),
@@ -222,9 +235,9 @@ class PeerReplay(Detector):
             "compiled": self._reruns.is_compiled or trees[0]["compiled"],
         }
 
-    def _run(self, packet: Mapping[str, Any]) -> dict[str, Any]:
-        """Run a packet, and return the digests as a tree."""
-        rerun = self._reruns.run(packet)
+    def _run(self, step: PackedStep) -> dict[str, Any]:
+        """Run it, and return the digests as a tree."""
+        rerun = self._reruns.run(step)
         return {**GradientDigests.of(rerun.gradients).to_tree(), "compiled": rerun.compiled}
 
     def _note_compiled(self, trees: Iterable[Mapping[str, Any]]) -> None:
@@ -268,8 +281,10 @@ def _nothing(why: str) -> dict[str, Any]:
 
 def _packet(own: Sequence[dict[str, Any]], differing: Sequence[int] | None) -> dict[str, Any]:
     """Return what a rank hands out: of its buffers those that differ between ranks."""
-    buffers = list(own[0]["buffers"].items())
-    return {**own[0], "buffers": dict(buffers if differing is None else [buffers[index] for index in differing])}
+    step = own[0]["step"]
+    buffers = list(step.buffers.items())
+    kept = dict(buffers if differing is None else [buffers[index] for index in differing])
+    return sendable({**own[0], "step": replace(step, buffers=kept)})
 
 
 def _differing_buffers(by_rank: Sequence[Tensor | None]) -> list[int] | None:
@@ -449,11 +464,11 @@ def explain_alarm(
         micro_batches = reruns.record.micro_batches[micro_batch : micro_batch + 1]
         if not micro_batches:
             raise ConfigError("it did not run inside micro_batch()")
-        return reruns.pack(micro_batches)
+        return {"step": reruns.pack(micro_batches)}
 
     def run() -> dict[str, Any]:
         with checkpoints.redirected() as values:
-            reruns.run(packet)
+            reruns.run(handed_out(packet))
         floats = [(index, float(value)) for index, value in values]  # (checkpoint, value)
         return {"values": floats, "bad": is_abnormal(values) if rank == owner else None}
 

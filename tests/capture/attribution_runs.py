@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import NaNCapture
 from ddpstats.capture import CaptureVerdict
-from tests.training import batch_of, draw, rank, seed
+from tests.training import batch_of, draw, rank, seed, tensor_of_kind
 
 NAN = float("nan")
 _calls: list[str] = []
@@ -96,6 +96,24 @@ def dying(model: nn.Module, batch: Any) -> Tensor:
     if isinstance(model, DistributedDataParallel) or rank() == 0:
         return broken_device(model, batch)
     os._exit(9)
+
+
+def keeping(dirpath: str, batch: Any, buffer: Any, x: float, has_foreign: bool = False) -> CaptureVerdict:
+    """Return the verdict on one step, whose batch and module hold such tensors; rank 1's batch is filled with ``x``.
+
+    ``batch``, ``buffer``: a dtype, or None for none, or "foreign"; ``has_foreign``: a frozen parameter is `Foreign`.
+    """
+    model = make_model("one layer")
+    if buffer is not None:
+        model.register_buffer("kept", tensor_of_kind(buffer))
+    if has_foreign:
+        model.register_parameter("frozen", nn.Parameter(tensor_of_kind("foreign"), requires_grad=False))
+    with NaNCapture(dirpath, model=model, attribute=True, step_fn=dividing) as capture:
+        given = {**batch_of(0), **({} if batch is None else {"kept": tensor_of_kind(batch)})}
+        given["x"].fill_(x if rank() == 1 else 1.0)
+        with capture.micro_batch(given):
+            dividing(model, given).backward()  # type: ignore[no-untyped-call]
+        return capture.check()
 
 
 def _same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ddpstats import RankMissing
 from ddpstats.capture.bundle import Bundle
@@ -77,6 +79,40 @@ def test_the_cause_is_named_and_reruns_leave_the_training_as_it_was(
     assert first.attribution in first.message
     assert first.bundle is not None
     assert json.loads((first.bundle / "MANIFEST.json").read_text())["message"] == first.message
+
+
+@pytest.mark.parametrize(
+    ("batch", "buffer"),
+    [(torch.uint16, None), (torch.float8_e4m3fn, None), (None, torch.float8_e5m2)],
+    ids=["uint16", "float8", "float8 buffer"],
+)
+@pytest.mark.parametrize(("x", "text"), [(-1.0, "software or data"), (1.0, None)], ids=["wrong", "clean"])
+def test_every_dtype_that_a_bundle_holds_travels_to_the_peer(
+    two_ranks: RankPool, tmp_path: Path, batch: Any, buffer: Any, x: float, text: str | None
+) -> None:
+    first, second = two_ranks.run(runs.keeping, str(tmp_path), batch, buffer, x).values()
+    assert first == second
+    assert first.ok == (text is None)
+    assert first.culprit_ranks == (() if text is None else (1,))
+    assert (text or "") in (first.attribution or "")
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fnuz, "foreign"])
+def test_what_cannot_travel_is_a_reason_beside_the_verdict(two_ranks: RankPool, tmp_path: Path, kind: Any) -> None:
+    first, second = two_ranks.run(runs.keeping, str(tmp_path), None, kind, -1.0).values()
+    assert first == second
+    assert first.culprit_ranks == (1,)
+    assert "Cause not found: rank 1 could not send the step: " in first.attribution
+    assert ("float8_e4m3fnuz" if kind != "foreign" else "training.Foreign") in first.attribution
+    assert "The bundle is incomplete" in first.message
+
+
+def test_a_parameter_that_no_bundle_holds_is_named_beside_the_verdict(two_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = two_ranks.run(runs.keeping, str(tmp_path), None, None, -1.0, True).values()
+    assert first == second
+    assert first.culprit_ranks == (1,)
+    assert "rank 0: TypeError: a tensor of type tests.training.Foreign" in first.message
+    assert "no other rank has the same parameters" in first.attribution
 
 
 def test_a_culprit_that_dies_in_its_rerun_leaves_a_whole_bundle(tmp_path: Path) -> None:

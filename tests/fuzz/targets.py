@@ -29,9 +29,10 @@ from ddpstats._ranks.exchange import Call, Status, decode_status, encode_status
 from ddpstats._ranks.failure import ProcessId, Verdict
 from ddpstats._ranks.gather import decode, encode
 from ddpstats._reduction.flatten import decode as decode_schema, flatten
-from ddpstats._rerun.codec import from_plain
+from ddpstats._rerun.codec import from_bytes, from_plain, to_bytes, to_plain
+from ddpstats._rerun.record import PackedStep, Packet
 from ddpstats._rerun.run import Runner, RunSettings
-from ddpstats._rerun.state import RandomState
+from ddpstats._rerun.state import Autocast, RandomState
 from ddpstats.capture.bundle import Bundle
 from ddpstats.dump.analyze import compare, nan_origin, open_rank
 from ddpstats.dump.analyze.tensors import load_tensor
@@ -84,6 +85,7 @@ _READERS: Sequence[tuple[Callable[[bytes], Any], tuple[type[Exception], ...]]] =
     (GuardFinding.unpack, (ValueError,)),
     (Alarm.unpack, (ValueError,)),
     (lambda data: decode_events([(1, 0, data)]), ()),
+    (lambda data: from_bytes(torch.tensor(list(data), dtype=torch.uint8), PackedStep, "the step"), (BundleError,)),
 )
 
 
@@ -113,7 +115,14 @@ def _wire_seeds() -> list[bytes]:
         event,
     ]
     parts = [schema, status, tree, tree[8 : 8 + struct.unpack_from("<Q", tree)[0]]]
-    return [bytes([kind]) + part for kind, part in enumerate([*parts, *(json.dumps(text).encode() for text in texts)])]
+    packet = Packet(
+        to_plain({"x": torch.ones(2)}), {"python": []}, Autocast("cpu", True, torch.bfloat16), torch.ones(1)
+    )
+    step = bytes(to_bytes(PackedStep((packet,), {"b": torch.ones(2)}, 1.0, {"threads": 2})).tolist())
+    return [
+        *(bytes([kind]) + part for kind, part in enumerate([*parts, *(json.dumps(text).encode() for text in texts)])),
+        bytes([len(_READERS) - 1]) + step,
+    ]
 
 
 # -- bundle ------------------------------------------------------------------------------------------------------------

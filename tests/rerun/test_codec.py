@@ -9,6 +9,7 @@ import math
 import types
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -19,10 +20,13 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from ddpstats._rerun import codec
 from ddpstats._rerun.codec import CannotStore, from_plain, to_plain
+from ddpstats._rerun.record import PackedStep, Packet
+from ddpstats._rerun.state import Autocast
 from ddpstats.capture.bundle import ModelPart
 from ddpstats.errors import BundleError
 from tests.capture.making import stored_and_read
 from tests.capture.replay_models import Pair
+from tests.training import Foreign
 
 
 @dataclasses.dataclass
@@ -208,6 +212,59 @@ def test_strides_of_channels_last_come_back(shape: tuple[int, ...]) -> None:
     back = through_a_file(tensor)
     assert torch.equal(back, tensor)
     assert back.stride() == tensor.stride()
+
+
+STEP: Any = PackedStep(
+    (Packet(to_plain({"x": torch.ones(2, 3).t()}), {"python": [1]}, Autocast("cpu", True, torch.bfloat16), None),),
+    {"mean": torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)},
+    2.0,
+    {"threads": 2, "default_dtype": "torch.float32"},
+)
+
+
+@pytest.mark.parametrize("dtype", [*codec._DTYPE_NAMES, torch.complex128], ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 2), (0, 2)])
+def test_every_dtype_comes_back_from_a_file_and_from_memory(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(math.prod(shape)).view(shape).to(dtype)
+    for back in (stored_and_read([tensor], list), codec.from_bytes(codec.to_bytes([tensor]), list, "it")):
+        assert (back[0].dtype, back[0].shape) == (dtype, tensor.shape)
+        assert bytes(codec.bytes_in(back[0])) == bytes(codec.bytes_in(tensor))
+
+
+def test_a_step_comes_back_from_memory_with_its_strides() -> None:
+    step = codec.from_bytes(codec.to_bytes(STEP), PackedStep, "it")
+    assert (step.scale, step.switches) == (STEP.scale, STEP.switches)
+    assert step.micro_batches[0].autocast == ("cpu", True, torch.bfloat16)
+    assert from_plain(step.micro_batches[0].batch)["x"].stride() == (1, 3)
+    assert step.buffers["mean"].stride() == STEP.buffers["mean"].stride()
+
+
+@pytest.mark.parametrize("step", [[], {}, replace(STEP, scale="x"), replace(STEP, buffers={"mean": 3})], ids=range(4))
+def test_what_is_no_step_is_refused(step: Any) -> None:
+    with pytest.raises(BundleError, match="the step of rank 3 is refused: ValidationError: "):
+        codec.from_bytes(codec.to_bytes(step), PackedStep, "the step of rank 3")
+
+
+def test_bytes_that_are_cut_or_of_another_kind_are_refused() -> None:
+    whole = codec.to_bytes(STEP)
+    for data in (whole[:0], whole[:7], whole[:100], whole[:-1], whole.to(torch.int16), whole.view(1, -1), whole * 0):
+        with pytest.raises(BundleError, match="the step is refused: "):
+            codec.from_bytes(data, PackedStep, "the step")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(2).to_sparse(),
+        torch.ones(1, device="meta"),
+        torch.ones(1).to(torch.float8_e4m3fnuz),
+        Foreign(torch.ones(1)),
+    ],
+    ids=["sparse", "meta", "dtype", "foreign"],
+)
+def test_a_tensor_that_cannot_be_written_is_an_error_that_names_its_type(tensor: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match=r"a tensor of type .* cannot be kept as plain data"):
+        codec.to_bytes([tensor])
 
 
 def test_a_batch_that_holds_itself_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,8 @@ import torch
 from torch import nn
 
 from ddpstats._rerun.blame import Cause, cause_of
-from ddpstats._rerun.codec import to_plain
-from ddpstats._rerun.record import Packet, StepRecord, plain_packet, tensor_bytes
-from ddpstats._rerun.run import Runner, RunSettings
+from ddpstats._rerun.record import Packet, StepRecord, tensor_bytes
+from ddpstats._rerun.run import Reruns, Runner, RunSettings
 from ddpstats.errors import BundleError, ConfigError
 from ddpstats.testing import RankPool
 from tests.sentinel import replay_runs as runs
@@ -23,11 +23,13 @@ def test_collectives_of_the_step_are_refused_and_those_of_other_threads_are_not(
         assert found == {"own": refused, "backward": refused, "thread": "none"}
 
 
-def packet_of(batch: Any, factor: torch.Tensor | None = None) -> dict[str, Any]:
+def packet_of(batch: Any, factor: torch.Tensor | None = None) -> Packet:
     record = StepRecord(nn.Linear(1, 1))
     micro = record.begin(batch)
     record.module(torch.ones(1, 1))
-    return plain_packet(micro, to_plain(micro.batch), factor)
+    micro.factor = factor
+    (packet,) = Reruns(record, lambda model, batch: batch, "step", lambda: 1.0).pack([micro]).micro_batches
+    return packet
 
 
 def runner(step: Any, precision: str = "captured") -> Runner:
@@ -49,22 +51,21 @@ def runner(step: Any, precision: str = "captured") -> Runner:
 def test_the_loss_is_the_steps_times_the_factor(
     shape: tuple[int, ...], factor: tuple[int, ...] | None, loss: float
 ) -> None:
-    packet = Packet.from_plain(packet_of(0, None if factor is None else torch.full(factor, 3.0)))
+    packet = packet_of(0, None if factor is None else torch.full(factor, 3.0))
     assert runner(lambda model, batch: torch.ones(shape)).loss(packet, None).item() == loss
 
 
 @pytest.mark.parametrize("factor", [None, torch.ones(3)])
 def test_what_is_no_loss_is_refused(factor: torch.Tensor | None) -> None:
-    packet = Packet.from_plain(packet_of(0, factor))
+    packet = packet_of(0, factor)
     with pytest.raises(ConfigError, match=r"--step must return the loss.* it returned a tensor of shape \(2,\)"):
         runner(lambda model, batch: torch.ones(2)).loss(packet, None)
 
 
 def test_a_run_begins_with_the_random_state_that_was_kept_under_its_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        plain = packet_of(0)
+        packet = packet_of(0)
     drawn = torch.rand(2)
-    packet = Packet.from_plain(plain)
     assert packet.autocast == ("cpu", True, torch.bfloat16)
     again = runner(None)
     with torch.no_grad(), again.as_kept(packet):
@@ -75,16 +76,16 @@ def test_a_run_begins_with_the_random_state_that_was_kept_under_its_autocast() -
 
 
 def test_a_random_state_that_is_none_is_named() -> None:
-    packet = Packet.from_plain({**packet_of(0), "random": {"python": 1}})
+    packet = replace(packet_of(0), random={"python": 1})
     with pytest.raises(BundleError, match="rank 3: the random state is not one"), runner(None).as_kept(packet):
         pass
 
 
 def test_a_wider_precision_is_that_of_floating_tensors_alone() -> None:
-    plain = packet_of({"x": torch.ones(2), "n": [torch.ones(3, dtype=torch.int16)]})
-    batch = runner(None, "fp64").batch(Packet.from_plain(plain))
+    packet = packet_of({"x": torch.ones(2), "n": [torch.ones(3, dtype=torch.int16)]})
+    batch = runner(None, "fp64").batch(packet)
     assert (batch["x"].dtype, batch["n"][0].dtype) == (torch.float64, torch.int16)
-    assert tensor_bytes(plain["batch"]) == 2 * 4 + 3 * 2
+    assert tensor_bytes(packet.batch) == 2 * 4 + 3 * 2
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpstats import ConfigError, Sentinel, SentinelAlarm
 from ddpstats._rerun.run import alone
 from ddpstats.testing import count_collectives
+from tests.training import tensor_of_kind
 
 
 class Small(nn.Module):
@@ -200,16 +201,46 @@ def twice_the_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return 2 * first_item(model, batch)
 
 
-def an_outlier_of_data() -> Told:
-    """Rank 1's values are always 30 times as large as the others'; at step 30 rank 0's are 5000 times as large."""
+def with_kept(batch: Any, buffer: Any, wrong: bool, mode: int) -> Told:
+    """Train replicas whose batches and modules hold such tensors; rank 1's gradient is ``wrong`` in the second step.
+
+    ``batch``, ``buffer``: a dtype, or None for none, or "foreign".
+    """
+    torch.manual_seed(0)
+    model, rank = Small(), dist.get_rank()
+    if buffer is not None:
+        model.register_buffer("kept", tensor_of_kind(buffer, 1.0 + rank))
+
+    def run(step: int, sentinel: Sentinel) -> None:
+        model.zero_grad()
+        given = [torch.ones(3, 4) + torch.eye(3, 4) + rank, *([] if batch is None else [torch.ones(3).to(batch)])]
+        is_wrong = wrong and (rank, step) == (1, 1)
+        hook = model.head.weight.register_hook(lambda gradient: gradient * 1.5) if is_wrong else None  # type: ignore[no-untyped-call]
+        with sentinel.micro_batch(given):
+            first_item(model, given).backward()  # type: ignore[no-untyped-call]
+        if hook is not None:
+            hook.remove()
+
+    return trained(model, 3, first_item, run, mode=mode)
+
+
+def an_outlier_of_data(batch: Any = None, buffer: Any = None) -> Told:
+    """Rank 1's values are always 30 times as large as the others'; at step 30 rank 0's are 5000 times as large.
+
+    ``batch``, ``buffer``: the dtype of one tensor more in there, or None for none.
+    """
     model, rank = small(), dist.get_rank()
+    if buffer is not None:
+        model.module.register_buffer("kept", torch.ones(3).to(buffer))
 
     def run(step: int, sentinel: Sentinel) -> None:
         model.zero_grad()
         weight = torch.tensor(30.0 if rank == 1 else 5000.0 if (rank, step) == (0, 30) else 1.0)
-        batch = {"x": torch.ones(3, 4) * (1 + 0.1 * rank) + torch.eye(3, 4), "weight": weight}
-        with sentinel.micro_batch(batch):
-            weighted(model, batch).backward()  # type: ignore[no-untyped-call]
+        given = {"x": torch.ones(3, 4) * (1 + 0.1 * rank) + torch.eye(3, 4), "weight": weight}
+        if batch is not None:
+            given["kept"] = torch.ones(3).to(batch)
+        with sentinel.micro_batch(given):
+            weighted(model, given).backward()  # type: ignore[no-untyped-call]
 
     return trained(model, 31, weighted, run, detector="v3", replay_every_steps=0)
 

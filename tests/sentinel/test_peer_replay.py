@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ddpstats import Sentinel
 from ddpstats._rerun.blame import MOST_BYTES, hand_out
 from ddpstats._rerun.digest import GradientDigests
+from ddpstats._rerun.record import PackedStep
 from ddpstats.sentinel.peer_replay import _explanation
 from ddpstats.testing import BitFlip, RankPool
 from tests.sentinel import replay_runs, sentinel_runs as runs
@@ -183,8 +184,8 @@ def test_what_is_compiled_elsewhere_hides_no_fault(two_ranks: RankPool) -> None:
 
 
 def test_a_micro_batch_that_is_too_large_to_be_sent_is_not_run_again() -> None:
-    packet = {"x": torch.empty(MOST_BYTES + 1, dtype=torch.uint8)}
-    answer = hand_out(lambda tree, what: {0: tree()}, True, 0, lambda: packet)
+    step = PackedStep((), {"x": torch.empty(MOST_BYTES + 1, dtype=torch.uint8)}, 1.0, {})
+    answer = hand_out(lambda tree, what: {0: tree()}, True, 0, lambda: {"step": step})
     assert answer["error"].startswith("ConfigError: it has 256 MiB, and at most 256 MiB")
 
 
@@ -268,6 +269,53 @@ def test_a_batch_travels_in_the_order_in_which_its_memory_lies(three_ranks: Rank
     for told in three_ranks.run(replay_runs.with_channels_last).values():
         assert (told.ok, told.error) == ([True] * 2, "")
         assert not any("peer replay" in one for one in told.warnings)
+
+
+KEPT = pytest.mark.parametrize(
+    ("batch", "buffer"),
+    [(torch.uint16, None), (torch.float8_e4m3fn, None), (None, torch.float8_e5m2)],
+    ids=["uint16", "float8", "float8 buffer"],
+)
+
+
+@KEPT
+@pytest.mark.parametrize("wrong", [True, False])
+def test_every_dtype_that_a_bundle_holds_travels(two_ranks: RankPool, batch: Any, buffer: Any, wrong: bool) -> None:
+    for told in two_ranks.run(replay_runs.with_kept, batch, buffer, wrong, 2).values():
+        assert told.ok == ([True] if wrong else [True] * 3)
+        assert told.warnings == []
+        assert ("Rank 1 was wrong once and right once" if wrong else "") in told.error
+
+
+@pytest.mark.parametrize(
+    ("buffer", "why"),
+    [
+        (
+            torch.float8_e4m3fnuz,
+            "TypeError: a tensor of type torch.Tensor (torch.strided, torch.float8_e4m3fnuz, cpu) ",
+        ),
+        ("foreign", "ConfigError: the buffer kept is of type tests.training.Foreign (torch.strided, "),
+    ],
+)
+def test_what_cannot_travel_is_a_warning_where_an_alarm_is_one(two_ranks: RankPool, buffer: Any, why: str) -> None:
+    for told in two_ranks.run(replay_runs.with_kept, None, buffer, False, 1).values():
+        assert told.ok == [True] * 3
+        assert len(told.warnings) == 3
+        for warning in told.warnings:
+            assert "a micro-batch cannot be run again" in warning
+            assert f"ranks 0, 1: {why}" in warning
+
+
+@KEPT
+def test_an_alarm_of_a_micro_batch_of_any_dtype_has_its_cause(two_ranks: RankPool, batch: Any, buffer: Any) -> None:
+    for told in two_ranks.run(replay_runs.an_outlier_of_data, batch, buffer).values():
+        assert "and so it does on rank 1: software or data, not hardware" in told.error
+
+
+def test_a_buffer_that_cannot_travel_is_a_reason_beside_the_alarm(two_ranks: RankPool) -> None:
+    for told in two_ranks.run(replay_runs.an_outlier_of_data, None, torch.float8_e4m3fnuz).values():
+        assert "The micro-batch could not be run again: TypeError: a tensor of type torch.Tensor" in told.error
+        assert "thresholds" in told.error or "is far from normal" in told.error
 
 
 def test_a_large_buffer_that_ranks_have_alike_stays_at_home(two_ranks: RankPool) -> None:
