@@ -61,27 +61,35 @@ def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def sendable(packet: dict[str, Any]) -> dict[str, Any]:
-    """Return ``packet`` with its "step", a `PackedStep`, as bytes. It may raise TypeError: run it in `attempt`."""
-    return {**packet, "step": to_bytes(packet["step"])}
+def hand_out(
+    gathered: Gathered,
+    rank: int,
+    owners: Collection[int],
+    pack: Callable[[], dict[str, Any]],
+    what: str,
+    most_bytes: float = MOST_BYTES,
+) -> dict[int, dict[str, Any]]:
+    """Return what ``pack`` returns on each of ``owners``, on every rank, or {"error": words}. Collective.
 
-
-def handed_out(packet: Mapping[str, Any]) -> PackedStep:
-    """Return the step of what `sendable` made. Raises `BundleError`."""
-    return from_bytes(packet["step"], PackedStep, "the step from another rank")
-
-
-def hand_out(gathered: Gathered, is_owner: bool, owner: int, pack: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return `sendable` of what ``pack`` returns on rank ``owner``, on every rank, or {"error": words}. Collective."""
+    Its "step" is a `PackedStep`, and becomes bytes for `handed_out`. ``rank``: this one; ``most_bytes``: of tensors.
+    """
 
     def packed() -> dict[str, Any]:
         packet = pack()
         size = tensor_bytes(packet)
-        if size > MOST_BYTES:
-            raise ConfigError(f"it has {size >> 20} MiB, and at most {MOST_BYTES >> 20} MiB are sent to other ranks")
-        return sendable(packet)
+        if size > most_bytes:
+            raise ConfigError(
+                f"it has {size >> 20} MiB, and at most {most_bytes / 2**20:.0f} MiB are sent to other ranks"
+            )
+        return {**packet, "step": to_bytes(packet["step"])}
 
-    return dict(gathered(lambda: attempt(packed) if is_owner else None, f"the step of rank {owner}")[owner])
+    packets = gathered(lambda: attempt(packed) if rank in owners else None, what)
+    return {owner: packets[owner] for owner in owners}
+
+
+def handed_out(packet: Mapping[str, Any]) -> PackedStep:
+    """Return the step of what `hand_out` returned. Raises `BundleError`."""
+    return from_bytes(packet["step"], PackedStep, "the step from another rank")
 
 
 def blame(

@@ -293,7 +293,7 @@ def find_cause(
             "host": place_text(reruns.record.module),
         }
 
-    packet = hand_out(gathered, rank == culprit, culprit, packed)
+    packet = hand_out(gathered, rank, [culprit], packed, f"the step of rank {culprit}")[culprit]
     if "error" in packet:
         return f"Cause not found: rank {culprit} could not send the step: {packet['error']}"
 

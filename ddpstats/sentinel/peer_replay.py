@@ -46,17 +46,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._base.text import holders_lines, ranks_text, shorten
-from ddpstats._rerun.blame import (
-    Cause,
-    Gathered,
-    attempt,
-    blame,
-    cause_of,
-    from_rank_on,
-    hand_out,
-    handed_out,
-    sendable,
-)
+from ddpstats._rerun.blame import Cause, Gathered, attempt, blame, cause_of, from_rank_on, hand_out, handed_out
 from ddpstats._rerun.digest import GradientDigests, LocalGradients, digests
 from ddpstats._rerun.record import PackedStep, tensor_bytes
 from ddpstats._rerun.run import BatchChanged, Reruns
@@ -164,10 +154,10 @@ class PeerReplay(Detector):
             why = holders_lines({rank: offer["why"] for rank, offer in offers.items()})
             self._warn("\n".join(["no rank's first micro-batch of this step can be repeated:", *why]))
             return None
-        packets = gathered(
-            lambda: attempt(lambda: _packet(own, differing)) if self._rank in owners else None, "micro-batches"
+        packets = hand_out(
+            gathered, self._rank, owners, lambda: _packet(own, differing), "micro-batches", most_bytes=math.inf
         )
-        _refuse({owner: packets[owner] for owner in owners})
+        _refuse(packets)
         checkers = {owner: from_rank_on(self._ranks, owner)[1 % len(self._ranks)] for owner in owners}
         checked = [owner for owner, checker in checkers.items() if checker == self._rank]
         answers = gathered(
@@ -284,7 +274,7 @@ def _packet(own: Sequence[dict[str, Any]], differing: Sequence[int] | None) -> d
     step = own[0]["step"]
     buffers = list(step.buffers.items())
     kept = dict(buffers if differing is None else [buffers[index] for index in differing])
-    return sendable({**own[0], "step": replace(step, buffers=kept)})
+    return {**own[0], "step": replace(step, buffers=kept)}
 
 
 def _differing_buffers(by_rank: Sequence[Tensor | None]) -> list[int] | None:
@@ -472,7 +462,7 @@ def explain_alarm(
         floats = [(index, float(value)) for index, value in values]  # (checkpoint, value)
         return {"values": floats, "bad": is_abnormal(values) if rank == owner else None}
 
-    packet = hand_out(gathered, rank == owner, owner, packed)
+    packet = hand_out(gathered, rank, [owner], packed, f"the step of rank {owner}")[owner]
     if "error" in packet:
         return f"The micro-batch could not be run again: {packet['error']}."
     peer = from_rank_on(ranks, owner)[1 % len(ranks)]

@@ -185,7 +185,7 @@ def test_what_is_compiled_elsewhere_hides_no_fault(two_ranks: RankPool) -> None:
 
 def test_a_micro_batch_that_is_too_large_to_be_sent_is_not_run_again() -> None:
     step = PackedStep((), {"x": torch.empty(MOST_BYTES + 1, dtype=torch.uint8)}, 1.0, {})
-    answer = hand_out(lambda tree, what: {0: tree()}, True, 0, lambda: {"step": step})
+    answer = hand_out(lambda tree, what: {0: tree()}, 0, [0], lambda: {"step": step}, "the step")[0]
     assert answer["error"].startswith("ConfigError: it has 256 MiB, and at most 256 MiB")
 
 
