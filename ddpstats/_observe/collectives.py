@@ -140,7 +140,7 @@ def _try_out() -> None:
         return
     if reason is not None:
         _uninstall()
-        raise ConfigError(f"torch {torch.__version__} does not show its collectives to the guard ({reason}). {HINT}")
+        raise ConfigError(f"torch {torch.__version__} does not show its collectives ({reason}). {HINT}")
 
 
 def _sees(group: Any, *options: Any) -> bool:

@@ -6,7 +6,7 @@ torch has. An operator with other arguments, or one that takes a process group a
 (``ConfigError``), because a program of which a part is not observed would look right.
 
 Checked on torch 2.6 to 2.15. Before 2.7 most operators have no ``async_op``, and before 2.10 none names its reduce op:
-there both are unknown, which is enough for dumps, and the guard refuses to start (`check_reduce_ops`).
+there both are unknown, which is enough for dumps, and the guard refuses to start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddpstats._observe.groups import GroupView, operators_name_reduce_op
 from ddpstats._observe.torch_compat import operator_names, schema
 from ddpstats.errors import ConfigError
 
-HINT = "Install a torch that it was run with (docs/compatibility.md), or run without the guard."
+HINT = "Install a torch that ddpstats was run with: docs/compatibility.md"
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def arguments_of(operator: Operator) -> list[str]:
     names = ["async_op" if name == "asyncOp" else name for name in spelled]  # torch 2.6 has both
     if names not in (operator.arguments, [name for name in operator.arguments if name != "async_op"]):
         expected = f"c10d::{operator.name}({', '.join(operator.arguments)})"
-        raise ConfigError(f"torch {torch.__version__} has no {expected}, which the guard observes. {HINT}")
+        raise ConfigError(f"torch {torch.__version__} has no {expected}, which ddpstats observes. {HINT}")
     return names
 
 
@@ -255,20 +255,10 @@ def check_operators() -> None:
     for name in operator_names("c10d") - OPERATORS.keys():
         if any("ProcessGroup" in str(argument.type) for argument in schema(overload(name)).arguments):
             raise ConfigError(
-                f"torch {torch.__version__} has a collective that the guard does not know, c10d::{name}. {HINT}"
+                f"torch {torch.__version__} has a collective that ddpstats does not know, c10d::{name}. {HINT}"
             )
 
 
 def known_operators() -> list[Operator]:
     """Return the rows of the table whose operators this torch has."""
     return [operator for operator in OPERATORS.values() if overload(operator.name) is not None]
-
-
-def check_reduce_ops() -> None:
-    """Raise `ConfigError` where operators do not name their reduce op: a guard could not compare it."""
-    if dist.is_available() and not operators_name_reduce_op:
-        raise ConfigError(
-            f"the guard needs torch 2.10 or newer, and this is torch {torch.__version__}: its collectives do not name "
-            "their reduce op, so ranks that reduce by different ones would seem to agree. Install a newer torch, or "
-            "run without the guard; the rest of ddpstats works with this one."
-        )

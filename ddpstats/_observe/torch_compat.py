@@ -68,7 +68,7 @@ def refuse(reason: str) -> NoReturn:
 
 # -- the dispatcher ---------------------------------------------------------------------------------------------------
 
-# Without it a collective of torch that the guard does not know is not noticed.
+# Without it a collective of torch that ddpstats does not know is not noticed.
 _all_operators = find("_C._dispatch_get_all_op_names", list)
 
 

@@ -31,14 +31,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
+import torch
 import torch.distributed as dist
 
 from ddpstats._base import config
 from ddpstats._base.config import check_choice, check_count
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.text import first_line
-from ddpstats._observe import collectives
-from ddpstats._observe.operators import check_reduce_ops
+from ddpstats._observe import collectives, groups
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard.compare import StepQuestion
 from ddpstats.guard.group import Settings, before_destroying, had_ranks, next_turn
@@ -130,7 +130,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             _log_once(logging.WARNING, f"{outer} is active: this one does nothing.")
             return self
         self._reset()
-        check_reduce_ops()
+        _check_reduce_ops()
         next_turn()
         collectives.subscribe(self._watching)
         self._watching.recording.subscribe()
@@ -310,6 +310,16 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             return "" if had_ranks() else NO_GROUP
         is_alone = self._settings.compares and session.agreement is None
         return f"the program runs on one rank. {TO_RUN}" if is_alone else ""
+
+
+def _check_reduce_ops() -> None:
+    """Raise `ConfigError` where operators do not name their reduce op, which could not be compared then."""
+    if dist.is_available() and not groups.operators_name_reduce_op:
+        raise ConfigError(
+            f"the guard needs torch 2.10 or newer, and this is torch {torch.__version__}: its collectives do not name "
+            "their reduce op, so ranks that reduce by different ones would seem to agree. Install a newer torch, or "
+            "run without the guard; the rest of ddpstats works with this one."
+        )
 
 
 _active: list[collective_guard] = []

@@ -212,7 +212,7 @@ RECORDED = "mode 'record' compares nothing while it runs; `ddpstats report DIR` 
 WITHOUT_OTHERS = "of groups of one rank"
 UNSETTLED = "since the last comparison"
 GIVEN_UP = "torch's own timeout ended a collective of that group"
-MESSAGES_SEEN = "messages between ranks, which are compared only when one fails"
+MESSAGES_SEEN = "messages between ranks, which are checked as they begin or fail"
 TO_RUN = "Start it on ranks: `ddpstats run --nproc 2 SCRIPT`, or `torchrun --nproc-per-node 2 SCRIPT`"
 NO_GROUP = (
     "no process group was made in this process. If the program starts its ranks itself (mp.spawn), guard them with "

@@ -553,7 +553,7 @@ def test_last_line_counts_compared_collectives_ranks_that_agree_and_reasons() ->
     messages = GuardCounters(26, 0, 26, 0, "step", {MESSAGES_SEEN: 26}, 0)
     (is_amiss, line) = last_line(messages, "", "")
     assert not is_amiss
-    assert line.endswith("nothing was compared: messages between ranks, which are compared only when one fails.")
+    assert line.endswith("nothing was compared: messages between ranks, which are checked as they begin or fail.")
     assert last_line(GuardCounters(0, 0, 0, 0, "step"), "", "")[0]
     assert "it ended in CollectiveMismatch" in last_line(GuardCounters(1, 0, 1, 0, "step"), "", "CollectiveMismatch")[1]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddpstats import collective_guard
-from ddpstats._observe import collectives, operators
+from ddpstats._observe import collectives, groups, operators
 from ddpstats._observe.groups import group_of_one
 from ddpstats._observe.operators import OPERATORS, Collective
 from ddpstats.errors import ConfigError
@@ -23,7 +23,7 @@ def test_a_new_collective_is_one_row(two_ranks: RankPool, tmp_path: Path) -> Non
     """Without it, torch is refused; with it, guard, record and dump describe the collective, and ranks are compared."""
     outcomes = two_ranks.run(runs.collective_that_is_new, str(tmp_path), timeout_sec=60).values()
     for refusal, mismatch, (recorded,), dumped in outcomes:
-        assert "has a collective that the guard does not know, c10d::relay_" in refusal
+        assert "has a collective that ddpstats does not know, c10d::relay_" in refusal
         assert "rank 0: relay(float32[3], root=0)" in mismatch
         assert "rank 1: relay(float32[3], root=1)" in mismatch
         assert (recorded["op"], recorded["root"], recorded["shapes"]) == ("relay", 1, [[3]])
@@ -48,7 +48,8 @@ def test_methods_of_the_table_are_those_of_torch() -> None:
 
 
 def test_a_torch_that_does_not_name_reduce_ops_is_refused_by_the_guard_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "operators_name_reduce_op", False)
+    for module in (groups, operators):
+        monkeypatch.setattr(module, "operators_name_reduce_op", False)
     with pytest.raises(ConfigError, match=f"needs torch 2.10 or newer, and this is torch {torch.__version__[:4]}"):
         collective_guard("strict").__enter__()
     assert not collectives._subscribers
