@@ -14,31 +14,15 @@ of 2**-64. The worst are differences in the highest bits only, such as two chang
 is no protection against collisions that are made on purpose.
 
 Nothing waits for an accelerator, and no random numbers are drawn: the multipliers are splitmix64 of the position.
-
-`GradientDigests`, the gradients of one run of a micro-batch: per parameter a digest of the bits, and the norm. Those of
-a rank's own gradients in the step, before the reduce, they are taken while it runs:
-
-1. `LocalGradients.begin` hooks the parameters for this one micro-batch: just before the first gradient is accumulated,
-   it looks whether ``.grad`` is empty. What is left there would be added to, and nothing that can be repeated comes
-   of it. The program may empty it at any time before, also inside the micro-batch.
-2. Every gradient that is complete is digested, before it is reduced (`ddpstats._observe.gradients`).
-3. `LocalGradients.end`: was it one backward pass alone?
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
-
-from ddpstats._observe.gradient_norms import NO_GRADIENT as NO_NORM, held_values, is_sparse, measure
-from ddpstats._observe.gradients import GradientWatch
-from ddpstats.errors import ConfigError
+from torch import Tensor
 
 _WORD_BYTES = 8
 _CHUNK_WORDS = 1 << 15  # with the multipliers it fits into a core's cache
@@ -154,163 +138,3 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
 
 def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
-
-
-NO_GRADIENT = 0
-
-
-@dataclass(frozen=True)
-class GradientDigests:
-    """The gradients of one run of one micro-batch.
-
-    Attributes:
-        digests: int64, one per parameter that wants a gradient; `NO_GRADIENT` where none came.
-        norms: float64, as `ddpstats._observe.gradient_norms.measure`.
-    """
-
-    digests: Tensor
-    norms: Tensor
-
-    def to_tree(self) -> dict[str, Tensor]:
-        """Return a tree for `gather_trees`."""
-        return {"digests": self.digests, "norms": self.norms}
-
-    @classmethod
-    def of(cls, gradients: Sequence[Tensor | None]) -> GradientDigests:
-        """Digest one gradient, or None, per parameter."""
-        values = torch.full((len(gradients),), NO_GRADIENT, dtype=torch.int64, device="cpu")
-        held = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
-        values[torch.tensor(list(held), dtype=torch.int64, device="cpu")] = gradient_digests(held.values()).cpu()
-        return cls(values, measure(gradients))
-
-    @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> GradientDigests:
-        """Read what `to_tree` made."""
-        return cls(tree["digests"], tree["norms"])
-
-    @property
-    def is_zero(self) -> bool:
-        """Return whether no parameter has a gradient other than zero."""
-        return not bool((self.norms > 0).logical_or(self.norms.isnan()).any())
-
-    def is_same(self, peer: GradientDigests, room: float) -> bool:
-        """Return whether no gradient `differs`."""
-        return not bool(self.differs(peer, room).any())
-
-    def differs(self, peer: GradientDigests, room: float) -> Tensor:
-        """Return a bool per parameter: it has other bits, and where ``room`` is not 0 also another norm.
-
-        Norms differ by more than that part of the largest one. All True where the numbers of parameters differ.
-        """
-        if self.digests.shape != peer.digests.shape:
-            return torch.ones(max(len(self.digests), len(peer.digests)), dtype=torch.bool, device="cpu")
-        differing = self.digests != peer.digests
-        if room > 0.0 and len(differing):
-            larger = torch.maximum(self.norms, peer.norms)
-            most = room * larger.where(larger.isfinite(), 0.0).max().clamp(min=0.0)
-            differing &= ~((self.norms - peer.norms).abs() <= most)
-        return differing
-
-    def distance(self, peer: GradientDigests) -> float:
-        """Return the largest difference of two norms as a part of the largest norm; inf where one is not finite."""
-        if self.norms.shape != peer.norms.shape or not len(self.norms):
-            return float("inf")
-        difference, largest = (self.norms - peer.norms).abs().max(), torch.maximum(self.norms, peer.norms).max()
-        distance = float(difference / largest) if float(largest) > 0 else float(difference)
-        return distance if distance == distance else float("inf")
-
-
-def gradient_digests(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the `digests` of gradients, of a sparse one's dense form, but that a zero has no sign.
-
-    ``.grad`` that was zeros before holds 0.0 where the gradient is -0.0. The sum is a copy, made of one at a time.
-    """
-    with torch.no_grad():
-        return digests(
-            (gradient.to_dense() if is_sparse(gradient) else held_values(gradient)) + 0 for gradient in gradients
-        )
-
-
-class LocalGradients:
-    """Watches one micro-batch at a time. Local.
-
-    Args:
-        model: as it is trained.
-
-    Attributes:
-        problem: why `witness` returns None, in words; empty where it does not.
-
-    Raises:
-        ConfigError: the parameters are sharded: no rank has what another one computes.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._watch = GradientWatch(model)
-        if not self._watch.sees_local:
-            raise ConfigError("replay_fn needs replicas: this model is sharded, each rank has parameters of its own")
-        self._watch.observer = self._note
-        self._wanted: list[Tensor] = []
-        self._seen: dict[int, tuple[int, float]] = {}
-        self._handle: Any = None
-        self.problem = _NOTHING
-
-    def begin(self) -> None:
-        """Begin to watch: the micro-batch is about to run."""
-        self.discard()
-        self._wanted = [parameter for parameter in self._watch.parameters if parameter.requires_grad]
-        if self._wanted:
-            self._watch.begin()  # before our hooks on tensors, which it would take for the program's
-            self._handle = register_multi_grad_hook(self._wanted, self._about_to_arrive, mode="any")
-
-    def end(self) -> None:
-        """End it: the micro-batch is through. Idempotent."""
-        passes = self._stop()
-        if passes > 1:
-            self.problem = f"it had {passes} backward passes"
-        elif passes and not self._seen:
-            self.problem = self.problem or "its gradients were gone before they could be seen"
-
-    def discard(self) -> None:
-        """Forget the micro-batch, as where it has raised. Idempotent; also without an `end`."""
-        self._stop()
-        self._seen, self.problem = {}, _NOTHING
-
-    def witness(self) -> GradientDigests | None:
-        """Return the gradients; None where they were not those of one backward pass alone: `problem`."""
-        if self.problem:
-            return None
-        seen = [self._seen.get(id(parameter), (NO_GRADIENT, NO_NORM)) for parameter in self._wanted]
-        return GradientDigests(
-            torch.tensor([digest for digest, _ in seen], dtype=torch.int64, device="cpu"),
-            torch.tensor([norm for _, norm in seen], dtype=torch.float64, device="cpu"),
-        )
-
-    def close(self) -> None:
-        """Take the hooks away. Idempotent."""
-        self._stop()
-        self._watch.close()
-
-    def _stop(self) -> int:
-        """Stop watching, and return how many backward passes there were."""
-        if self._handle is None:
-            return 0
-        self._handle.remove()
-        self._handle = None
-        self._watch.end()
-        passes = len(self._watch.arrivals[-1].exchanged)
-        self._watch.forget()
-        return passes
-
-    def _about_to_arrive(self, gradient: Tensor) -> None:
-        """Look at ``.grad`` before anything is accumulated. A second pass, and one inside of another, come too late."""
-        if self.problem == _NOTHING:
-            left = [held_values(wanted.grad.detach()).any() for wanted in self._wanted if wanted.grad is not None]
-            self.problem = _LEFT if any(map(bool, left)) else ""
-
-    def _note(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        values, norms = gradient_digests(gradients).tolist(), measure(gradients).tolist()
-        self._seen.update(zip(map(id, parameters), zip(values, norms, strict=True), strict=True))
-
-
-_NOTHING = "no backward pass ran in it"
-_LEFT = "something was left in .grad before its backward pass: zero the gradients first"

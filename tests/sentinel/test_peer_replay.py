@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from ddpstats import Sentinel
 from ddpstats._rerun.blame import MOST_BYTES, hand_out
-from ddpstats._rerun.digest import GradientDigests
 from ddpstats._rerun.record import PackedStep
-from ddpstats.sentinel.peer_replay import _explanation
+from ddpstats.sentinel.peer_replay import GradientDigests, _explanation
 from ddpstats.testing import BitFlip, RankPool
 from tests.sentinel import replay_runs, sentinel_runs as runs
 from tests.sentinel.sentinel_runs import Plan, alarm_of, assert_quiet, trained
