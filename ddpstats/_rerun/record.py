@@ -221,7 +221,7 @@ class Packet:
 
 @dataclass(frozen=True)
 class PackedStep:
-    """Micro-batches, and what else a rank with the same parameters needs to run them.
+    """Micro-batches, and the rest that a rank with the same parameters needs to run them.
 
     Attributes:
         scale: of the GradScaler; 1.0 without.
