@@ -87,9 +87,9 @@ def hand_out(
     return {owner: packets[owner] for owner in owners}
 
 
-def handed_out(packet: Mapping[str, Any]) -> PackedStep:
-    """Return the step of what `hand_out` returned. Raises `BundleError`."""
-    return from_bytes(packet["step"], PackedStep, "the step from another rank")
+def handed_out(packet: Mapping[str, Any], owner: int) -> PackedStep:
+    """Return the step of what `hand_out` returned of rank ``owner``. Raises `BundleError`."""
+    return from_bytes(packet["step"], PackedStep, f"the step of rank {owner}")
 
 
 def blame(

@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ddpstats._base.files import parse_json
 from ddpstats._base.text import first_line
-from ddpstats._rerun.record import set_fields
+from ddpstats._rerun.record import set_fields, walk
 from ddpstats.errors import BundleError
 
 T = TypeVar("T")
@@ -57,8 +57,9 @@ _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
 }
+_COMPLEX = (torch.complex64, torch.complex128)
+"""Written as pairs of floats: not each version of safetensors has a name for them."""
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _KEY_TYPES = (type(None), bool, int, float, complex, str, bytes, tuple)
 _ARRAY_KINDS = "biufcMmUS"
@@ -118,7 +119,7 @@ class _Plain:
         return [self.convert(value, path, depth + 1) for value, path in zip(values, paths, strict=True)]
 
     def _tensor(self, value: Tensor, path: str) -> dict[str, Any]:
-        if not is_ordinary(value) or value.dtype not in _DTYPE_NAMES:
+        if not can_store(value):
             raise CannotStore(path, tensor_text(value))
         _, copy = self._copies.setdefault(id(value), (value, _host_copy(value)))
         is_off_host = value.device.type != "cpu"
@@ -155,8 +156,13 @@ def _paths(path: str, values: Sequence[Any]) -> list[str]:
 
 def is_ordinary(tensor: Tensor) -> bool:
     """Return whether the elements lie in memory of the tensor's own: not so where another tensor holds them."""
-    has_memory = tensor.layout is torch.strided and tensor.device.type != "meta"
+    has_memory = tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor._is_zerotensor()
     return has_memory and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def can_store(tensor: Tensor) -> bool:
+    """Return whether `write` takes the tensor."""
+    return is_ordinary(tensor) and (tensor.dtype in _DTYPE_NAMES or tensor.dtype in _COMPLEX)
 
 
 def tensor_text(tensor: Tensor) -> str:
@@ -191,7 +197,10 @@ def _type_name(value: Any) -> str:
 
 
 def write(file: BinaryIO, value: Any) -> None:
-    """Write a dataclass of plain values and tensors of any device. Raises OSError, and TypeError: no such tensor."""
+    """Write a dataclass of plain values and tensors of any device.
+
+    Raises OSError; TypeError that names a tensor which cannot be stored; ValueError for what `read` would refuse.
+    """
     tensors: dict[int, tuple[str, Tensor]] = {}
 
     def plain_of(item: Any) -> Any:
@@ -199,19 +208,21 @@ def write(file: BinaryIO, value: Any) -> None:
             return {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
         if not isinstance(item, Tensor):
             return str(item)  # a dtype
-        if not is_ordinary(item) or item.dtype not in {*_DTYPE_NAMES, torch.complex128}:
-            raise TypeError(f"a tensor {tensor_text(item)} cannot be kept as plain data")
+        if not can_store(item):
+            path = next(path for path, leaf in walk(value, "") if leaf is item)
+            raise TypeError(f"{path.removeprefix('.')} is {tensor_text(item)}, which cannot be stored as plain data")
         strides, shape = item.stride(), item.shape
         order = sorted(range(item.dim()), key=lambda dim: (-strides[dim], -shape[dim]))
         tensor, more = item.detach().resolve_conj().resolve_neg().permute(order), dict[str, Any]()
         if order != sorted(order):
             more["order"] = order
-        if tensor.dtype is torch.complex128:  # a parameter's, which safetensors cannot name
+        if tensor.dtype in _COMPLEX:
             tensor, more["complex"] = torch.view_as_real(tensor), True
         name, _ = tensors.setdefault(id(item), (str(len(tensors)), tensor))
         return {_REFERENCE: name, **more}
 
     text = _bytes_tensor(json.dumps(value, default=plain_of, allow_nan=False).encode())
+    _check_json(text)
     stored = {_JSON: text, **dict(tensors.values())}
     header, start = {}, 0
     for name, tensor in stored.items():
@@ -225,7 +236,7 @@ def write(file: BinaryIO, value: Any) -> None:
 
 
 def to_bytes(value: Any) -> Tensor:
-    """Return what `write` writes as a tensor of bytes. Raises TypeError."""
+    """Return what `write` writes as a tensor of bytes. Raises what `write` raises."""
     file = io.BytesIO()
     write(file, value)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
@@ -265,8 +276,7 @@ def _read(stored: Callable[[], dict[str, Tensor]], kind: type[T], where: str) ->
     try:
         tensors = stored()
         text = tensors.pop(_JSON)
-        if text.numel() > _MAX_JSON_BYTES:
-            raise ValueError(f"beside tensors it has {text.numel():,} bytes, and {_MAX_JSON_BYTES:,} are read")
+        _check_json(text)
         tree = _resolved(parse_json(bytes(_bytes_of(text))), tensors, {})
         return msgspec.convert(tree, kind, dec_hook=_instance, str_keys=True)
     except (safetensors.SafetensorError, OSError, MemoryError, *_MALFORMED) as error:
@@ -274,6 +284,11 @@ def _read(stored: Callable[[], dict[str, Tensor]], kind: type[T], where: str) ->
             f"{where} is refused: {type(error).__name__}: {first_line(error)[:300]}. Nothing of it was executed. It is "
             "damaged, hostile, or of another version of ddpstats."
         ) from None
+
+
+def _check_json(text: Tensor) -> None:
+    if text.numel() > _MAX_JSON_BYTES:
+        raise ValueError(f"beside tensors it has {text.numel():,} bytes, and at most {_MAX_JSON_BYTES:,} are read")
 
 
 def _resolved(tree: Any, stored: Mapping[str, Tensor], resolved: dict[str, Tensor]) -> Any:

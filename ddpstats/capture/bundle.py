@@ -295,7 +295,8 @@ class PartSource:
         part = self.model_part()
         if not all(map(codec.is_ordinary, part.parameters.values())):
             return ""
-        held = list(part.parameters), part.shards, digests(part.parameters.values()).tolist()
+        kinds = [(name, tensor.dtype, tensor.shape) for name, tensor in part.parameters.items()]
+        held = kinds, part.shards, digests(part.parameters.values()).tolist()
         return hashlib.blake2b(repr(held).encode(), digest_size=16).hexdigest()
 
     def model_part(self) -> ModelPart:

@@ -298,7 +298,7 @@ def find_cause(
         return f"Cause not found: rank {culprit} could not send the step: {packet['error']}"
 
     def run() -> dict[str, Any]:
-        rerun = reruns.run(handed_out(packet))
+        rerun = reruns.run(handed_out(packet, culprit))
         finite = measure(rerun.gradients).isfinite().tolist()
         nonfinite = [name for name, is_finite in zip(reruns.names, finite, strict=True) if not is_finite]
         return {"nonfinite": nonfinite, "difference": _difference(packet, rerun, reruns.names)}
@@ -308,7 +308,8 @@ def find_cause(
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(tensor.to(widest_float(tensor.device)).isfinite().all())  # torch looks at no float8 itself
+    wide = tensor if tensor.element_size() > 1 else tensor.to(widest_float(tensor.device))  # torch checks no float8
+    return bool(wide.isfinite().all())
 
 
 def _cause_text(
@@ -328,7 +329,9 @@ def _cause_text(
             f"state, {runs[0]['difference']}. Let it return what backward() was called on, before a GradScaler's "
             "scale. Or a fault changed finite numbers, too."
         )
-    answer: Mapping[str, Any] = {"error": "no other rank has the same parameters"} if peer is None else answers[peer]
+    answer: Mapping[str, Any] = (
+        {"error": "no other rank is known to have the same parameters"} if peer is None else answers[peer]
+    )
     nonfinite_there = None if "error" in answer else answer["runs"][0]["nonfinite"]
     cause = cause_of([run["nonfinite"] for run in runs], nonfinite_there)
     if cause is Cause.TRANSIENT:

@@ -335,7 +335,7 @@ class PeerReplay(Detector):
         checkers = {owner: from_rank_on(self._ranks, owner)[1 % len(self._ranks)] for owner in owners}
         checked = [owner for owner, checker in checkers.items() if checker == self._rank]
         answers = gathered(
-            lambda: attempt(lambda: {str(owner): self._run(handed_out(packets[owner])) for owner in checked}),
+            lambda: attempt(lambda: {str(owner): self._run(handed_out(packets[owner], owner)) for owner in checked}),
             "what came of them",
         )
         _refuse(answers)
@@ -353,7 +353,7 @@ class PeerReplay(Detector):
             return None
         owner, runs = next(iter(doubted.items()))
         peers = tuple(rank for rank in from_rank_on(self._ranks, owner)[1:3] if rank != owner)
-        again = blame(gathered, self._rank, owner, peers, lambda: self._run(handed_out(packets[owner])))
+        again = blame(gathered, self._rank, owner, peers, lambda: self._run(handed_out(packets[owner], owner)))
         _refuse(again)
         runs += [Run(rank, "again", _digests(run)) for rank, tree in again.items() for run in tree["runs"]]
         judgement = judge(owner, runs, self._is_same, is_common=2 * len(doubted) > len(owners) > 1)
@@ -632,7 +632,7 @@ def explain_alarm(
 
     def run() -> dict[str, Any]:
         with checkpoints.redirected() as values:
-            reruns.run(handed_out(packet))
+            reruns.run(handed_out(packet, owner))
         floats = [(index, float(value)) for index, value in values]  # (checkpoint, value)
         return {"values": floats, "bad": is_abnormal(values) if rank == owner else None}
 
