@@ -263,6 +263,7 @@ _CPU = keys_of_device("cpu", False)
 _AllreduceOptions: Any = getattr(dist, "AllreduceOptions", None)
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _ALL_REDUCE = OPERATORS["allreduce_"]
+_MILLISECOND = timedelta(milliseconds=1)
 
 
 def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -270,7 +271,8 @@ def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
     if view is None or view.is_internal:
         return _original_all_reduce.__get__(self)(*args, **kwargs)
     tensors, options = args
-    call = Collective(_ALL_REDUCE, view, tensors, tensors, reduce_op_name(int(options.reduceOp.op)), limit=options)
+    call = Collective(_ALL_REDUCE, view, tensors, tensors, reduce_op_name(int(options.reduceOp.op)))
+    call.limit = options.timeout // _MILLISECOND  # now: torch copies the options, which the program may then change
     call.blocking = not getattr(options, "asyncOp", True)
     backend = backend_of(self, HOST)  # raises torch's error where the group has none
     for subscriber in _subscribers:

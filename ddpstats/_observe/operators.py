@@ -140,7 +140,7 @@ class Collective:
         blocking: the caller goes on only when the result is there.
         is_on_host: it moves host memory, so that a wait for it is a wait of the CPU.
         timeout_ms: a subscriber may set it, to less than the program's own; None leaves that.
-        limit: the call's own timeout, in milliseconds or as torch's options with a ``timeout``; None where it has none.
+        limit: the call's own timeout in milliseconds; negative or None where it has none.
         on_failure: a subscriber may set it: called with this and the error if the collective fails while it is issued.
         subscriber_state: what a subscriber keeps of the call between `before` and `after`.
     """
@@ -157,7 +157,7 @@ class Collective:
     blocking: bool = False
     is_on_host: bool = True
     timeout_ms: int | None = None
-    limit: Any = None
+    limit: int | None = None
     on_failure: Callable[[Collective, RuntimeError], None] | None = None
     subscriber_state: Any = None
 

@@ -15,9 +15,10 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -49,6 +50,7 @@ _HELLO = struct.Struct(f"<8sH32s{PROCESS_ID_BYTES}s")
 _MAGIC = b"ddpstats"
 _POLL_SEC = 5.0
 _DEVICE_POLL_SEC = 0.0005
+_WAKE_SEC = 0.1  # between two looks whether the turn is free
 _EXIT_SEC = 10.0  # how long a process that ends waits for reductions that were started
 
 T = TypeVar("T")
@@ -70,6 +72,7 @@ class Channel:
         self._worker = Worker("ddpstats")
         self._turn = threading.Condition()
         self._turn_of: dict[str, int] = {}  # the thread that performs a call; `setdefault` takes the turn in one step
+        self._busy: set[int] = set()  # threads that hold a lock which a signal's handler on them would wait for
         self._detector: FailureDetector | None = None  # alone there is no rank to miss
         if len(ranks) > 1:
             closing = "Reductions on this group are closed."
@@ -90,35 +93,51 @@ class Channel:
             if self._worker.unfinished == 0 and self._turn_of.setdefault("call", thread) == thread:
                 return self._perform(work, timeout_sec)
         finally:
-            self._end_turn(thread)
-        return self.submit(work, timeout_sec).result()
+            # Without a call in between: Python runs a signal's handler, which may raise, only at calls.
+            if self._turn_of == {"call": thread}:
+                del self._turn_of["call"]
+                if self._worker.unfinished:  # only its thread waits for a turn, for calls that were counted before
+                    self._wake_worker()
+        future = self.submit(work, timeout_sec)
+        with self._held_up():
+            return future.result()
 
-    def _end_turn(self, thread: int) -> None:
-        """End the turn if it is this thread's: the handler of a signal may have raised before it began."""
-        if self._turn_of.get("call") == thread:
-            del self._turn_of["call"]
-            if self._worker.unfinished:  # only its thread waits for a turn, for calls that were counted before
-                with self._turn:
-                    self._turn.notify()
+    def _wake_worker(self) -> None:
+        with self._held_up(), self._turn:
+            self._turn.notify()
+
+    @contextmanager
+    def _held_up(self) -> Iterator[None]:
+        """Let `refuse_inside` raise on this thread meanwhile."""
+        thread = threading.get_ident()
+        try:
+            self._busy.add(thread)
+            yield
+        finally:
+            self._busy.discard(thread)
 
     def submit(self, work: Work[T], timeout_sec: float) -> Future[T]:
         """Run ``work`` in turn on the worker's thread; at once returns a future."""
         self.refuse_here()
-        return self._worker.submit(lambda: self._run_in_turn(work, timeout_sec))
+        with self._held_up():
+            return self._worker.submit(lambda: self._run_in_turn(work, timeout_sec))
 
     def _run_in_turn(self, work: Work[T], timeout_sec: float) -> T:
         thread = threading.get_ident()
         try:
             with self._turn:
-                # The call under way has a deadline.
-                self._turn.wait_for(lambda: self._turn_of.setdefault("call", thread) == thread)
+                # The call under way has a deadline. A signal's handler that raises may keep it from waking this thread.
+                while not self._turn.wait_for(lambda: self._turn_of.setdefault("call", thread) == thread, _WAKE_SEC):
+                    pass
             return self._perform(work, timeout_sec)
         finally:
-            self._end_turn(thread)
+            if self._turn_of == {"call": thread}:
+                del self._turn_of["call"]
 
     def refuse_inside(self) -> None:
         """Raise where this thread is in the middle of a reduction on this group: what it waits for cannot come."""
-        if threading.get_ident() == self._turn_of.get("call"):
+        thread = threading.get_ident()
+        if thread == self._turn_of.get("call") or thread in self._busy:
             raise Reentered(
                 f"a reduction on {self.group_name} was asked for in the middle of another one, on the same thread: by "
                 "the handler of a signal, or by what runs when an object is collected. It cannot wait for the one that "
@@ -279,9 +298,11 @@ _inherited: weakref.ref[dist.ProcessGroup] | None = None
 
 
 def _in_fork() -> None:
-    global _inherited
+    global _inherited, _lock
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     _inherited = None if world is None else weakref.ref(world)
+    _alone.clear()  # a thread that is not here may have been in the middle of a call, or have held the lock
+    _lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

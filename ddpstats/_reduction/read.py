@@ -311,7 +311,7 @@ def elements_of(value: Any) -> float | list[float]:
         return _checked(float(value))
     if isinstance(value, torch.Tensor):
         is_plain = type(value) is torch.Tensor and value.layout is torch.strided and value.is_cpu
-        if is_plain and value.numel() == 1 and value.is_floating_point():
+        if is_plain and value.numel() == 1 and value.is_floating_point() and not value.is_nested:
             return _checked(value.item())
         _refuse_tensor(value)
         items = list(map(float, _vector(value).tolist()))

@@ -140,16 +140,13 @@ class IssuedCall(NamedTuple):
     group: Group
     entry: Entry
     is_on_host: bool
-    bound: Any
+    bound: int | None
     issued: float
 
     @property
     def call_sec(self) -> float | None:
         """Return the timeout that the caller gave to this call alone; None where its group's holds."""
-        if self.bound is None:
-            return None
-        milliseconds = self.bound if isinstance(self.bound, int) else self.bound.timeout.total_seconds() * 1000
-        return milliseconds / 1000 if milliseconds >= 0 else None
+        return None if self.bound is None or self.bound < 0 else self.bound / 1000
 
     def limit(self) -> Limit:
         """Return how long the program's wait for it may last from now on."""

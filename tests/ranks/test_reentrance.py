@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -165,3 +167,84 @@ def call_in_finalizer() -> list[Any]:
 @pytest.mark.slow
 def test_call_in_finalizer_is_refused_as_well(two_ranks: RankPool) -> None:
     assert two_ranks.run(call_in_finalizer, timeout_sec=LIMIT_SEC).values() == [[{"v": 1.0}, 1]] * 2
+
+
+INTERRUPTED = """
+import random, signal, time
+from ddpstats import StatsReducer
+
+reducer, random = StatsReducer(), random.Random(0)
+reducer({"loss": 1.0})
+end, interrupts = time.monotonic() + 3, 0
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+while time.monotonic() < end:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-3))
+        while True:
+            reducer({"loss": 1.0})
+    except KeyboardInterrupt:
+        interrupts += 1
+    assert reducer({"loss": 2.0}).values == {"loss": 2.0}
+assert interrupts > 300
+"""
+
+FORKED = """
+import os, threading, time
+from ddpstats import StatsReducer
+from ddpstats._ranks import calls
+
+reducer, is_inside, may_end = StatsReducer(), threading.Event(), threading.Event()
+reducer({"loss": 1.0})
+
+def stay(agreement):
+    is_inside.set()
+    may_end.wait()
+
+thread = threading.Thread(target=lambda: calls._alone[0].run(stay, 30.0))
+thread.start()
+is_inside.wait()
+child = os.fork()
+if child == 0:
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # or the worker gets the ident of that thread
+    os._exit(0 if reducer({"loss": 2.0}).values == {"loss": 2.0} else 1)
+may_end.set()
+thread.join()
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+IN_A_HANDLER_BEHIND_ANOTHER_THREAD = """
+import os, random, signal, sys, threading, time
+from ddpstats import ConfigError, StatsReducer
+
+reducer, random, is_over = StatsReducer(), random.Random(0), threading.Event()
+
+def handler(*_):
+    try:
+        reducer({"loss": 1.0})
+    except ConfigError:
+        pass
+    if not is_over.is_set():
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-5, 2e-3))
+
+def start_reductions():
+    while not is_over.is_set():
+        reducer.start({"loss": 1.0})
+        time.sleep(1e-4)
+
+sys.setswitchinterval(1e-4)
+thread = threading.Thread(target=start_reductions)
+thread.start()
+signal.signal(signal.SIGALRM, handler)
+handler()
+end = time.monotonic() + 8
+while time.monotonic() < end:
+    reducer({"loss": 1.0})
+is_over.set()
+thread.join()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [INTERRUPTED, FORKED, IN_A_HANDLER_BEHIND_ANOTHER_THREAD], ids=range(3))
+def test_a_turn_is_given_back_whatever_interrupts_it(script: str) -> None:
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT_SEC)
