@@ -37,7 +37,9 @@ def _wait(group: Any) -> None:
 def _wait_for_limited_call(group: Any) -> None:
     options = dist.AllreduceOptions()
     options.timeout = timedelta(seconds=LIMIT_SEC)
-    group.allreduce([torch.ones(1)], options).wait()
+    work = group.allreduce([torch.ones(1)], options)
+    options.timeout = timedelta(minutes=1)  # of no consequence: torch has copied them
+    work.wait()
 
 
 CALLS: dict[str, Callable[[Any], object]] = {

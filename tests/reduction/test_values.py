@@ -6,6 +6,7 @@ import datetime
 import decimal
 import fractions
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,12 @@ class Hostile:
         raise RuntimeError("no number")
 
 
+def _strided_nested_tensor() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        return torch.nested.nested_tensor([torch.ones(1)])
+
+
 RECORD = np.array([(1.0,)], dtype=[("a", "f8")])
 
 # A value of each kind, and words of the message.
@@ -62,6 +69,7 @@ NO_NUMBERS: dict[str, tuple[Any, str]] = {
     "int beyond": (10**400, "too large"),
     "complex tensor": (torch.tensor(1j), "a complex tensor"),
     "nested tensor": (torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "a nested or quantized tensor"),
+    "strided nested tensor": (_strided_nested_tensor(), "a nested or quantized tensor"),
     "meta tensor": (torch.empty(1, device="meta"), "meta"),
     "two dimensions": (np.ones((2, 2)), "an array of shape (2, 2)"),
     "hostile": (Hostile(), "the value is no number"),
