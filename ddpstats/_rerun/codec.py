@@ -156,8 +156,9 @@ def _paths(path: str, values: Sequence[Any]) -> list[str]:
 
 def is_ordinary(tensor: Tensor) -> bool:
     """Return whether the elements lie in memory of the tensor's own: not so where another tensor holds them."""
-    has_memory = tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor._is_zerotensor()
-    return has_memory and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    is_strided = tensor.layout is torch.strided and tensor.device.type != "meta"
+    is_plain = is_strided and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return is_plain and (tensor.numel() == 0 or tensor.data_ptr() != 0)
 
 
 def can_store(tensor: Tensor) -> bool:

@@ -44,7 +44,6 @@ from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.gather import gather_trees
 from ddpstats._rerun import codec
 from ddpstats._rerun.codec import CannotStore, to_plain
-from ddpstats._rerun.digest import digests
 from ddpstats._rerun.record import MicroBatch, Packet, StepRecord, scale_of, tensor_bytes
 from ddpstats._rerun.state import Autocast, switches
 from ddpstats.capture.manifest import (
@@ -295,9 +294,11 @@ class PartSource:
         part = self.model_part()
         if not all(map(codec.is_ordinary, part.parameters.values())):
             return ""
-        kinds = [(name, tensor.dtype, tensor.shape) for name, tensor in part.parameters.items()]
-        held = kinds, part.shards, digests(part.parameters.values()).tolist()
-        return hashlib.blake2b(repr(held).encode(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in part.parameters.items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {part.shards.get(name)}".encode())
+            digest.update(codec.bytes_in(tensor.cpu()))
+        return digest.hexdigest()
 
     def model_part(self) -> ModelPart:
         """Return the parameters themselves, or this rank's shards."""
