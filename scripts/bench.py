@@ -8,7 +8,7 @@ are of this machine at this moment: while others use its cores, no ratio can be 
 ones. Where a row's quartiles show that, its verdict is "noisy".
 
 On Linux all ranks run under SCHED_BATCH: a thread that wakes does not interrupt the one that woke it. Otherwise, where
-there are as many ranks as cores, a third of all small collectives wait for a whole time slice of some 4 ms.
+there are as many ranks as cores, many small collectives wait for a whole time slice.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ class PartSource:
         return {"rank": rank, "model": tensor_bytes(self.model_part().parameters)}
 
     def digest(self) -> str:
-        """Return a hash of every bit of the parameters, which is the same on replicas; empty where some have none."""
+        """Return a hash of every bit of the parameters, the same on replicas; empty where one has no memory."""
         part = self.model_part()
         if not all(map(codec.is_ordinary, part.parameters.values())):
             return ""

@@ -134,19 +134,19 @@ FindLimit = Callable[[], Limit]
 class IssuedCall(NamedTuple):
     """A collective or a message that this rank has issued, when by the monotonic clock.
 
-    ``bound``: the call's own timeout, as `Collective.limit` has it.
+    ``timeout_ms``: the call's own timeout, as `Collective.limit` has it.
     """
 
     group: Group
     entry: Entry
     is_on_host: bool
-    bound: int | None
+    timeout_ms: int | None
     issued: float
 
     @property
     def call_sec(self) -> float | None:
         """Return the timeout that the caller gave to this call alone; None where its group's holds."""
-        return None if self.bound is None or self.bound < 0 else self.bound / 1000
+        return None if self.timeout_ms is None or self.timeout_ms < 0 else self.timeout_ms / 1000
 
     def limit(self) -> Limit:
         """Return how long the program's wait for it may last from now on."""
