@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from ddpstats.testing import BitFlip, inject_bit_flips
 from tests import training
 from tests.dump import collecting
 from tests.gpu import accelerator
-from tests.reduction import window_runs
+from tests.interference import runs as interference
+from tests.reduction import reduce_pairs, window_runs
+from tests.sentinel import products
 from tests.training import Batch, Hooks, loss_of
 
 t = torch.tensor
@@ -74,6 +77,11 @@ def without_waiting(device: str) -> Any:
     copies = accelerator.copies_to_host(device, lambda: reducer(stats))
     reducer.close()
     return list(found.values()), is_noticed, copies
+
+
+def reduced_as_drawn(device: str, seeds: range) -> Any:
+    with torch.device(device):
+        return reduce_pairs.on_this_rank(seeds, "on the device")
 
 
 def windows(device: str, nonfinite: Any, kind: str) -> list[dict[str, Any]]:
@@ -215,6 +223,47 @@ def judged(device: str, dirpath: str, together: bool) -> Any:
         hooks = Hooks(micro_batch, judge=judge)
         training.train(ddp, batch_of=lambda step, micro: batch_of(device, torch.float32, step), hooks=hooks)
     return are_ok, waits[1:]  # the first step agrees on settings, and sets up what the device needs
+
+
+def trained_under_everything(device: str, name: str, dirpath: str) -> dict[str, list[str]]:
+    """Return how a program differs that trains under all of ddpstats, for each way to watch it."""
+    interference.set_backend("eager")
+    torch.set_default_device(device)
+    try:
+        return interference.compared(name, 5, dirpath).differences
+    finally:
+        torch.set_default_device(None)
+
+
+def wrong_products(device: str, dtype: torch.dtype, precision: str) -> tuple[list[str], int]:
+    """Multiply random matrices; return the right products that are called wrong, and how many of 60 flips are found."""
+    torch.set_float32_matmul_precision(precision)
+    draw = random.Random(0)
+    accused, found = [], 0
+    for seed in range(60):
+        m, k, n = (draw.choice([1, 3, 8, 17, 64, 96, 257, 1024]) for _ in range(3))
+        generator = torch.Generator().manual_seed(seed)
+        left, right = (torch.randn(*shape, generator=generator).to(device, dtype) for shape in ((m, k), (k, n)))
+        if seed % 3 == 0:
+            left, right = left.abs(), right.abs() * 0.01
+        product = products.product_of(left, right)
+        accused += [f"seed {seed}: {fault}" for fault in products.faults_of(product)]
+        largest = int(product.result.abs().argmax())
+        products.flip(product.result, largest, 8 * dtype.itemsize - 1)
+        found += len(products.faults_of(product)) == 1
+    torch.set_float32_matmul_precision("highest")
+    return accused, found
+
+
+def bundle_of_a_nan(device: str, dtype: torch.dtype, dirpath: str) -> str:
+    """Capture a NaN of a model with dropout under autocast; return the bundle."""
+    model = training.make_model().to(device)
+    with NaNCapture(dirpath, model=model) as capture:
+        batch = batch_of(device, torch.float32, 0)
+        batch["x"][0, 0] = torch.nan
+        with capture.micro_batch(batch), torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        return str(capture.check().bundle)
 
 
 # -- one rank, and its backend ----------------------------------------------------------------------------------------

@@ -14,6 +14,10 @@ import torch
 
 from ddpstats.testing import BitFlip
 from tests.gpu import accelerator, device_runs as runs
+from tests.gpu.conftest import Ranks
+from tests.guard.tiers import tiers
+from tests.programs import run as program
+from tests.reduction import reduce_pairs
 
 pytestmark = pytest.mark.slow
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -42,6 +46,55 @@ def test_one_copy_from_the_device_and_no_other_wait(gpu_that_reports_waits: str,
     if copies is None:
         pytest.skip("no wait was found; torch's profiler sees nothing of the device here, so copies were not counted")
     assert copies == 1
+
+
+def test_random_reductions_are_exact(ranks: Ranks, device: str) -> None:
+    def run(seeds: range) -> Any:
+        return ranks.of(device, 2).run(accelerator.run_joined, device, runs.reduced_as_drawn, device, seeds).values()
+
+    reduce_pairs.check_many(run, 2, range(7000, 7030))
+
+
+@pytest.mark.parametrize(
+    "name",
+    tiers(
+        ["DDP", "FSDP2", "autocast to bfloat16"],
+        [],
+        [
+            *("DDP with a bucket view and a communication hook", "DDP with unused parameters", "accumulation"),
+            *("no_sync", "no DDP, gradients reduced by the program", "activation checkpointing, reentrant"),
+            *("two models and two optimizers", "torch.compile of DDP", "tied parameters", "LBFGS with closures"),
+        ],
+    ),
+)
+def test_training_and_random_numbers_are_the_same_under_everything(
+    on_ranks: Run, gpu: str, tmp_path: Path, name: str
+) -> None:
+    differences = on_ranks(runs.trained_under_everything, gpu, name, str(tmp_path))
+    assert len(differences) == 2
+    assert not any(differences.values()), differences
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_right_products_are_not_accused_and_flipped_signs_are_found(
+    on_rank: Run, device: str, dtype: torch.dtype, precision: str
+) -> None:
+    accused, found = on_rank(runs.wrong_products, device, dtype, precision)
+    assert accused == []
+    assert found == 60
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_bundle_is_replayed_on_its_device_and_on_the_cpu(
+    on_rank: Run, gpu: str, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    bundle = on_rank(runs.bundle_of_a_nan, gpu, dtype, str(tmp_path))
+    names = ["--model", "tests.training:make_model", "--step", "tests.training:loss_of"]
+    devices = [gpu, "cpu"] if gpu != "refdev" else ["cpu"]  # where torch has not loaded the plugin by itself
+    for place in devices:
+        done = program([*("-m", "ddpstats", "replay", bundle), *names, "--device", place])
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

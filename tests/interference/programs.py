@@ -112,7 +112,7 @@ def loss_of_words(module: nn.Module, batch: Batch) -> Tensor:
 
 
 def loss_in_bfloat16(module: nn.Module, batch: Batch) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(batch["x"].device.type, dtype=torch.bfloat16):
         return loss_of(module, batch).float()
 
 
@@ -215,7 +215,8 @@ def fsdp2() -> Program:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    module, mesh = Net(), init_device_mesh("cpu", (dist.get_world_size(),))
+    module = Net()
+    mesh = init_device_mesh(module.last.weight.device.type, (dist.get_world_size(),))
     for one in (module.first, module.middle, module):
         fully_shard(one, mesh=mesh)
     sharded: Any = module

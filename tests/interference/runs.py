@@ -145,7 +145,7 @@ def _digest(tensors: Iterable[Any]) -> bytes:
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         for one in (local._indices(), local._values()) if local.is_sparse else (local,):
-            found.update(one.detach().contiguous().numpy().tobytes())
+            found.update(one.detach().cpu().contiguous().numpy().tobytes())
     return found.digest()
 
 
@@ -157,8 +157,11 @@ def _seed(number: int) -> None:
 
 def _random() -> bytes:
     numpy = np.random.get_state(legacy=False)
+    device = torch.get_default_device()
+    of_device = b"" if device.type == "cpu" else torch.get_device_module(device).get_rng_state().numpy().tobytes()
     return hashlib.blake2b(
         torch.get_rng_state().numpy().tobytes()
+        + of_device
         + repr((random.getstate(), numpy, numpy["state"]["key"].tolist())).encode()
     ).digest()
 
@@ -167,13 +170,18 @@ def _surroundings(program: Program) -> tuple[Any, ...]:
     """What else a program could miss when all is over."""
     return (
         ("hooks", sum(hooks_of(part.module) for part in program.parts)),
-        ("threads", sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("ddpstats"))),
+        ("threads", sorted(thread.name for thread in threading.enumerate() if not _is_known(thread))),
         ("grad mode", torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         ("dtype", torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()),
         ("autocast", torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
         ("logging", [type(one).__name__ for one in logging.getLogger("ddpstats").handlers], logging.root.level),
         ("directory", os.getcwd(), sys.stdout is sys.__stdout__),
     )
+
+
+def _is_known(thread: threading.Thread) -> bool:
+    """Return whether the thread is ours for good, or autograd's of a device, which Python names when a hook asks."""
+    return thread.name.startswith("ddpstats") or isinstance(thread, threading._DummyThread)
 
 
 def hooks_of(module: nn.Module) -> int:
