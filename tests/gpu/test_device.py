@@ -58,9 +58,10 @@ def test_random_reductions_are_exact(ranks: Ranks, device: str) -> None:
 @pytest.mark.parametrize(
     "name",
     tiers(
-        ["DDP", "FSDP2", "autocast to bfloat16"],
+        ["DDP"],
         [],
         [
+            *("FSDP2", "autocast to bfloat16"),
             *("DDP with a bucket view and a communication hook", "DDP with unused parameters", "accumulation"),
             *("no_sync", "no DDP, gradients reduced by the program", "activation checkpointing, reentrant"),
             *("two models and two optimizers", "torch.compile of DDP", "tied parameters", "LBFGS with closures"),
@@ -68,11 +69,12 @@ def test_random_reductions_are_exact(ranks: Ranks, device: str) -> None:
     ),
 )
 def test_training_and_random_numbers_are_the_same_under_everything(
-    on_ranks: Run, gpu: str, tmp_path: Path, name: str
+    ranks: Ranks, gpu: str, tmp_path: Path, name: str
 ) -> None:
-    differences = on_ranks(runs.trained_under_everything, gpu, name, str(tmp_path))
-    assert len(differences) == 2
-    assert not any(differences.values()), differences
+    arguments = gpu, runs.trained_under_everything, gpu, name, str(tmp_path)
+    for differences in ranks.of(gpu, 2).run(accelerator.run_joined, *arguments, timeout_sec=240).values():
+        assert len(differences) == 2
+        assert not any(differences.values()), differences
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
