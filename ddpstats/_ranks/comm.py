@@ -165,8 +165,6 @@ class GlooComm:
 
     def _finish(self, start: Callable[..., Any], arguments: tuple[Any, ...], timeout_sec: float) -> None:
         """Start an operation and wait for its end."""
-        if timeout_sec <= 0:
-            raise CommFailed("no time was left for this collective")
         step = _LONGEST_SLICE if timeout_sec >= 10 * _LONGEST_SLICE_SEC else timedelta(seconds=slice_sec(timeout_sec))
         work: Any = None
         try:
@@ -176,7 +174,7 @@ class GlooComm:
                 left_sec = timeout_sec - step.total_seconds()
                 wait_in_slices(lambda sec: done_within(work, timedelta(seconds=sec)), left_sec, self.watch)
         except RuntimeError as error:
-            raise _failure_of(error) from None
+            raise CommFailed(first_line(error), is_broken=CLOSED.search(str(error)) is not None) from None
         except BaseException:  # `watch` or an interrupt ended the wait, while the operation goes on
             _abandoned.append((arguments, work, self._group, self._backend))  # the memory it may still write to
             raise
@@ -184,10 +182,6 @@ class GlooComm:
     def close(self) -> None:
         self._group = None  # ends with its last user, and that may be an operation that never ended
         self._backend = None
-
-
-def _failure_of(error: RuntimeError) -> CommFailed:
-    return CommFailed(first_line(error), is_broken=CLOSED.search(str(error)) is not None)
 
 
 def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: float, watch: Watch) -> tuple[Any, Any]:
@@ -212,7 +206,7 @@ def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: flo
 def _options(name: str, timeout_sec: float) -> Any:
     # These two are not re-exported by torch.distributed; looked up late, for builds of torch without distributed.
     options = getattr(dist.distributed_c10d, name)()
-    options.timeout = timedelta(seconds=max(0.0, timeout_sec))
+    options.timeout = timedelta(seconds=timeout_sec)
     return options
 
 

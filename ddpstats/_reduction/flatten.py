@@ -10,11 +10,12 @@ import dataclasses
 import json
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import torch
 
 from ddpstats._base.caches import EmptiedCache
@@ -68,9 +69,9 @@ class Structure:
     one_dtype: bool = False
 
     @cached_property
-    def encoded(self) -> bytes:
+    def encoded(self) -> str:
         """The structure as other ranks read it (`decode`): JSON without nesting, whatever the stats are."""
-        return json.dumps([self.tags, self.leaves], separators=(",", ":")).encode()
+        return json.dumps([self.tags, self.leaves], separators=(",", ":"))
 
     @cached_property
     def ops(self) -> list[Op]:
@@ -330,51 +331,46 @@ def _reading(values: list[Any]) -> Reading:
 # -- what other ranks sent --------------------------------------------------------------------------------------------
 
 _MAX_POSITION = 1 << 24  # a result holds a list as long as the last position
+_Pairs = list[tuple[list[str | int], str]]
 
 
-def decode(payload: bytes) -> Structure:
+def decode(payload: str | bytes) -> Structure:
     """Read what `Structure.encoded` of another rank wrote. Raises `ProtocolMismatch` if the bytes are not that."""
+    schema: tuple[_Pairs, _Pairs]
     try:
-        return _decode(parse_json(payload))
+        schema = msgspec.convert(parse_json(payload), tuple[_Pairs, _Pairs])
     except ValueError as error:
-        refuse(str(error)[:200])
-
-
-def _decode(node: Any) -> Structure:
-    if not isinstance(node, list) or [*map(type, node)] != [list, list]:
-        raise ValueError("a schema that is not one")
+        refuse(f"a schema that is not one: {str(error)[:200]}")
     kinds: dict[Path, str] = {}
     tags, leaves = list[Tag](), list[LeafKey]()
-    for path, tag in _checked_pairs(node[0], kinds):
+    for steps, tag in schema[0]:
+        path = _checked_path(steps, kinds)
         if tag in CONTAINERS and path not in kinds:
             kinds[path] = tag
         elif tag not in DTYPE_TAGS:
-            raise ValueError(f"the tag {tag[:40]!r}")
+            refuse(f"the tag {tag[:40]!r}")
         tags.append((path, tag))
-    for path, op in _checked_pairs(node[1], kinds):
+    for steps, op in schema[1]:
+        path = _checked_path(steps, kinds)
         if op not in OPS or path in kinds:
-            raise ValueError(f"a leaf of op {op[:40]!r}, which this rank does not know")
+            refuse(f"a leaf of op {op[:40]!r}, which this rank does not know")
         leaves.append((path, op))
     if len({path for path, _ in leaves}) != len(leaves):
-        raise ValueError("two leaves with one path")
+        refuse("two leaves with one path")
     return Structure(tuple(leaves), tuple(tags))
 
 
-def _checked_pairs(pairs: list[Any], kinds: Mapping[Path, str]) -> Iterator[tuple[Path, str]]:
-    """Yield each path with its tag or op; ``kinds`` has the containers that came before."""
-    for pair in pairs:
-        if not isinstance(pair, list) or [*map(type, pair)] != [list, str] or len(pair[0]) > MAX_DEPTH:
-            raise ValueError(f"an entry that is none, or a structure deeper than {MAX_DEPTH}")
-        path: Path = ()
-        for step in pair[0]:
-            path = (*path, _checked_step(step, kinds.get(path)))
-        yield path, pair[1]
-
-
-def _checked_step(step: Any, kind: str | None) -> Step:
-    if kind == DICT and type(step) in (str, int):
-        key: Step = step
-        return key
-    if kind in (LIST, TUPLE) and type(step) is int and 0 <= step < _MAX_POSITION:
-        return Index(step)
-    raise ValueError("a key or position that is none")
+def _checked_path(steps: list[str | int], kinds: Mapping[Path, str]) -> Path:
+    """Return the path of these steps; ``kinds`` has the containers that came before."""
+    if len(steps) > MAX_DEPTH:
+        refuse(f"a structure deeper than {MAX_DEPTH}")
+    path: Path = ()
+    for step in steps:
+        kind = kinds.get(path)
+        if kind in (LIST, TUPLE) and isinstance(step, int) and 0 <= step < _MAX_POSITION:
+            path = (*path, Index(step))
+        elif kind == DICT:
+            path = (*path, step)
+        else:
+            refuse("a key or position that is none")
+    return path
