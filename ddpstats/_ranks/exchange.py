@@ -16,6 +16,7 @@ from typing import Annotated, NamedTuple, NoReturn
 import msgspec
 
 from ddpstats._base.files import parse_json
+from ddpstats._base.paths import Path, format_path
 from ddpstats._base.text import holders_lines, ranks_text
 from ddpstats.errors import InvalidStats, ProtocolMismatch
 
@@ -28,7 +29,7 @@ ASK = "ask"
 """The kind of calls that ask questions: no stats, and a name that is the call in words."""
 
 AGREED_BYTES = 8
-_MAX_ERROR_CHARS = 2000
+_MAX_ERROR_CHARS, _MAX_PATH_CHARS = 2000, 1000
 _SHOWN_FAILURES = 8
 
 
@@ -50,6 +51,21 @@ class Failure:
 
     path: str
     message: str
+
+
+class InvalidLeaf(Exception):
+    """Raised for a value that cannot be reduced, or sent; ``failure`` says where and why."""
+
+    def __init__(self, path: Path, message: str) -> None:
+        super().__init__(message)
+        self.failure = Failure(format_path(path)[:_MAX_PATH_CHARS], message)
+
+
+def failure_of(error: Exception, what: str = "") -> Failure:
+    """Return what other ranks are to know of an error. ``what``: what failed, where the error names no leaf."""
+    if isinstance(error, InvalidLeaf):
+        return error.failure
+    return Failure("", f"{what}{': ' if what else ''}{type(error).__name__}: {error}")
 
 
 class Call(NamedTuple):

@@ -22,11 +22,11 @@ import torch
 
 from ddpstats._base import config
 from ddpstats._base.files import parse_json
-from ddpstats._base.paths import Index, Path, Step, format_path
+from ddpstats._base.paths import Index, Path, Step
 from ddpstats._base.text import dtype_name
 from ddpstats._ranks.agreement import Agreement
 from ddpstats._ranks.calls import channel_of
-from ddpstats._ranks.exchange import GATHER, Call, Failure, refuse
+from ddpstats._ranks.exchange import GATHER, Call, Failure, InvalidLeaf, failure_of, refuse
 from ddpstats.errors import InvalidStats
 
 
@@ -69,10 +69,8 @@ def _prepare(tree: Any) -> tuple[bytearray | Failure, Any, BaseException | None]
     try:
         own = tree() if callable(tree) else tree
         return encode(own), own, None
-    except CannotEncode as error:
-        return Failure(error.path, str(error)), None, error.__cause__
     except Exception as error:
-        return Failure("", f"{type(error).__name__}: {error}"), None, error
+        return failure_of(error), None, error.__cause__ if isinstance(error, InvalidLeaf) else error
 
 
 # -- as bytes ---------------------------------------------------------------------------------------------------------
@@ -93,18 +91,10 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class CannotEncode(Exception):
-    """Raised for what cannot be sent; ``path`` says where."""
-
-    def __init__(self, path: str, message: str) -> None:
-        super().__init__(message)
-        self.path = path
-
-
 def encode(tree: Any) -> bytearray:
     """Encode dicts (keys str or int), lists, tuples, dense tensors of any device, None, bool, int, float, str.
 
-    Raises `CannotEncode`.
+    Raises `InvalidLeaf`.
     """
     tensors: list[torch.Tensor] = []
     head = json.dumps(_describe(tree, (), tensors)).encode()
@@ -144,31 +134,29 @@ def decode(payload: bytes | bytearray | memoryview) -> Any:
 def _describe(value: Any, path: Path, tensors: list[torch.Tensor]) -> Any:
     """Return the head of ``value``; its tensors are appended in the order in which they occur."""
     if len(path) > _MAX_DEPTH:
-        raise CannotEncode(format_path(path), f"nested deeper than {_MAX_DEPTH}")
+        raise InvalidLeaf(path, f"nested deeper than {_MAX_DEPTH}")
     if isinstance(value, torch.Tensor):
         tensors.append(_dense(value, path))
         return ["tensor", _NAMES[value.dtype], list(value.shape)]
     if isinstance(value, dict):
         wrong = [key for key in value if type(key) not in (str, int)]
         if wrong:
-            raise CannotEncode(
-                format_path(path), f"key {wrong[0]!r} is of type {type(wrong[0]).__name__}, not str or int"
-            )
+            raise InvalidLeaf(path, f"key {wrong[0]!r} is of type {type(wrong[0]).__name__}, not str or int")
         return ["dict", [[key, _describe(item, (*path, key), tensors)] for key, item in value.items()]]
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [_describe(item, (*path, Index(index)), tensors) for index, item in enumerate(value)]]
     if _is_plain(value):
         return ["value", value]
-    raise CannotEncode(format_path(path), f"of type {type(value).__name__}, which cannot be sent to other ranks")
+    raise InvalidLeaf(path, f"of type {type(value).__name__}, which cannot be sent to other ranks")
 
 
 def _dense(tensor: torch.Tensor, path: Path) -> torch.Tensor:
     if not can_encode(tensor):
         kind = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"
-        raise CannotEncode(format_path(path), f"a tensor ({kind}), which cannot be sent to other ranks")
+        raise InvalidLeaf(path, f"a tensor ({kind}), which cannot be sent to other ranks")
     if not _is_shape(list(tensor.shape)):
-        raise CannotEncode(format_path(path), f"a tensor of shape {str(list(tensor.shape))[:80]}, {_TOO_LARGE}")
+        raise InvalidLeaf(path, f"a tensor of shape {str(list(tensor.shape))[:80]}, {_TOO_LARGE}")
     plain = tensor.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()

@@ -19,7 +19,7 @@ from ddpstats._base import config
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._ranks.agreement import Agreement
 from ddpstats._ranks.calls import channel_of
-from ddpstats._ranks.exchange import ASK, Call, Failure
+from ddpstats._ranks.exchange import ASK, Call, Failure, failure_of
 from ddpstats.errors import InvalidStats, RankMissing
 
 
@@ -98,7 +98,7 @@ def ask_all(
         if cause is not None and len(channel.ranks) == 1:
             raise cause
         flat = [number for own in numbers for number in own]
-        report = flat if cause is None else Failure("", f"{type(cause).__name__}: {cause}")
+        report = flat if cause is None else failure_of(cause)
 
         def work(agreement: Agreement) -> list[float]:
             return agreement.ask(Call(ASK, name, ""), report)

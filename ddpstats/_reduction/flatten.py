@@ -20,9 +20,9 @@ import torch
 
 from ddpstats._base.caches import EmptiedCache
 from ddpstats._base.files import parse_json
-from ddpstats._base.paths import Index, Path, Step, format_path
+from ddpstats._base.paths import Index, Path, Step
 from ddpstats._base.text import dtype_name
-from ddpstats._ranks.exchange import Failure, refuse
+from ddpstats._ranks.exchange import InvalidLeaf, refuse
 from ddpstats._reduction.ops import MEAN, NONE, OPS, Marker, Op
 
 LeafKey = tuple[Path, str]
@@ -39,18 +39,9 @@ DTYPE_TAGS = (*FLOATS, "default")
 
 MAX_DEPTH = 100
 _MAX_KEY_BITS = 1024
-_MAX_PATH_CHARS = 1000  # of a path in an error
 
 Reading = Literal["numbers", "tensors", "plain", "general"]
 """How values are read: all Python numbers; all tensors; a mix of the two; or leaf by leaf (markers, numpy, None)."""
-
-
-class CannotRead(Exception):
-    """Stats that cannot be reduced; ``failure`` says where and why."""
-
-    def __init__(self, path: Path, message: str) -> None:
-        super().__init__(message)
-        self.failure = Failure(format_path(path)[:_MAX_PATH_CHARS], message)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,7 +90,7 @@ _structures: EmptiedCache[Hashable, Structure] = EmptiedCache(max_entries=128, m
 
 
 def flatten(stats: Any, keep_dtypes: bool = False) -> Flat:
-    """Flatten ``stats``. Local. Raises `CannotRead` for a key, type or depth that cannot be reduced."""
+    """Flatten ``stats``. Local. Raises `InvalidLeaf` for a key, type or depth that cannot be reduced."""
     if type(stats) is dict:
         recent = _recent.get((len(stats), keep_dtypes))
         if recent is not None and [*stats] == recent.keys:
@@ -248,16 +239,16 @@ def _visit(value: Any, path: Path, values: list[Any], leaves: list[LeafKey], tag
         return
     kind, items = described
     if id(value) in above:
-        raise CannotRead(path, "the structure contains itself")
+        raise InvalidLeaf(path, "the structure contains itself")
     if len(path) >= MAX_DEPTH:
-        raise CannotRead(path[:8], f"nested more than {MAX_DEPTH} deep below this path")
+        raise InvalidLeaf(path[:8], f"nested more than {MAX_DEPTH} deep below this path")
     above.add(id(value))
     count, tag = len(leaves), len(tags)
     steps: set[Step] = set()
     for key, child in items:
         step = Index(key) if kind != DICT else _checked_key(key, path)
         if step in steps:
-            raise CannotRead((*path, step), "two keys of this dict are equal once they are plain str or int")
+            raise InvalidLeaf((*path, step), "two keys of this dict are equal once they are plain str or int")
         steps.add(step)
         _visit(child, (*path, step), values, leaves, tags, above)
     above.discard(id(value))
@@ -266,12 +257,12 @@ def _visit(value: Any, path: Path, values: list[Any], leaves: list[LeafKey], tag
 
 
 def _checked_op(value: Any, path: Path) -> str:
-    """Return the name of the leaf's op. Raises `CannotRead` for a type that is no leaf."""
+    """Return the name of the leaf's op. Raises `InvalidLeaf` for a type that is no leaf."""
     inner = value.value if isinstance(value, Marker) else value
     if inner is None:
         return NONE.name
     if not isinstance(inner, torch.Tensor) and not hasattr(inner, "__float__") and not is_numpy(inner):
-        raise CannotRead(
+        raise InvalidLeaf(
             path,
             f"{_type_name(inner)} is not a leaf; a leaf is a real number, a tensor, None, or one of the markers "
             "Mean, Sum, Min, Max, Any, All",
@@ -293,10 +284,10 @@ def _checked_key(key: Any, path: Path) -> Step:
     if isinstance(key, int):
         number = int(key)
         if number.bit_length() > _MAX_KEY_BITS:  # Python itself refuses to print integers of some thousand digits
-            raise CannotRead(path, f"an int key of {number.bit_length()} bits; at most {_MAX_KEY_BITS} are allowed")
+            raise InvalidLeaf(path, f"an int key of {number.bit_length()} bits; at most {_MAX_KEY_BITS} are allowed")
         return number
     shown = repr(key)[:60]
-    raise CannotRead((*path, shown), f"the key {shown} is of type {_type_name(key)}; a key is a str or an int")
+    raise InvalidLeaf((*path, shown), f"the key {shown} is of type {_type_name(key)}; a key is a str or an int")
 
 
 def _type_name(value: Any) -> str:

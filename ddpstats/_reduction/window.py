@@ -31,8 +31,8 @@ from ddpstats._base.config import check_flag
 from ddpstats._base.device import accelerator_in_use, is_capturing, record_event, seconds_between
 from ddpstats._base.lazy import breaks_graph, compiler_probe, never_traced, refuse_without_values
 from ddpstats._base.paths import Path, format_path
-from ddpstats._ranks.exchange import Failure
-from ddpstats._reduction.flatten import LIST, NUMBERS, CannotRead, LeafKey, Structure, Tag, flatten
+from ddpstats._ranks.exchange import Failure, InvalidLeaf, failure_of
+from ddpstats._reduction.flatten import LIST, NUMBERS, LeafKey, Structure, Tag, flatten
 from ddpstats._reduction.layout import describe, sorts_of
 from ddpstats._reduction.ops import NONE, OPS, Mean
 from ddpstats._reduction.read import (
@@ -42,7 +42,6 @@ from ddpstats._reduction.read import (
     Plan,
     Row,
     as_tensor,
-    failure_of,
     plan_of,
     read_row,
     snapshot_if_off_host,
@@ -142,7 +141,7 @@ class StatsWindow:
                 "Nothing was added; the window goes on working.",
                 ranks=self._own_rank(),
                 path=failure.path or None,
-            ) from (None if isinstance(error, CannotRead) else error)  # otherwise of a foreign type's code
+            ) from (None if isinstance(error, InvalidLeaf) else error)  # otherwise of a foreign type's code
 
     @breaks_graph
     def flush(self, *, per_rank: bool = False) -> Reduced:
@@ -380,7 +379,7 @@ class _Content:
         return True
 
     def add(self, stats: Any, weight: Any) -> None:
-        """Take one add. Raises `CannotRead` and `SchemaConflict`, and then nothing has changed."""
+        """Take one add. Raises `InvalidLeaf` and `SchemaConflict`, and then nothing has changed."""
         if self._pending:
             self.read_pending()
         flat = flatten(stats)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats._ranks.gather import CannotEncode, decode, encode, gather_trees
+from ddpstats._ranks.exchange import InvalidLeaf
+from ddpstats._ranks.gather import decode, encode, gather_trees
 from ddpstats.errors import ProtocolMismatch
 from ddpstats.testing import RankPool, count_collectives
 from ddpstats.testing.threads import run_threads
@@ -105,15 +106,15 @@ def test_tensors_of_any_strides_travel_in_row_major_order(tensor: torch.Tensor) 
     ],
 )
 def test_value_that_cannot_be_sent_is_named_by_its_path(tree: Any, path: str) -> None:
-    with pytest.raises(CannotEncode) as caught:
+    with pytest.raises(InvalidLeaf) as caught:
         encode(tree)
-    assert caught.value.path == path
+    assert caught.value.failure.path == path
 
 
 def test_cyclic_and_deep_trees_are_refused() -> None:
     tree: list[Any] = []
     tree.append(tree)
-    with pytest.raises(CannotEncode, match="deeper"):
+    with pytest.raises(InvalidLeaf, match="deeper"):
         encode(tree)
 
 
