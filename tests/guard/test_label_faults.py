@@ -66,15 +66,8 @@ LIGHTNING = """
 
 
 @pytest.mark.library
-@pytest.mark.parametrize(
-    ("on_step", "mode"),
-    [
-        pytest.param(True, "strict", id="on step-strict"),
-        pytest.param(False, "step", id="on epoch-step"),
-        pytest.param(True, "step", id="on step-step", marks=pytest.mark.nightly),
-        pytest.param(False, "strict", id="on epoch-strict", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("mode", ["strict", "step"])
+@pytest.mark.parametrize("on_step", [True, False], ids=["on step", "on epoch"])
 def test_metrics_that_lightning_syncs_in_another_order_are_named(script: Any, on_step: bool, mode: str) -> None:
     needs("lightning")
     path = script(f"ON_STEP, MODE = {on_step}, {mode!r}", LIGHTNING)
