@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from ddpstats._reduction.flatten import FLOATS, flatten
 from ddpstats._reduction.ops import NONE, Marker
 from ddpstats._reduction.read import MANY, as_tensor
 from ddpstats._reduction.reducer import NonFinitePolicy, kept_reducer, reduce_stats
-from ddpstats._reduction.result import Reduced
+from ddpstats._reduction.result import Entry, Reduced
 from ddpstats.errors import InvalidStats
 
 __all__ = ["parse_losses", "recursive_average", "recursive_divide", "recursive_sum", "reduce_dict"]
@@ -73,37 +73,24 @@ def recursive_average(
     return _nested(averaged, _tensors(averaged, obj, weight)), _total(averaged, weight)
 
 
-class LeafAverage(NamedTuple):
-    """One path of `average_with_weights`: ``name`` as in `Reduced.flat`, ``weight`` and ``op`` as in its `Entry`."""
-
-    path: Path
-    name: str
-    value: torch.Tensor | None
-    weight: float
-    op: str
+LeafAverage = tuple[Path, str, torch.Tensor | None, Entry]
+"""One path of `average_with_weights`: its name as in `Reduced.flat`, its value, and what is known of it."""
 
 
 @breaks_graph
 def average_with_weights(
-    obj: Any,
-    weight: torch.Tensor,
-    distributed: bool = False,
-    *,
-    group: Any = None,
-    nonfinite: NonFinitePolicy = "propagate",
+    obj: Any, weight: torch.Tensor, distributed: bool, nonfinite: NonFinitePolicy
 ) -> tuple[Any, torch.Tensor, list[LeafAverage]]:
     """`recursive_average`, and each path with the weight of its mean: what a logger must average with.
 
     Collective in the same way. The tensors of the third result are the very objects of the first, in the same order.
     """
-    averaged = _reduce(obj, weight, distributed, group, divide=True, nonfinite=nonfinite)
+    averaged = _reduce(obj, weight, distributed, None, divide=True, nonfinite=nonfinite)
     tensors = _tensors(averaged, obj, weight)
     selection = averaged._selection
     paths = [selection.layout.leaves[slot][0] for slot in selection.slots]
-    leaves = [
-        LeafAverage(path, name, tensor, entry.weight, entry.op)
-        for path, (name, entry), tensor in zip(paths, averaged.entries(), tensors, strict=True)
-    ]
+    entries = zip(paths, averaged.entries(), tensors, strict=True)
+    leaves = [(path, name, tensor, entry) for path, (name, entry), tensor in entries]
     return _nested(averaged, tensors), _total(averaged, weight), leaves
 
 

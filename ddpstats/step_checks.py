@@ -113,7 +113,8 @@ class StepChecks:
         """
         refuse_without_values("StepChecks.step")
         group = self._watches[0]._group if self._watches else None
-        answers = iter(ask_all(self._name, self._questions(), step, group, self._timeout_sec()))
+        questions: list[Question] = [] if self._guard is None else [self._guard._question()]
+        answers = iter(ask_all(self._name, [*questions, *self._watches], step, group, self._timeout_sec()))
         if self._guard is not None:
             next(answers)
         verdicts = StepVerdicts(
@@ -125,11 +126,6 @@ class StepChecks:
             if alarm is not None:
                 raise alarm
         return verdicts
-
-    def _questions(self) -> list[Question]:
-        """Return the questions in the order in which they are answered."""
-        guards: list[Question] = [] if self._guard is None else [self._guard._question()]
-        return [*guards, *self._watches]
 
     def _timeout_sec(self) -> float:
         default = config.timeout_sec(None)

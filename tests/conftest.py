@@ -75,6 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import torchmetrics in the server that forks ranks: most of what importing Lightning takes, in each of them."""
+    if any(item.get_closest_marker("library") for item in session.items):
+        preload(["torchmetrics"])
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [report for report in terminalreporter.stats.get("passed", []) if report.when == "call"]
     slow = sorted((report for report in reports if _is_slow_and_unmarked(report)), key=lambda report: -report.duration)

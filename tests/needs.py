@@ -41,6 +41,6 @@ class Late:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # pytest looks for __test__ while it collects
+        if name.startswith("_"):  # pytest looks for __test__ and _mock_name while it collects
             raise AttributeError(name)
         return getattr(imported(self._module), name)

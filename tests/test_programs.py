@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import programs
 
 pytestmark = pytest.mark.slow
 
@@ -41,8 +40,7 @@ def test_late_ranks_say_so_where_another_one_waits_in_cpp(program: str, late_ran
     script = tmp_path / "program.py"
     script.write_text(program)
     ranks = str(len(late_ranks) + 1)
-    command = [sys.executable, "-m", "ddpstats", "run", "--nproc", ranks, "--timeout-sec", "5", str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ)
+    ended = programs.run(["-m", "ddpstats", "run", "--nproc", ranks, "--timeout-sec", "5", str(script)], timeout=200)
     assert ended.returncode == 1
     assert "rank 1: did not take part" in ended.stderr  # rank 0 says so, and torchrun's last output
     for rank in late_ranks:

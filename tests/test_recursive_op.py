@@ -361,9 +361,9 @@ def test_recursive_divide_keeps_containers_and_refuses_texts() -> None:
 
 
 def leaves(obj: Any, weight: Any, nonfinite: Any) -> list[tuple[Any, ...]]:
-    averaged, _, found = average_with_weights(obj, weight, True, nonfinite=nonfinite)
-    assert found[0].value is averaged["a"]
-    return [(leaf.path, leaf.name, leaf.weight, leaf.op, plain(leaf.value)) for leaf in found]
+    averaged, _, found = average_with_weights(obj, weight, True, nonfinite)
+    assert found[0][2] is averaged["a"]
+    return [(path, name, entry.weight, entry.op, plain(value)) for path, name, value, entry in found]
 
 
 @pytest.mark.parametrize(("nonfinite", "last"), [("skip", (2.0, 1.0)), ("propagate", (10.0, math.nan))])

@@ -40,9 +40,9 @@ def is_capturing() -> bool:
     return device is not None and bool(_ask(device, "is_current_stream_capturing", False))
 
 
-def of_module(device: torch.device, name: str, default: Any = None) -> Any:
-    """Return what the device's module has under ``name``; ``default`` where it has no such thing."""
-    return getattr(getattr(torch, device.type, None), name, default)
+def of_module(device: torch.device, name: str) -> Any:
+    """Return what the device's module has under ``name``; None where it has no such thing."""
+    return getattr(getattr(torch, device.type, None), name, None)
 
 
 def _ask(device: torch.device, name: str, default: Any, *arguments: Any) -> Any:

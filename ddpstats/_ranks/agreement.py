@@ -43,7 +43,6 @@ from ddpstats._ranks.exchange import (
     AGREED_BYTES,
     Call,
     Failure,
-    SealKey,
     Status,
     Statuses,
     decode_status,
@@ -52,9 +51,6 @@ from ddpstats._ranks.exchange import (
     refuse_what_is_wrong,
 )
 from ddpstats.errors import InvalidStats
-
-MAX_ROUNDS = 4
-"""How often a call is tried again after ranks have agreed on another layout."""
 
 STALE, FAILED, PARTIAL, WEIGHT = 8, 9, 10, 11
 _CONTROL_LANES = 10
@@ -104,7 +100,7 @@ class Seal:
 class Site:
     """The state that all ranks have in common for one name; empty for decisions and gathers."""
 
-    seals: dict[SealKey, Seal] = field(default_factory=dict, init=False)
+    seals: dict[Call, Seal] = field(default_factory=dict, init=False)
 
     @property
     def agreed(self) -> bytes:
@@ -141,7 +137,7 @@ class DamagedError(Exception):
 class Agreement:
     """All calls on one group, one at a time. Not thread-safe: `calls` puts calls in order.
 
-    ``deadline`` (time.monotonic) is that of the call that is under way: all its collectives share it.
+    ``deadline`` (time.monotonic) and ``counters`` are those of the call that is under way: all its collectives count.
     """
 
     def __init__(self, comm: Comm, group_name: str) -> None:
@@ -151,6 +147,7 @@ class Agreement:
         self.buffer = Buffer(capacity_for(HEADER_LANES))
         self.collectives = 0  # of this group so far: how ranks report to each other where they wait
         self.deadline = 0.0
+        self.counters = self._uncounted = Counters()
         self._nothing = Site()
 
     def left(self) -> float:
@@ -160,66 +157,60 @@ class Agreement:
             raise CommFailed("the time limit of the call is over")
         return left_sec
 
-    def ask(self, call: Call, numbers: Sequence[Sequence[float]] | Failure, counters: Counters) -> list[float]:
-        """Return the sum of each number over all ranks; one list after the other. Every rank must call, with as many.
+    def ask(self, call: Call, numbers: Sequence[float] | Failure) -> list[float]:
+        """Prove that all ranks make this call, and return the sum of each number over all ranks.
 
-        At most `_MOST_NUMBERS`: they find room in the smallest buffer, which all groups have.
+        Every rank must call, with as many numbers, at most `_MOST_NUMBERS`: they find room in the smallest buffer,
+        which all groups have. Ranks need have nothing in common before.
         """
+        self.counters = self._uncounted
         failure = numbers if isinstance(numbers, Failure) else None
-        values = array("d", () if isinstance(numbers, Failure) else [number for part in numbers for number in part])
-        self.prove(call, failure, counters, values)
-        return list(self.buffer.lanes[HEADER_LANES : HEADER_LANES + len(values)])
-
-    def prove(
-        self, call: Call, failure: Failure | None, counters: Counters, values: array[float] | None = None
-    ) -> None:
-        """Prove that all ranks make this call, of which they need have nothing in common; ``values`` are added up."""
-        counters.calls += 1
-        seal = self.seal(call, self._nothing)
+        values = array("d", () if isinstance(numbers, Failure) else numbers)
+        assert len(values) <= _MOST_NUMBERS
+        seal, end = self.seal(call, self._nothing), HEADER_LANES + len(values)
         self.buffer.seal(seal, failed=failure is not None)
-        if values:
-            assert len(values) <= _MOST_NUMBERS
-            self.buffer.lanes[HEADER_LANES : HEADER_LANES + len(values)] = values
-        if not self.sum(seal, counters):
-            self.exchange_statuses(Status(call, self._nothing.agreed, failure), counters)
+        self.buffer.lanes[HEADER_LANES:end] = values
+        if not self.sum(seal):
+            self.exchange_statuses(Status(call, self._nothing.agreed, failure))
+        return list(self.buffer.lanes[HEADER_LANES:end])
 
     # -- the one collective -------------------------------------------------------------------------------------------
 
     def seal(self, call: Call, site: Site) -> Seal:
         """Return what the lanes of this call hold if all ranks make it."""
-        seal = site.seals.get(call.seal_key)
+        seal = site.seals.get(call)
         if seal is None:
             if len(site.seals) >= _MAX_SITES:
                 site.seals.clear()
-            text = repr(call.seal_key).encode("utf-8", "surrogatepass")
-            seal = site.seals[call.seal_key] = Seal.of(fingerprint(text + site.agreed), self.world_size)
+            text = repr(call).encode("utf-8", "surrogatepass")
+            seal = site.seals[call] = Seal.of(fingerprint(text + site.agreed), self.world_size)
         return seal
 
-    def sum(self, seal: Seal, counters: Counters) -> bool:
+    def sum(self, seal: Seal) -> bool:
         """Add up what is in the buffer, over all ranks; whether all of them made the same call, and none is stale."""
-        self.count(counters, self.buffer.capacity * _BYTES)
+        self.count(self.buffer.capacity * _BYTES)
         self.comm.all_reduce("sum", self.buffer.tensor, self.left())
         return self.buffer.control_lanes == seal.agreed
 
-    def count(self, counters: Counters, payload_bytes: int) -> None:
+    def count(self, payload_bytes: int) -> None:
         """Count a collective, before it begins."""
         if self.world_size == 1:
             return  # plain arithmetic: nothing is sent
         self.collectives += 1
-        counters.collectives += 1
-        counters.payload_bytes += payload_bytes
+        self.counters.collectives += 1
+        self.counters.payload_bytes += payload_bytes
 
     # -- sites --------------------------------------------------------------------------------------------------------
 
     def keep(self, call: Call, site: Site) -> None:
         """Note that all ranks have this in common now; the buffer is made large enough for it."""
-        self.sites[call.site_key] = site
+        self.sites[call.site] = site
         self._resize()
 
     def note_use(self, call: Call, site: Site) -> None:
         """Keep a site that was used just now; the one that was not used for longest is dropped where there are many."""
-        self.sites[call.site_key] = site
-        self.sites.move_to_end(call.site_key)
+        self.sites[call.site] = site
+        self.sites.move_to_end(call.site)
         if len(self.sites) > _MAX_SITES:
             self.sites.popitem(last=False)
             self._resize()
@@ -231,30 +222,28 @@ class Agreement:
 
     # -- where the lanes were not clean -------------------------------------------------------------------------------
 
-    def exchange_statuses(self, status: Status, counters: Counters) -> Statuses:
+    def exchange_statuses(self, status: Status) -> Statuses:
         """Return every rank's status. Raises what is wrong with the call, on every rank."""
-        counters.renegotiations += 1
-        statuses = [
-            (decode_status(payload), ranks) for payload, ranks in self.exchange(encode_status(status), counters)
-        ]
+        self.counters.renegotiations += 1
+        statuses = [(decode_status(payload), ranks) for payload, ranks in self.exchange(encode_status(status))]
         refuse_what_is_wrong(statuses, self.group_name)
         return statuses
 
-    def exchange(self, payload: bytes, counters: Counters) -> list[tuple[bytes, tuple[int, ...]]]:
+    def exchange(self, payload: bytes) -> list[tuple[bytes, tuple[int, ...]]]:
         """Return each distinct payload once, with the global ranks that hold it, in the order of the ranks."""
         ranks_of: dict[bytes, list[int]] = {}
-        for rank, received in zip(self.comm.ranks, self.gather(payload, counters), strict=True):
+        for rank, received in zip(self.comm.ranks, self.gather(payload), strict=True):
             ranks_of.setdefault(bytes(received), []).append(rank)
         return [(received, tuple(ranks)) for received, ranks in ranks_of.items()]
 
-    def gather(self, payload: bytes | bytearray, counters: Counters) -> list[memoryview]:
+    def gather(self, payload: bytes | bytearray) -> list[memoryview]:
         """Return every rank's payload, of any length, in the order of ranks. Every rank must call.
 
         First lengths and digests of all ranks. Then, unless all hold the same, one padded all_gather; payloads that
         are much larger than the others are broadcast by their ranks, so that no rank receives padding of that size.
         """
         head = _HEAD.pack(len(payload), hashlib.blake2b(payload, digest_size=16).digest())
-        self.count(counters, _HEAD.size)
+        self.count(_HEAD.size)
         heads = [bytes(received) for received in self.comm.all_gather(head, self.left())]
         if set(heads) == {head}:
             return [memoryview(payload)] * self.world_size
@@ -271,28 +260,22 @@ class Agreement:
                 ranks=ranks,
                 group=self.group_name,
             )
-        parts = self._gather_padded(payload, padded, sizes, counters)
+        parts = [memoryview(b"")] * self.world_size
+        if padded:  # of a larger payload an arbitrary part
+            self.count(padded)
+            block = bytearray(padded)
+            block[: len(payload)] = payload[:padded]
+            blocks = self.comm.all_gather(block, self.left())
+            parts = [memoryview(part)[:size] for part, size in zip(blocks, sizes, strict=True)]
         for position in large:
             part = bytearray(payload) if position == self.position else bytearray(sizes[position])
-            self.count(counters, sizes[position])
+            self.count(sizes[position])
             self.comm.broadcast(as_tensor(part), position, self.left())
             parts[position] = memoryview(part)
         for rank, expected, received in zip(self.comm.ranks, heads, parts, strict=True):
             if hashlib.blake2b(received, digest_size=16).digest() != _HEAD.unpack(expected)[1]:
                 raise DamagedError(f"what {ranks_text([rank])} sent arrived damaged")
         return parts
-
-    def _gather_padded(
-        self, payload: bytes | bytearray, padded: int, sizes: Sequence[int], counters: Counters
-    ) -> list[memoryview]:
-        """Return every rank's payload of at most ``padded`` bytes, and an arbitrary part of a larger one."""
-        if not padded:
-            return [memoryview(b"")] * self.world_size
-        self.count(counters, padded)
-        block = bytearray(padded)
-        block[: len(payload)] = payload[:padded]
-        received = self.comm.all_gather(block, self.left())
-        return [memoryview(part)[:size] for part, size in zip(received, sizes, strict=True)]
 
 
 def _padded_size(sizes: Sequence[int]) -> int:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from ddpstats._base.lazy import refuse_without_values
-from ddpstats._base.text import first_line
+from ddpstats._base.text import first_line, holders_lines
 from ddpstats._base.version import __version__
 from ddpstats._ranks.agreement import Agreement
 from ddpstats._ranks.comm import (
@@ -39,7 +39,7 @@ from ddpstats._ranks.comm import (
     resolve_group,
     slice_sec,
 )
-from ddpstats._ranks.exchange import PROTOCOL_VERSION, different_versions
+from ddpstats._ranks.exchange import PROTOCOL_VERSION
 from ddpstats._ranks.failure import PROCESS_ID_BYTES, FailureDetector, ProcessId, Verdict
 from ddpstats._ranks.grid import gloo_comm
 from ddpstats._ranks.store import Worker
@@ -48,6 +48,7 @@ from ddpstats.errors import ConfigError, DdpstatsError, ProtocolMismatch, RankMi
 # The one message whose size may never change: versions with other buffers must be able to read it.
 _HELLO = struct.Struct(f"<8sH32s{PROCESS_ID_BYTES}s")
 _MAGIC = b"ddpstats"
+_CLOSING = "Reductions on this group are closed."
 _POLL_SEC = 5.0
 _DEVICE_POLL_SEC = 0.0005
 _WAKE_SEC = 0.1  # between two looks whether the turn is free
@@ -75,12 +76,10 @@ class Channel:
         self._busy: set[int] = set()  # threads that hold a lock which a signal's handler on them would wait for
         self._detector: FailureDetector | None = None  # alone there is no rank to miss
         if len(ranks) > 1:
-            closing = "Reductions on this group are closed."
-            self._detector = FailureDetector(store, rank, ranks, self._what, closing=closing)
+            self._detector = FailureDetector(store, rank, ranks, self._what, closing=_CLOSING)
         self._comm: Comm | None = None
         self._agreement: Agreement | None = None
         self._error: RankMissing | None = None
-        self._note = ""  # of this rank
 
     # -- in order -----------------------------------------------------------------------------------------------------
 
@@ -188,15 +187,14 @@ class Channel:
 
     def note(self, text: str) -> None:
         """Write what the errors of ranks that miss this one are to say; an empty text takes it back. Local."""
-        if self._detector is not None and (text or self._note):
-            self._note = text
+        if self._detector is not None and (text or self._detector.own_note):
             self._detector.note(text)
 
     def leave_by_note(self) -> None:
         """Take no further part if this rank left a note: all ranks raise it, here and at every later call."""
-        if self._detector is not None and self._note:
-            lines = [self._note, "It takes no further part. Reductions on this group are closed."]
-            self._close_with(self._detector.publish(Verdict((self._detector.rank,), "\n".join(lines))))
+        if self._detector is not None and self._detector.own_note:
+            text = "\n".join([*self._detector.own_note.values(), f"It takes no further part. {_CLOSING}"])
+            self._close_with(self._detector.publish(Verdict((self._detector.rank,), text)))
 
     def explain(self, error: BaseException) -> RankMissing | None:
         """Return the reason why a connection of the program's own broke with ``error``; None where no rank left a note.
@@ -268,8 +266,9 @@ class Channel:
             versions[rank] = text if magic == _MAGIC else "no ddpstats"
             processes[int(rank)] = ProcessId.unpack(process)
         if len(set(versions.values())) > 1:
-            message = different_versions(self.group_name, versions)
-            raise ProtocolMismatch(message, ranks=comm.ranks, group=self.group_name)
+            lines = [f"ranks of {self.group_name} run different versions:", *holders_lines(versions)]
+            lines.append("Install the same version of ddpstats on all of them.")
+            raise ProtocolMismatch("\n".join(lines), ranks=comm.ranks, group=self.group_name)
         return processes
 
 
@@ -305,8 +304,7 @@ def _in_fork() -> None:
     _lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_fork)
+os.register_at_fork(after_in_child=_in_fork)
 
 
 def refuse_in_fork(rank: int) -> NoReturn:

@@ -18,8 +18,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -165,8 +164,6 @@ class GlooComm:
 
     def _finish(self, start: Callable[..., Any], arguments: tuple[Any, ...], timeout_sec: float) -> None:
         """Start an operation and wait for its end."""
-        if timeout_sec <= 0:
-            raise CommFailed("no time was left for this collective")
         step = _LONGEST_SLICE if timeout_sec >= 10 * _LONGEST_SLICE_SEC else timedelta(seconds=slice_sec(timeout_sec))
         work: Any = None
         try:
@@ -176,7 +173,7 @@ class GlooComm:
                 left_sec = timeout_sec - step.total_seconds()
                 wait_in_slices(lambda sec: done_within(work, timedelta(seconds=sec)), left_sec, self.watch)
         except RuntimeError as error:
-            raise _failure_of(error) from None
+            raise CommFailed(first_line(error), is_broken=CLOSED.search(str(error)) is not None) from None
         except BaseException:  # `watch` or an interrupt ended the wait, while the operation goes on
             _abandoned.append((arguments, work, self._group, self._backend))  # the memory it may still write to
             raise
@@ -184,10 +181,6 @@ class GlooComm:
     def close(self) -> None:
         self._group = None  # ends with its last user, and that may be an operation that never ended
         self._backend = None
-
-
-def _failure_of(error: RuntimeError) -> CommFailed:
-    return CommFailed(first_line(error), is_broken=CLOSED.search(str(error)) is not None)
 
 
 def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: float, watch: Watch) -> tuple[Any, Any]:
@@ -201,8 +194,6 @@ def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: flo
         meeting_store, backend = store.use(connect, timeout_sec, lambda: _check_watch(watch))
     except BaseException as error:  # an interrupt too, of which the others are to know
         store.renew()  # the connection belongs to the request that was given up
-        if isinstance(error, ConfigError):  # this store cannot do what is needed
-            raise
         if isinstance(error, STORE_ERRORS):
             raise CommFailed(first_line(error)) from None
         raise
@@ -212,7 +203,7 @@ def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: flo
 def _options(name: str, timeout_sec: float) -> Any:
     # These two are not re-exported by torch.distributed; looked up late, for builds of torch without distributed.
     options = getattr(dist.distributed_c10d, name)()
-    options.timeout = timedelta(seconds=max(0.0, timeout_sec))
+    options.timeout = timedelta(seconds=timeout_sec)
     return options
 
 
@@ -296,53 +287,20 @@ def group_store(group: dist.ProcessGroup) -> BoundedStore:
     def own_part(connected: Any) -> str:
         return f"{prefix}/{connected.add(f'{prefix}/generation/{rank}', 1)}"
 
-    return bounded_part(store_of(group), group.group_name, describe_group(group), own_part)
+    return bounded_part(store_of(group), group.group_name, own_part)
 
 
-def bounded_part(store: Any, name: str, group_words: str, prefix_of: Callable[[Any], str]) -> BoundedStore:
+def bounded_part(store: Any, name: str, prefix_of: Callable[[Any], str]) -> BoundedStore:
     """Return the keys of ``store`` below a prefix, over a separate connection.
 
     A wait in a TCPStore keeps all users of that object waiting: two groups could wait for each other.
     """
-    rank = dist.get_rank()
 
     def connect() -> Any:
         connected = own_connection(store, name)
-        with _as_config_error(group_words):
-            part = part_of(connected, prefix_of(connected))
-            _try_out(part, rank)
-        return part
+        return part_of(connected, prefix_of(connected))
 
     return BoundedStore(connect, host_rank=_host_rank())
-
-
-def _try_out(store: Any, rank: int) -> None:
-    """Use each method that is needed later, once."""
-    key = f"try/{rank}"
-    store.set(key, "1")
-    if not store.check([key]) or bytes(store.get(key)) != b"1":
-        raise NotImplementedError("a key that was set does not exist")
-    if bytes(store.compare_set(key, "1", "2")) != b"2":
-        raise NotImplementedError("compare_set does not set")
-
-
-_MISSING = re.compile(r"pure virtual|internal assert", re.IGNORECASE)
-_UNABLE = re.compile(_MISSING.pattern + r"|not (yet )?(implemented|supported)|unsupported", re.IGNORECASE)
-
-
-@contextmanager
-def _as_config_error(group_words: str) -> Iterator[None]:
-    """Raise `ConfigError` for a store that cannot do what is needed, as opposed to one that does not answer."""
-    try:
-        yield
-    except (AttributeError, NotImplementedError, TypeError, RuntimeError) as error:
-        if isinstance(error, dist.DistError) or (type(error) is RuntimeError and not _UNABLE.search(str(error))):
-            raise
-        why = "a method is missing" if _MISSING.search(str(error)) else first_line(error)
-        raise ConfigError(
-            f"the store of {group_words} cannot do what ddpstats needs (set, get, check, add, compare_set): "
-            f"{why}. Ranks need a store of theirs, such as the TCPStore that init_process_group makes."
-        ) from None
 
 
 def _host_rank() -> int | None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple, NoReturn
+
+import msgspec
 
 from ddpstats._base.files import parse_json
+from ddpstats._base.paths import Path, format_path
 from ddpstats._base.text import holders_lines, ranks_text
 from ddpstats.errors import InvalidStats, ProtocolMismatch
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 GATHER = "gather"
 """The kind of a gather's calls: they have no stats, and a name that says what is gathered."""
@@ -27,8 +29,7 @@ ASK = "ask"
 """The kind of calls that ask questions: no stats, and a name that is the call in words."""
 
 AGREED_BYTES = 8
-SealKey = tuple[str, str | None, str, bool]
-_MAX_ERROR_CHARS = 2000
+_MAX_ERROR_CHARS, _MAX_PATH_CHARS = 2000, 1000
 _SHOWN_FAILURES = 8
 
 
@@ -44,12 +45,6 @@ def refuse(what: str) -> NoReturn:
     )
 
 
-def different_versions(group_words: str, by_rank: Mapping[int, str]) -> str:
-    """Return the message for ranks that cannot understand each other. ``by_rank``: what each runs, in words."""
-    advice = "Install the same version of ddpstats on all of them."
-    return "\n".join([f"ranks of {group_words} run different versions:", *holders_lines(by_rank), advice])
-
-
 @dataclass(frozen=True)
 class Failure:
     """Why a rank could not prepare its part: the path at fault ("" for the call as a whole) and what is wrong."""
@@ -58,8 +53,22 @@ class Failure:
     message: str
 
 
-@dataclass(frozen=True)
-class Call:
+class InvalidLeaf(Exception):
+    """Raised for a value that cannot be reduced, or sent; ``failure`` says where and why."""
+
+    def __init__(self, path: Path, message: str) -> None:
+        super().__init__(message)
+        self.failure = Failure(format_path(path)[:_MAX_PATH_CHARS], message)
+
+
+def failure_of(error: Exception, what: str = "") -> Failure:
+    """Return what other ranks are to know of an error. ``what``: what failed, where the error names no leaf."""
+    if isinstance(error, InvalidLeaf):
+        return error.failure
+    return Failure("", f"{what}{': ' if what else ''}{type(error).__name__}: {error}")
+
+
+class Call(NamedTuple):
     """The identity of a call: the same from one call of one call site to the next."""
 
     kind: str
@@ -68,21 +77,17 @@ class Call:
     per_rank: bool = False
     """Whether every rank gets every rank's values, at the cost of one more collective; the same on all ranks."""
 
-    @cached_property
+    @property
     def skips(self) -> bool:
         return self.nonfinite == "skip"
 
-    @cached_property
-    def site_key(self) -> tuple[str, str | None]:
-        return self.kind, self.name
-
-    @cached_property
-    def seal_key(self) -> SealKey:
-        return self.kind, self.name, self.nonfinite, self.per_rank
+    @property
+    def site(self) -> tuple[str, str | None]:
+        """The part of a call that names its `Site`."""
+        return self[:2]
 
 
-@dataclass(frozen=True)
-class Status:
+class Status(NamedTuple):
     """One rank's status in one call. Equal on ranks that agree.
 
     Attributes:
@@ -92,10 +97,10 @@ class Status:
     """
 
     call: Call
-    agreed: bytes
+    agreed: Annotated[bytes, msgspec.Meta(min_length=AGREED_BYTES, max_length=AGREED_BYTES)]
     failure: Failure | None = None
     stale: bool = False
-    body: bytes = b""
+    body: str = ""
 
 
 Statuses = Sequence[tuple[Status, tuple[int, ...]]]
@@ -104,36 +109,20 @@ Statuses = Sequence[tuple[Status, tuple[int, ...]]]
 
 def encode_status(status: Status) -> bytes:
     """Return the bytes that `decode_status` reads."""
-    call, failure = status.call, status.failure
-    why = None if failure is None else [failure.path, failure.message[:_MAX_ERROR_CHARS]]
-    head = [call.kind, call.name, call.nonfinite, call.per_rank, status.agreed.hex(), why, status.stale]
-    return json.dumps([PROTOCOL_VERSION, *head]).encode() + b"\n" + status.body
-
-
-_FIELDS = ((str,), (str, type(None)), (str,), (bool,), (str,), (list, type(None)), (bool,))
+    failure = status.failure
+    if failure is not None:
+        failure = replace(failure, message=failure.message[:_MAX_ERROR_CHARS])
+    head = msgspec.to_builtins(status._replace(failure=failure, body=""))
+    return f"{json.dumps(head)}\n{status.body}".encode()
 
 
 def decode_status(payload: bytes) -> Status:
     """Read the status of another rank. Raises `ProtocolMismatch`."""
-    head, newline, body = payload.partition(b"\n")
+    head, _, body = payload.partition(b"\n")
     try:
-        fields: Any = parse_json(head)
-        if not newline or not isinstance(fields, list) or not fields:
-            raise ValueError("malformed status")
-        if fields[0] != PROTOCOL_VERSION:
-            refuse(f"protocol {str(fields[0])[:20]}, this rank speaks {PROTOCOL_VERSION}")
-        if not all(type(value) in types for value, types in zip(fields[1:], _FIELDS, strict=True)):
-            raise TypeError("malformed status")
-        kind, name, nonfinite, per_rank, agreed, why, stale = fields[1:]
-        if why is not None and [*map(type, why)] != [str, str]:
-            raise TypeError("malformed failure")
-        failure = None if why is None else Failure(*why)
-        status = Status(Call(kind, name, nonfinite, per_rank), bytes.fromhex(agreed), failure, stale, body)
-    except (TypeError, ValueError) as error:
+        return msgspec.convert(parse_json(head), Status)._replace(body=body.decode())
+    except ValueError as error:
         refuse(f"a status that it cannot have written ({type(error).__name__})")
-    if len(status.agreed) != AGREED_BYTES:
-        refuse("a fingerprint of another length")
-    return status
 
 
 def refuse_what_is_wrong(statuses: Statuses, group_name: str) -> None:

@@ -30,6 +30,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ddpstats._base.files import parse_json
 from ddpstats._base.text import first_line, ranks_text
 from ddpstats._ranks.store import (
@@ -42,7 +44,6 @@ from ddpstats._ranks.store import (
     shared_poll,
     wait_for,
 )
-from ddpstats.errors import ConfigError
 
 _POLL_SEC = 0.05
 _LOOK_SEC = 0.5  # between two looks for processes that died during the rendezvous
@@ -254,42 +255,29 @@ class Verdict:
     message: str
 
     def pack(self) -> str:
-        return json.dumps({"missing": self.missing, "message": self.message})
+        return json.dumps(vars(self))
 
     @classmethod
     def unpack(cls, payload: bytes | str) -> Verdict:
         """Read a verdict from the store; raises ValueError for any other bytes."""
         if len(payload) > _MAX_VERDICT_BYTES:
             raise ValueError("the verdict in the store is too long to be one")
-        fields = parse_json(payload)
-        if not isinstance(fields, dict) or not isinstance(fields.get("message"), str):
-            raise ValueError("the verdict in the store is not one")
-        return cls(_read_ranks(fields.get("missing")), fields["message"])
+        return msgspec.convert(parse_json(payload), cls)
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """One rank's answer to a failure: ``seq`` of the collective in which it waits, and the ranks that it sees alive."""
 
     seq: int
-    alive: tuple[int, ...] = ()
+    alive: tuple[int, ...]
 
     def pack(self) -> str:
-        return json.dumps([self.seq, self.alive])
+        return json.dumps(self)
 
     @classmethod
     def unpack(cls, payload: bytes) -> Answer:
         """Read an answer from the store; raises ValueError for any other bytes."""
-        fields = parse_json(payload)
-        if not isinstance(fields, list) or len(fields) != 2 or type(fields[0]) is not int:
-            raise ValueError("the answer of a rank in the store is not one")
-        return cls(fields[0], _read_ranks(fields[1]))
-
-
-def _read_ranks(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(rank) is int for rank in value):
-        raise ValueError("a note in the store names no ranks")
-    return tuple(value)
+        return msgspec.convert(parse_json(payload), cls)
 
 
 def find_missing(
@@ -331,7 +319,7 @@ class FailureDetector:
         self._polls_at = 0.0
         self._is_judge: bool | None = None  # whether this rank reads the answers of all; None: not asked yet
         self._has_read = False
-        self._own_note: dict[int, str] = {}
+        self.own_note: dict[int, str] = {}  # by this rank
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -436,7 +424,7 @@ class FailureDetector:
 
     def note(self, text: str) -> None:
         """Write what the errors of ranks that miss this one are to say; an empty text takes it back. Local."""
-        self._own_note = {self.rank: text} if text else {}
+        self.own_note = {self.rank: text} if text else {}
         with suppress(*STORE_ERRORS), self.store.within(_GLANCE_SEC):
             self.store.set(f"note/{self.rank}", text)
 
@@ -497,8 +485,6 @@ class FailureDetector:
         wait_for(lambda: self.store.counted("read") >= readers, limit_sec, shared_poll(_POLL_SEC, len(self.ranks)))
 
     def _decide_without_store(self, error: BaseException) -> Verdict:
-        if isinstance(error, ConfigError):  # it never was a store for a rendezvous
-            raise error
         loss = self.members.diagnose_without_store(error, name=self.name)
         verdict = Verdict(loss.missing, loss.message([f"{self._what} was not completed:"], self._closing))
         if isinstance(error, StoreSilent):  # a rank that was stopped, and served it, reads this when it goes on
@@ -516,7 +502,7 @@ class FailureDetector:
         silent = [rank for rank in missing if rank not in dead]
         lines = [f"{self._what} was not completed after {waited_sec:.1f} s:"]
         lines += [f"  {self.name(ranks)}: {what}" for ranks, what in ((dead, IS_GONE), (silent, IS_ABSENT)) if ranks]
-        lines += {**self._read_notes(missing or self.ranks), **self._own_note}.values()
+        lines += {**self._read_notes(missing or self.ranks), **self.own_note}.values()
         if not missing:
             lines.append("  no rank is known to be missing; the connection between ranks failed")
         lines.append(f"{self.name([self.rank])} waited and saw: {reason}")

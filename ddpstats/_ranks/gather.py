@@ -4,12 +4,11 @@ The control lanes prove that all ranks gather; then come the lengths, then one p
 larger than the others is broadcast instead. A tree travels exact and without pickle::
 
     8 bytes         length of the head
-    head            JSON: the structure, plain values as they are, tensors as dtype and shape, and strides where they
-                    are not those of row-major order and fill memory without a gap, as of channels_last
-    for each tensor its elements in row-major order, or as they lie there, starting at a multiple of 16 bytes
+    head            JSON: the structure, plain values as they are, tensors as dtype and shape
+    for each tensor its elements in row-major order, starting at a multiple of 16 bytes
 
-Strides travel because kernels differ by them, and with them the last bits of what comes of a tensor. Whatever `decode`
-reads comes from another process: `ProtocolMismatch` where it is not exactly what `encode` writes.
+Whatever `decode` reads comes from another process: `ProtocolMismatch` where it is not exactly what `encode` writes.
+Strides stay behind: where kernels, and so the last bits, depend on them, the caller sends bytes of `_rerun.codec`.
 """
 
 from __future__ import annotations
@@ -23,17 +22,15 @@ import torch
 
 from ddpstats._base import config
 from ddpstats._base.files import parse_json
-from ddpstats._base.paths import Index, Path, Step, format_path
+from ddpstats._base.paths import Index, Path, Step
 from ddpstats._base.text import dtype_name
-from ddpstats._ranks.agreement import Agreement, Counters
+from ddpstats._ranks.agreement import Agreement
 from ddpstats._ranks.calls import channel_of
-from ddpstats._ranks.exchange import GATHER, Call, Failure, refuse
+from ddpstats._ranks.exchange import GATHER, Call, Failure, InvalidLeaf, failure_of, refuse
 from ddpstats.errors import InvalidStats
 
-_counters = Counters()
 
-
-def gather_trees(tree: Any, *, name: str, group: Any = None, timeout_sec: float | None = None) -> list[Any]:
+def gather_trees(tree: Any, *, name: str, group: Any = None) -> list[Any]:
     """Return every rank's ``tree``, in the order of group ranks; the caller's own one is ``tree`` itself.
 
     Collective: every rank of ``group`` must call, with the same ``name``. Three collectives (two where all ranks hold
@@ -43,7 +40,6 @@ def gather_trees(tree: Any, *, name: str, group: Any = None, timeout_sec: float 
     Args:
         tree: dicts (keys str or int), lists and tuples of dense tensors (any shape and device), numbers, str, None; or
             a function without arguments that returns it, for what may fail on one rank.
-        timeout_sec: of the call; None: DDPSTATS_TIMEOUT_SEC, or 300.
 
     Returns:
         Tensors of other ranks are on the CPU, without grad; tuples and dicts of subclasses are plain ones.
@@ -52,19 +48,18 @@ def gather_trees(tree: Any, *, name: str, group: Any = None, timeout_sec: float 
         InvalidStats: some rank's tree holds a value that cannot be sent, or could not be made; on every rank.
         ProtocolMismatch, RankMissing: as `ddpstats.StatsReducer`.
     """
-    channel, timeout_sec = channel_of(group), config.timeout_sec(timeout_sec)
+    channel = channel_of(group)
     payload, own, cause = _prepare(tree)
     call = Call(GATHER, name, "")
 
     def work(agreement: Agreement) -> list[Any]:
-        failure = payload if isinstance(payload, Failure) else None
-        agreement.prove(call, failure, _counters)
+        agreement.ask(call, payload if isinstance(payload, Failure) else ())
         assert isinstance(payload, bytearray)
-        parts = agreement.gather(payload, _counters)
+        parts = agreement.gather(payload)
         return [own if position == agreement.position else decode(part) for position, part in enumerate(parts)]
 
     try:
-        return channel.run(work, timeout_sec)
+        return channel.run(work, config.timeout_sec(None))
     except InvalidStats as error:
         raise error from cause
 
@@ -74,10 +69,8 @@ def _prepare(tree: Any) -> tuple[bytearray | Failure, Any, BaseException | None]
     try:
         own = tree() if callable(tree) else tree
         return encode(own), own, None
-    except CannotEncode as error:
-        return Failure(error.path, str(error)), None, error.__cause__
     except Exception as error:
-        return Failure("", f"{type(error).__name__}: {error}"), None, error
+        return failure_of(error), None, error.__cause__ if isinstance(error, InvalidLeaf) else error
 
 
 # -- as bytes ---------------------------------------------------------------------------------------------------------
@@ -98,18 +91,10 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class CannotEncode(Exception):
-    """Raised for what cannot be sent; ``path`` says where."""
-
-    def __init__(self, path: str, message: str) -> None:
-        super().__init__(message)
-        self.path = path
-
-
 def encode(tree: Any) -> bytearray:
     """Encode dicts (keys str or int), lists, tuples, dense tensors of any device, None, bool, int, float, str.
 
-    Raises `CannotEncode`.
+    Raises `InvalidLeaf`.
     """
     tensors: list[torch.Tensor] = []
     head = json.dumps(_describe(tree, (), tensors)).encode()
@@ -149,49 +134,37 @@ def decode(payload: bytes | bytearray | memoryview) -> Any:
 def _describe(value: Any, path: Path, tensors: list[torch.Tensor]) -> Any:
     """Return the head of ``value``; its tensors are appended in the order in which they occur."""
     if len(path) > _MAX_DEPTH:
-        raise CannotEncode(format_path(path), f"nested deeper than {_MAX_DEPTH}")
+        raise InvalidLeaf(path, f"nested deeper than {_MAX_DEPTH}")
     if isinstance(value, torch.Tensor):
-        dense = _dense(value, path)
-        tensors.append(dense)
-        return ["tensor", _NAMES[value.dtype], list(value.shape), *_other_strides(dense)]
+        tensors.append(_dense(value, path))
+        return ["tensor", _NAMES[value.dtype], list(value.shape)]
     if isinstance(value, dict):
         wrong = [key for key in value if type(key) not in (str, int)]
         if wrong:
-            raise CannotEncode(
-                format_path(path), f"key {wrong[0]!r} is of type {type(wrong[0]).__name__}, not str or int"
-            )
+            raise InvalidLeaf(path, f"key {wrong[0]!r} is of type {type(wrong[0]).__name__}, not str or int")
         return ["dict", [[key, _describe(item, (*path, key), tensors)] for key, item in value.items()]]
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [_describe(item, (*path, Index(index)), tensors) for index, item in enumerate(value)]]
     if _is_plain(value):
         return ["value", value]
-    raise CannotEncode(format_path(path), f"of type {type(value).__name__}, which cannot be sent to other ranks")
+    raise InvalidLeaf(path, f"of type {type(value).__name__}, which cannot be sent to other ranks")
 
 
 def _dense(tensor: torch.Tensor, path: Path) -> torch.Tensor:
     if not can_encode(tensor):
         kind = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"
-        raise CannotEncode(format_path(path), f"a tensor ({kind}), which cannot be sent to other ranks")
+        raise InvalidLeaf(path, f"a tensor ({kind}), which cannot be sent to other ranks")
     if not _is_shape(list(tensor.shape)):
-        raise CannotEncode(format_path(path), f"a tensor of shape {str(list(tensor.shape))[:80]}, {_TOO_LARGE}")
+        raise InvalidLeaf(path, f"a tensor of shape {str(list(tensor.shape))[:80]}, {_TOO_LARGE}")
     plain = tensor.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
-    plain = plain if plain.is_cpu else plain.cpu()
-    return plain if _other_strides(plain) else plain.contiguous()
-
-
-def _other_strides(tensor: torch.Tensor) -> list[list[int]]:
-    """Return the strides of one block of memory that is not in row-major order, otherwise nothing."""
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    in_order = tensor.permute(sorted(range(len(shape)), key=lambda dim: -strides[dim]))
-    is_other = strides != list(torch.empty(shape, device="meta").stride())
-    return [strides] if is_other and in_order.is_contiguous() and _are_strides(strides, shape) else []
+    return (plain if plain.is_cpu else plain.cpu()).contiguous()
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of one block of memory: a view. One element may have any stride and count as contiguous."""
+    """Return the bytes of a contiguous tensor: a view. One element may have any stride and count as contiguous."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -201,9 +174,9 @@ class _Tensors:
     def __init__(self, payload: bytes | bytearray | memoryview, at: int) -> None:
         self._payload, self.at = payload, at
 
-    def take(self, name: Any, shape: Any, strides: Any = None) -> torch.Tensor:
+    def take(self, name: Any, shape: Any) -> torch.Tensor:
         dtype = _DTYPES.get(name) if isinstance(name, str) else None
-        if dtype is None or not _is_shape(shape) or not (strides is None or _are_strides(strides, shape)):
+        if dtype is None or not _is_shape(shape):
             refuse(f"a tensor of dtype {str(name)[:40]!r} and shape {str(shape)[:80]}")
         size = math.prod(shape) * dtype.itemsize
         start, self.at = self.at, _aligned(self.at + size)
@@ -211,8 +184,7 @@ class _Tensors:
             refuse("tensors that end too early")
         if size == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        flat = torch.frombuffer(bytearray(self._payload[start : start + size]), dtype=dtype)
-        return flat.reshape(shape) if strides is None else flat.as_strided(shape, strides)
+        return torch.frombuffer(bytearray(self._payload[start : start + size]), dtype=dtype).reshape(shape)
 
 
 def _is_shape(shape: Any) -> bool:
@@ -222,22 +194,11 @@ def _is_shape(shape: Any) -> bool:
     return all(type(n) is int and n >= 0 for n in shape) and math.prod(n or 1 for n in shape) <= _MAX_ELEMENTS
 
 
-def _are_strides(strides: Any, shape: list[int]) -> bool:
-    """Return whether each element of a tensor with elements lies in its memory, and none outside."""
-    if not isinstance(strides, list) or len(strides) != len(shape):
-        return False
-    if not all(type(n) is int and 0 <= n <= _MAX_ELEMENTS for n in strides):
-        return False
-    reach: int = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
-    size: int = math.prod(shape)
-    return reach == size > 0
-
-
 def _build(node: Any, tensors: _Tensors, depth: int) -> Any:
     if not isinstance(node, list) or not node or depth > _MAX_DEPTH + 1:
         refuse("a structure that it cannot have written")
     kind, *rest = node
-    if kind == "tensor" and len(rest) in (2, 3):
+    if kind == "tensor" and len(rest) == 2:
         return tensors.take(*rest)
     if kind == "value" and len(rest) == 1 and _is_plain(rest[0]):
         return rest[0]

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 from ddpstats._base import config
 from ddpstats._base.lazy import breaks_graph
-from ddpstats._ranks.agreement import Agreement, Counters
+from ddpstats._ranks.agreement import Agreement
 from ddpstats._ranks.calls import channel_of
-from ddpstats._ranks.exchange import ASK, Call, Failure
+from ddpstats._ranks.exchange import ASK, Call, Failure, failure_of
 from ddpstats.errors import InvalidStats, RankMissing
 
 
@@ -47,14 +47,14 @@ def all_ranks(flag: Any, *, group: Any = None) -> bool:
 
 def _count_ranks(kind: str, flag: Any, group: Any) -> tuple[float, int]:
     """Return how many ranks' flags are set, and how many ranks there are. ``kind``: the name of the public function."""
-    answer: list[list[float]] | Failure
+    answer: list[float] | Failure
     try:
-        answer = [[float(bool(flag))]]
+        answer = [float(bool(flag))]
     except Exception as error:  # this rank must still take part
         answer = Failure("", f"the flag of {kind}() has no truth value: {error}")
 
     def work(agreement: Agreement) -> tuple[float, int]:
-        return agreement.ask(Call(kind, None, ""), answer, Counters())[0], agreement.world_size
+        return agreement.ask(Call(kind, None, ""), answer)[0], agreement.world_size
 
     return channel_of(group).run(work, config.timeout_sec(None))
 
@@ -97,10 +97,11 @@ def ask_all(
         numbers, cause = _collect(questions, step, asked)
         if cause is not None and len(channel.ranks) == 1:
             raise cause
-        report = numbers if cause is None else Failure("", f"{type(cause).__name__}: {cause}")
+        flat = [number for own in numbers for number in own]
+        report = flat if cause is None else failure_of(cause)
 
         def work(agreement: Agreement) -> list[float]:
-            return agreement.ask(Call(ASK, name, ""), report, Counters())
+            return agreement.ask(Call(ASK, name, ""), report)
 
         try:
             sums = iter(channel.run(work, config.timeout_sec(timeout_sec)))

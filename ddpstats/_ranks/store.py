@@ -159,8 +159,7 @@ def _end_all() -> None:
 
 
 atexit.register(_end_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_active.clear)  # their threads belong to the parent
+os.register_at_fork(after_in_child=_active.clear)  # their threads belong to the parent
 
 
 class Connection:

@@ -10,18 +10,19 @@ import dataclasses
 import json
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import torch
 
 from ddpstats._base.caches import EmptiedCache
 from ddpstats._base.files import parse_json
-from ddpstats._base.paths import Index, Path, Step, format_path
+from ddpstats._base.paths import Index, Path, Step
 from ddpstats._base.text import dtype_name
-from ddpstats._ranks.exchange import Failure, refuse
+from ddpstats._ranks.exchange import InvalidLeaf, refuse
 from ddpstats._reduction.ops import MEAN, NONE, OPS, Marker, Op
 
 LeafKey = tuple[Path, str]
@@ -38,18 +39,9 @@ DTYPE_TAGS = (*FLOATS, "default")
 
 MAX_DEPTH = 100
 _MAX_KEY_BITS = 1024
-_MAX_PATH_CHARS = 1000  # of a path in an error
 
 Reading = Literal["numbers", "tensors", "plain", "general"]
 """How values are read: all Python numbers; all tensors; a mix of the two; or leaf by leaf (markers, numpy, None)."""
-
-
-class CannotRead(Exception):
-    """Stats that cannot be reduced; ``failure`` says where and why."""
-
-    def __init__(self, path: Path, message: str) -> None:
-        super().__init__(message)
-        self.failure = Failure(format_path(path)[:_MAX_PATH_CHARS], message)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,9 +60,9 @@ class Structure:
     one_dtype: bool = False
 
     @cached_property
-    def encoded(self) -> bytes:
+    def encoded(self) -> str:
         """The structure as other ranks read it (`decode`): JSON without nesting, whatever the stats are."""
-        return json.dumps([self.tags, self.leaves], separators=(",", ":")).encode()
+        return json.dumps([self.tags, self.leaves], separators=(",", ":"))
 
     @cached_property
     def ops(self) -> list[Op]:
@@ -98,7 +90,7 @@ _structures: EmptiedCache[Hashable, Structure] = EmptiedCache(max_entries=128, m
 
 
 def flatten(stats: Any, keep_dtypes: bool = False) -> Flat:
-    """Flatten ``stats``. Local. Raises `CannotRead` for a key, type or depth that cannot be reduced."""
+    """Flatten ``stats``. Local. Raises `InvalidLeaf` for a key, type or depth that cannot be reduced."""
     if type(stats) is dict:
         recent = _recent.get((len(stats), keep_dtypes))
         if recent is not None and [*stats] == recent.keys:
@@ -247,16 +239,16 @@ def _visit(value: Any, path: Path, values: list[Any], leaves: list[LeafKey], tag
         return
     kind, items = described
     if id(value) in above:
-        raise CannotRead(path, "the structure contains itself")
+        raise InvalidLeaf(path, "the structure contains itself")
     if len(path) >= MAX_DEPTH:
-        raise CannotRead(path[:8], f"nested more than {MAX_DEPTH} deep below this path")
+        raise InvalidLeaf(path[:8], f"nested more than {MAX_DEPTH} deep below this path")
     above.add(id(value))
     count, tag = len(leaves), len(tags)
     steps: set[Step] = set()
     for key, child in items:
         step = Index(key) if kind != DICT else _checked_key(key, path)
         if step in steps:
-            raise CannotRead((*path, step), "two keys of this dict are equal once they are plain str or int")
+            raise InvalidLeaf((*path, step), "two keys of this dict are equal once they are plain str or int")
         steps.add(step)
         _visit(child, (*path, step), values, leaves, tags, above)
     above.discard(id(value))
@@ -265,12 +257,12 @@ def _visit(value: Any, path: Path, values: list[Any], leaves: list[LeafKey], tag
 
 
 def _checked_op(value: Any, path: Path) -> str:
-    """Return the name of the leaf's op. Raises `CannotRead` for a type that is no leaf."""
+    """Return the name of the leaf's op. Raises `InvalidLeaf` for a type that is no leaf."""
     inner = value.value if isinstance(value, Marker) else value
     if inner is None:
         return NONE.name
     if not isinstance(inner, torch.Tensor) and not hasattr(inner, "__float__") and not is_numpy(inner):
-        raise CannotRead(
+        raise InvalidLeaf(
             path,
             f"{_type_name(inner)} is not a leaf; a leaf is a real number, a tensor, None, or one of the markers "
             "Mean, Sum, Min, Max, Any, All",
@@ -292,10 +284,10 @@ def _checked_key(key: Any, path: Path) -> Step:
     if isinstance(key, int):
         number = int(key)
         if number.bit_length() > _MAX_KEY_BITS:  # Python itself refuses to print integers of some thousand digits
-            raise CannotRead(path, f"an int key of {number.bit_length()} bits; at most {_MAX_KEY_BITS} are allowed")
+            raise InvalidLeaf(path, f"an int key of {number.bit_length()} bits; at most {_MAX_KEY_BITS} are allowed")
         return number
     shown = repr(key)[:60]
-    raise CannotRead((*path, shown), f"the key {shown} is of type {_type_name(key)}; a key is a str or an int")
+    raise InvalidLeaf((*path, shown), f"the key {shown} is of type {_type_name(key)}; a key is a str or an int")
 
 
 def _type_name(value: Any) -> str:
@@ -330,51 +322,46 @@ def _reading(values: list[Any]) -> Reading:
 # -- what other ranks sent --------------------------------------------------------------------------------------------
 
 _MAX_POSITION = 1 << 24  # a result holds a list as long as the last position
+_Pairs = list[tuple[list[str | int], str]]
 
 
-def decode(payload: bytes) -> Structure:
+def decode(payload: str | bytes) -> Structure:
     """Read what `Structure.encoded` of another rank wrote. Raises `ProtocolMismatch` if the bytes are not that."""
+    schema: tuple[_Pairs, _Pairs]
     try:
-        return _decode(parse_json(payload))
+        schema = msgspec.convert(parse_json(payload), tuple[_Pairs, _Pairs])
     except ValueError as error:
-        refuse(str(error)[:200])
-
-
-def _decode(node: Any) -> Structure:
-    if not isinstance(node, list) or [*map(type, node)] != [list, list]:
-        raise ValueError("a schema that is not one")
+        refuse(f"a schema that is not one: {str(error)[:200]}")
     kinds: dict[Path, str] = {}
     tags, leaves = list[Tag](), list[LeafKey]()
-    for path, tag in _checked_pairs(node[0], kinds):
+    for steps, tag in schema[0]:
+        path = _checked_path(steps, kinds)
         if tag in CONTAINERS and path not in kinds:
             kinds[path] = tag
         elif tag not in DTYPE_TAGS:
-            raise ValueError(f"the tag {tag[:40]!r}")
+            refuse(f"the tag {tag[:40]!r}")
         tags.append((path, tag))
-    for path, op in _checked_pairs(node[1], kinds):
+    for steps, op in schema[1]:
+        path = _checked_path(steps, kinds)
         if op not in OPS or path in kinds:
-            raise ValueError(f"a leaf of op {op[:40]!r}, which this rank does not know")
+            refuse(f"a leaf of op {op[:40]!r}, which this rank does not know")
         leaves.append((path, op))
     if len({path for path, _ in leaves}) != len(leaves):
-        raise ValueError("two leaves with one path")
+        refuse("two leaves with one path")
     return Structure(tuple(leaves), tuple(tags))
 
 
-def _checked_pairs(pairs: list[Any], kinds: Mapping[Path, str]) -> Iterator[tuple[Path, str]]:
-    """Yield each path with its tag or op; ``kinds`` has the containers that came before."""
-    for pair in pairs:
-        if not isinstance(pair, list) or [*map(type, pair)] != [list, str] or len(pair[0]) > MAX_DEPTH:
-            raise ValueError(f"an entry that is none, or a structure deeper than {MAX_DEPTH}")
-        path: Path = ()
-        for step in pair[0]:
-            path = (*path, _checked_step(step, kinds.get(path)))
-        yield path, pair[1]
-
-
-def _checked_step(step: Any, kind: str | None) -> Step:
-    if kind == DICT and type(step) in (str, int):
-        key: Step = step
-        return key
-    if kind in (LIST, TUPLE) and type(step) is int and 0 <= step < _MAX_POSITION:
-        return Index(step)
-    raise ValueError("a key or position that is none")
+def _checked_path(steps: list[str | int], kinds: Mapping[Path, str]) -> Path:
+    """Return the path of these steps; ``kinds`` has the containers that came before."""
+    if len(steps) > MAX_DEPTH:
+        refuse(f"a structure deeper than {MAX_DEPTH}")
+    path: Path = ()
+    for step in steps:
+        kind = kinds.get(path)
+        if kind in (LIST, TUPLE) and isinstance(step, int) and 0 <= step < _MAX_POSITION:
+            path = (*path, Index(step))
+        elif kind == DICT:
+            path = (*path, step)
+        else:
+            refuse("a key or position that is none")
+    return path

@@ -11,7 +11,6 @@ Each rank runs them on the same values and comes to the same end.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 from ddpstats._base.paths import Path, Step, format_path, unique_names
 from ddpstats._base.text import holders_lines
+from ddpstats._ranks.exchange import fingerprint
 from ddpstats._reduction.flatten import CONTAINERS, DICT, DTYPE_TAGS, LIST, LeafKey, Structure, Tag
 from ddpstats._reduction.ops import NONE, OPS
 from ddpstats.errors import SchemaConflict
@@ -56,9 +56,8 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """8 bytes that stand for the layout."""
-        text = repr((self.leaves, self.tags)).encode("utf-8", "surrogatepass")
-        return hashlib.blake2b(text, digest_size=8).digest()
+        """The bytes that stand for the layout."""
+        return fingerprint(repr((self.leaves, self.tags)).encode("utf-8", "surrogatepass"))
 
     @cached_property
     def slot_of(self) -> dict[LeafKey, int]:
@@ -298,7 +297,8 @@ def agree(held: Held, base: Layout, group_name: str) -> Layout:
     sorts: dict[Path, str] = {}
     conflicts: list[Path] = []
     for structure, _ in held:
-        conflicts += merge_sorts(sorts, structure)
+        own = sorts_of(structure).items()
+        conflicts += [path for path, sort in own if sorts.setdefault(path, sort) != sort]
     if conflicts:
         raise _conflict_error(list(dict.fromkeys(conflicts)), held, group_name)
     leaves = dict.fromkeys(key for structure, _ in held for key in structure.leaves)
@@ -321,11 +321,6 @@ def sorts_of(holder: Structure | Layout) -> dict[Path, str]:
         if tag in CONTAINERS:
             sorts[path] = _MAPPING if tag == DICT else _SEQUENCE
     return sorts
-
-
-def merge_sorts(sorts: dict[Path, str], structure: Structure) -> list[Path]:
-    """Add what each path of ``structure`` is to ``sorts``; return the paths that differ there."""
-    return [path for path, sort in sorts_of(structure).items() if sorts.setdefault(path, sort) != sort]
 
 
 def _is_at_or_below(path: Path, paths: set[Path]) -> bool:

@@ -44,8 +44,6 @@ class Op:
     is_flag: bool = False
 
     def __post_init__(self) -> None:
-        if "/" in self.name:
-            raise ValueError(f"the op {self.name!r} has a slash in its name, which separates it from a dtype")
         OPS[self.name] = self
 
     def __reduce__(self) -> tuple[typing.Any, ...]:

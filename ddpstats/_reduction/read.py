@@ -25,8 +25,8 @@ import torch
 from ddpstats._base.caches import EmptiedCache
 from ddpstats._base.device import HostCopy, accelerator_in_use, is_capturing
 from ddpstats._base.lazy import is_fake
-from ddpstats._ranks.exchange import Failure
-from ddpstats._reduction.flatten import INTERCHANGEABLE, NUMBERS, CannotRead, Flat, Structure, flatten, is_numpy
+from ddpstats._ranks.exchange import Failure, InvalidLeaf, failure_of
+from ddpstats._reduction.flatten import INTERCHANGEABLE, NUMBERS, Flat, Structure, flatten, is_numpy
 from ddpstats._reduction.ops import NONE, OPS, Marker, Mean, Op, identity
 from ddpstats.errors import ConfigError
 
@@ -84,11 +84,6 @@ def prepare(
     return part
 
 
-def failure_of(error: Exception, what: str) -> Failure:
-    """Return what other ranks are to know of an error. ``what``: what failed, where the error names no leaf."""
-    return error.failure if isinstance(error, CannotRead) else Failure("", f"{what}: {type(error).__name__}: {error}")
-
-
 def _part_of(flat: Flat, weight: Any, per_rank: bool) -> Part:
     values, weights, total, is_finite, sums = read_row(flat, weight)
     own_values = values if per_rank else None
@@ -114,7 +109,7 @@ Row: TypeAlias = "tuple[array[float], float | array[float], float, bool, array[f
 
 
 def read_row(flat: Flat, weight: Any) -> Row:
-    """Read all leaves. Raises `CannotRead`."""
+    """Read all leaves. Raises `InvalidLeaf`."""
     total, elements = read_weight(weight)
     if elements is None and total:
         row = plan_of(flat).read(flat.leaves, total)
@@ -237,7 +232,7 @@ def _scaled(values: array[float], weights: float | array[float]) -> array[float]
 def _read_leaf(
     leaf: Any, structure: Structure, index: int, total: float, elements: list[float] | None
 ) -> tuple[float, float, float]:
-    """Return the sum, the weight, and what this rank alone would have as the result. Raises `CannotRead`."""
+    """Return the sum, the weight, and what this rank alone would have as the result. Raises `InvalidLeaf`."""
     path, op_name = structure.leaves[index]
     if op_name == NONE.name:
         return 0.0, 0.0, math.nan
@@ -250,12 +245,12 @@ def _read_leaf(
         if op.is_weighted:
             return _weigh(op, values, total, elements)
         summed = _combine(op, values)
-    except CannotRead as error:  # of the marker's own weight
-        raise CannotRead(path, f"the value is a Mean for which {error}") from None
+    except InvalidLeaf as error:  # of the marker's own weight
+        raise InvalidLeaf(path, f"the value is a Mean for which {error}") from None
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CannotRead(path, f"the value is {error}") from None
+        raise InvalidLeaf(path, f"the value is {error}") from None
     except Exception as error:  # of a foreign type's code
-        raise CannotRead(path, f"the value cannot be read: {type(error).__name__}: {error}") from None
+        raise InvalidLeaf(path, f"the value cannot be read: {type(error).__name__}: {error}") from None
     return summed, 1.0, float(op.finish(summed, 1.0))
 
 
@@ -291,17 +286,17 @@ def _combine(op: Op, value: float | list[float]) -> float:
 
 
 def read_weight(weight: Any) -> tuple[float, list[float] | None]:
-    """Return the total weight, and the elements of a 1-d weight. Raises `CannotRead` for what cannot be a weight."""
+    """Return the total weight, and the elements of a 1-d weight. Raises `InvalidLeaf` for what cannot be a weight."""
     if type(weight) is float and LIGHTEST <= weight <= HEAVIEST:
         return weight, None
     try:
         value = elements_of(weight) if type(weight) is not float else weight
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         reason = str(error).partition(";")[0]  # what follows explains leaves
-        raise CannotRead((), f"the weight is {reason}; it is a real number or a 1-d tensor") from None
+        raise InvalidLeaf((), f"the weight is {reason}; it is a real number or a 1-d tensor") from None
     elements = value if isinstance(value, list) else [value]
     if not all(element == 0 or LIGHTEST <= element <= HEAVIEST for element in elements):
-        raise CannotRead((), f"the weight is {_shorten(weight)}; {_WRONG_WEIGHT}")
+        raise InvalidLeaf((), f"the weight is {_shorten(weight)}; {_WRONG_WEIGHT}")
     return math.fsum(elements), elements if isinstance(value, list) else None
 
 
@@ -454,7 +449,7 @@ class Snapshot:
         return self._with(lambda value: on_host[value.key])
 
     def check(self) -> None:
-        """Raise `CannotRead` for what is wrong whatever the values on accelerators are: each of them reads as 1."""
+        """Raise `InvalidLeaf` for what is wrong whatever the values on accelerators are: each of them reads as 1."""
         read_row(*self._with(lambda value: _ONE.expand(value.shape)))
 
     def _with(self, replace: Callable[[_OffHost], torch.Tensor]) -> tuple[Flat, Any]:

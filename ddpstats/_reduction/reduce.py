@@ -25,14 +25,14 @@ import torch
 from ddpstats._base import marks
 from ddpstats._base.caches import EmptiedCache
 from ddpstats._base.files import parse_json
-from ddpstats._ranks.agreement import HEADER_LANES, MAX_ROUNDS, PARTIAL, WEIGHT, Agreement, Counters, Seal, Site
+from ddpstats._ranks.agreement import HEADER_LANES, PARTIAL, WEIGHT, Agreement, Counters, Seal, Site
 from ddpstats._ranks.exchange import Call, Failure, Status, are_in_step, refuse
 from ddpstats._reduction.flatten import Structure, decode
 from ddpstats._reduction.layout import NONFINITE, PRESENT, Layout, Placement, Selection, agree, place, select
 from ddpstats._reduction.ops import NONE, OPS
 from ddpstats._reduction.read import MANY, Part, as_tensor
 from ddpstats._reduction.result import Columns, Reduced, nonfinite_error
-from ddpstats.errors import InvalidStats, ProtocolMismatch
+from ddpstats.errors import InvalidStats
 
 MAX_GATHERED_BYTES = 1 << 28
 """Of all ranks' values together, with ``per_rank``: 4,096 ranks with 7,281 slots each."""
@@ -95,24 +95,19 @@ class Reduction:
 
     def perform(self, agreement: Agreement) -> Reduced:
         """Reduce. Every rank must call. Raises what all ranks raise, and `CommFailed`."""
+        agreement.counters = self._counters
         self._counters.calls += 1
-        kept = agreement.sites.get(self._call.site_key)
+        kept = agreement.sites.get(self._call.site)
         self._agreement, self._site = agreement, kept if isinstance(kept, ReductionSite) else ReductionSite()
         prepared: Part | Failure = self._source() if callable(self._source) else self._source
-        for _ in range(MAX_ROUNDS):
+        while True:  # at most twice: the layout that ranks agree on has all that they hold
             seal = self._agreement.seal(self._call, self._site)
             placement = self._write(prepared, seal)
-            if self._agreement.sum(seal, self._counters):
+            if self._agreement.sum(seal):
                 assert isinstance(prepared, Part)
                 assert placement is not None
                 return self._read(prepared, placement)
             self._renegotiate(prepared, placement)
-        group_name = self._agreement.group_name
-        raise ProtocolMismatch(
-            f"the ranks of {group_name} do not settle on a layout for name={self._call.name!r}: their stats or "
-            "their versions of ddpstats change from one moment to the next",
-            group=group_name,
-        )
 
     # -- write --------------------------------------------------------------------------------------------------------
 
@@ -170,7 +165,7 @@ class Reduction:
             if slot in extremes and placement.codes[slot] == PRESENT and is_counted:
                 own[slot] = -value if extremes[slot] == "min" else value
         tensor = torch.tensor(list(own.values()), dtype=torch.float64, device="cpu")
-        self._agreement.count(self._counters, tensor.numel() * 8)
+        self._agreement.count(tensor.numel() * 8)
         self._agreement.comm.all_reduce("max", tensor, self._agreement.left())
         largest = dict(zip(extremes, tensor.tolist(), strict=True))
         return {slot: -value if extremes[slot] == "min" else value for slot, value in largest.items()}
@@ -181,7 +176,7 @@ class Reduction:
         leaves = [index for index, value in enumerate(part.sums) if not math.isfinite(value)]
         own_slots = sorted(placement.slots[index] for index in {*leaves, *part.nonfinite})
         held = []
-        for payload, ranks in agreement.exchange(json.dumps(own_slots).encode(), self._counters):
+        for payload, ranks in agreement.exchange(json.dumps(own_slots).encode()):
             slots = parse_json(payload)
             if not isinstance(slots, list) or not all(type(slot) is int and 0 <= slot < layout.size for slot in slots):
                 refuse("slots that are none")
@@ -210,7 +205,7 @@ class Reduction:
                 values[slot], is_held[slot] = part.values[index], 1
         if not size:
             return Columns(ranks, [], [])
-        agreement.count(self._counters, size * _COLUMN_BYTES)
+        agreement.count(size * _COLUMN_BYTES)
         received = agreement.comm.all_gather(bytearray(values) + is_held, agreement.left())
         columns = [bytes(column) for column in received]
         return Columns(ranks, [array("d", c[: 8 * size]) for c in columns], [c[8 * size :] for c in columns])
@@ -233,10 +228,10 @@ class Reduction:
         """Agree on a layout. Raises what is wrong with the call, on every rank."""
         site, agreement = self._site, self._agreement
         failure = prepared if isinstance(prepared, Failure) else None
-        body = b"[[],[]]" if isinstance(prepared, Failure) else prepared.structure.encoded
+        body = "[[],[]]" if isinstance(prepared, Failure) else prepared.structure.encoded
         is_stale = placement is None and failure is None
         status = Status(self._call, site.agreed, failure, is_stale, body)
-        statuses = agreement.exchange_statuses(status, self._counters)
+        statuses = agreement.exchange_statuses(status)
         held = [(decode(status.body), ranks) for status, ranks in statuses]
         before = site.layout if are_in_step(statuses) else Layout()
         site.adopt(agree(held, before, agreement.group_name))

@@ -195,8 +195,7 @@ class StatsReducer:
     @property
     def counters(self) -> ReductionCounters:
         """The counts of this reducer so far; a frozen copy."""
-        now = self._counters
-        return ReductionCounters(now.calls, now.collectives, now.renegotiations, now.payload_bytes)
+        return ReductionCounters(**vars(self._counters))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which counts its own calls, and waits for what it started itself."""
@@ -285,7 +284,7 @@ def kept_reducer(
         return kept
     with _reducers_lock:
         made = _reducers[key] = StatsReducer(group=group, name=name, nonfinite=nonfinite, per_rank=per_rank)
-        made._call = replace(made._call, kind=kind)
+        made._call = made._call._replace(kind=kind)
         while len(_reducers) > _KEPT_REDUCERS:
             _reducers.popitem(last=False)
     return made

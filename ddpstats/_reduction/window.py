@@ -22,7 +22,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -32,9 +31,9 @@ from ddpstats._base.config import check_flag
 from ddpstats._base.device import accelerator_in_use, is_capturing, record_event, seconds_between
 from ddpstats._base.lazy import breaks_graph, compiler_probe, never_traced, refuse_without_values
 from ddpstats._base.paths import Path, format_path
-from ddpstats._ranks.exchange import Failure
-from ddpstats._reduction.flatten import LIST, NUMBERS, CannotRead, LeafKey, Structure, Tag, flatten
-from ddpstats._reduction.layout import describe, merge_sorts, sorts_of
+from ddpstats._ranks.exchange import Failure, InvalidLeaf, failure_of
+from ddpstats._reduction.flatten import LIST, NUMBERS, LeafKey, Structure, Tag, flatten
+from ddpstats._reduction.layout import describe, sorts_of
 from ddpstats._reduction.ops import NONE, OPS, Mean
 from ddpstats._reduction.read import (
     HEAVIEST,
@@ -43,7 +42,6 @@ from ddpstats._reduction.read import (
     Plan,
     Row,
     as_tensor,
-    failure_of,
     plan_of,
     read_row,
     snapshot_if_off_host,
@@ -88,8 +86,8 @@ class StatsWindow:
         timeout_sec: float | None = None,
     ) -> None:
         self._reducer = StatsReducer(group=group, name=name, nonfinite=nonfinite, timeout_sec=timeout_sec)
-        call = replace(self._reducer._call, kind="StatsWindow.flush")
-        self._reducer._call, self._per_rank_call = call, replace(call, per_rank=True)
+        call = self._reducer._call._replace(kind="StatsWindow.flush")
+        self._reducer._call = call
         self._lock = threading.Lock()
         self._content = _Content(call.skips)
 
@@ -136,15 +134,14 @@ class StatsWindow:
         except DdpstatsError:
             raise
         except Exception as error:
-            own = error.failure if isinstance(error, CannotRead) else None  # otherwise of a foreign type's code
-            failure = own or Failure("", f"{type(error).__name__}: {error}")
+            failure = failure_of(error, "they cannot be read")
             where = f" at {failure.path!r}" if failure.path else ""
             raise InvalidStats(
                 f"stats that cannot be added{where}: {failure.message}\n{_call_site()}"
                 "Nothing was added; the window goes on working.",
                 ranks=self._own_rank(),
                 path=failure.path or None,
-            ) from (None if own else error)
+            ) from (None if isinstance(error, InvalidLeaf) else error)  # otherwise of a foreign type's code
 
     @breaks_graph
     def flush(self, *, per_rank: bool = False) -> Reduced:
@@ -168,7 +165,7 @@ class StatsWindow:
         """
         check_flag("per_rank", per_rank)
         reducer = self._reducer
-        call, channel = self._per_rank_call if per_rank else reducer._call, reducer._usable_channel()
+        call, channel = reducer._call._replace(per_rank=per_rank), reducer._usable_channel()
         channel.refuse_inside()  # before there is a new content, whose tensors would be fake there
         channel.refuse_here()
         with self._exclusive():
@@ -382,7 +379,7 @@ class _Content:
         return True
 
     def add(self, stats: Any, weight: Any) -> None:
-        """Take one add. Raises `CannotRead` and `SchemaConflict`, and then nothing has changed."""
+        """Take one add. Raises `InvalidLeaf` and `SchemaConflict`, and then nothing has changed."""
         if self._pending:
             self.read_pending()
         flat = flatten(stats)
@@ -456,10 +453,11 @@ class _Content:
         """Give each leaf a slot. Raises `SchemaConflict` if the structure does not fit the earlier ones."""
         if structure in self._structures:
             return
-        conflicts = [path for path, sort in sorts_of(structure).items() if self._sorts.get(path, sort) != sort]
+        sorts = sorts_of(structure)
+        conflicts = [path for path, sort in sorts.items() if self._sorts.get(path, sort) != sort]
         if conflicts:
             raise self._conflict(structure, conflicts)
-        merge_sorts(self._sorts, structure)
+        self._sorts.update(sorts)
         for leaf in structure.leaves:
             self._slot_of.setdefault(leaf, len(self._slot_of))
         self._tags.update(dict.fromkeys(structure.tags))

@@ -446,7 +446,7 @@ def _missing_ranks(by_rank: ByRank, overdue: int | None) -> tuple[int, tuple[int
     """Return the number that was not completed and the ranks it waits for, by the first rule that names some."""
     last = max(status.count for status in by_rank.values())
     is_end = overdue is not None and last < overdue  # of the ranks, in which no collective was begun
-    reached = {rank: Answer(status.count + (is_end and status.left == LEFT)) for rank, status in by_rank.items()}
+    reached = {rank: Answer(status.count + (is_end and status.left == LEFT), ()) for rank, status in by_rank.items()}
     rules: list[tuple[int, Collection[int]]] = [(last, find_missing(by_rank, last, reached, is_over=True) or ())]
     if overdue is not None:
         behind = find_missing(by_rank, overdue, reached, is_over=True) or ()

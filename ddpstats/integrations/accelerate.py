@@ -61,8 +61,9 @@ from typing import Any
 
 import torch
 
-from ddpstats._base.paths import Index, Path, format_path
-from ddpstats._ranks.gather import CannotEncode, can_encode
+from ddpstats._base.paths import Index, Path
+from ddpstats._ranks.exchange import InvalidLeaf
+from ddpstats._ranks.gather import can_encode
 from ddpstats.errors import SchemaConflict
 from ddpstats.integrations.matching import Matching, pack, unite
 from ddpstats.integrations.patches import Patches, in_place_of
@@ -163,7 +164,7 @@ def _combined(own: Any, call: str, combine: Combine) -> Any:
 
 
 def _sendable(tree: Any, path: Path) -> Any:
-    """Return ``tree`` as plain containers of tensors on the CPU and plain numbers. Raises `CannotEncode`."""
+    """Return ``tree`` as plain containers of tensors on the CPU and plain numbers. Raises `InvalidLeaf`."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().cpu() if can_encode(tree) else tree
     if isinstance(tree, int | float):
@@ -173,8 +174,8 @@ def _sendable(tree: Any, path: Path) -> Any:
     if isinstance(tree, (list, tuple)):
         items = [_sendable(item, (*path, Index(index))) for index, item in enumerate(tree)]
         return items if isinstance(tree, list) else tuple(items)
-    raise CannotEncode(
-        format_path(path),
+    raise InvalidLeaf(
+        path,
         f"an object of type {type(tree).__name__}; leaves must be dense tensors or numbers. For other objects call "
         "accelerate.utils.gather_object([tree]), which returns a list of every rank's tree",
     )

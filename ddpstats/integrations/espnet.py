@@ -117,15 +117,15 @@ class AveragedStats(dict[Any, Any]):
         self._averages = dict(averages)
         self._leaves: dict[Step, list[LeafAverage]] = {}
         for leaf in leaves:
-            self._leaves.setdefault(leaf.path[0], []).append(leaf)
+            self._leaves.setdefault(leaf[0][0], []).append(leaf)
 
     def rows(self) -> Iterator[tuple[Any, Any, float | None]]:
         """Yield (name, value, own weight) leaf by leaf; the weight is None where the caller's holds."""
         for key, value in self.items():
             if key in self._averages and self._averages[key] is value:
-                for leaf in self._leaves.get(key, ()):
+                for _, name, tensor, entry in self._leaves.get(key, ()):
                     # espnet keeps one type of entry per key: None must get a weight where a value of that key has one.
-                    yield leaf.name, leaf.value, leaf.weight if leaf.op in ("mean", "none") else None
+                    yield name, tensor, entry.weight if entry.op in ("mean", "none") else None
             else:
                 yield key, value, None
 
@@ -134,7 +134,7 @@ def _recursive_average(obj: Any, weight: torch.Tensor, distributed: bool = False
     """Call `ddpstats.recursive_average`, with each key's own weight in a dict's result."""
     if isinstance(obj, dict) and obj.keys() >= _UASR_NEEDS:
         obj = {key: Sum(value) if key in _UASR_COUNTS else value for key, value in obj.items()}
-    averages, total, leaves = average_with_weights(obj, weight, distributed, nonfinite="skip")
+    averages, total, leaves = average_with_weights(obj, weight, distributed, "skip")
     return (AveragedStats(averages, leaves) if isinstance(averages, dict) else averages), total
 
 

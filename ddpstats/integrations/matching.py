@@ -15,7 +15,8 @@ import torch.distributed as dist
 from ddpstats._base.paths import Path, format_path
 from ddpstats._base.text import first_line, holders_lines
 from ddpstats._ranks.comm import describe_group, group_ranks, resolve_group
-from ddpstats._ranks.gather import CannotEncode, gather_trees
+from ddpstats._ranks.exchange import InvalidLeaf
+from ddpstats._ranks.gather import gather_trees
 from ddpstats.errors import SchemaConflict
 
 Key = TypeVar("Key")
@@ -101,7 +102,7 @@ def _result(name: str, result_of: Callable[[str], Any]) -> Any:
     try:
         return pack(result_of(name))
     except Exception as error:
-        raise CannotEncode(str(name), error_text(error)) from error
+        raise InvalidLeaf((str(name),), error_text(error)) from error
 
 
 def error_text(error: Exception) -> str:

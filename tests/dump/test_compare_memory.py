@@ -10,8 +10,8 @@ import pytest
 from tests import programs
 from tests.dump.hand_made import forward, tensor
 
-SIZE_BYTES = 30_000_000
-LIMIT_BYTES = 20_000_000
+SIZE_BYTES = 15_000_000
+LIMIT_BYTES = 10_000_000
 PROGRAM = """
 import re, sys
 from ddpstats.cli import main

@@ -114,7 +114,7 @@ def _wire_seeds() -> list[bytes]:
         event,
         event,
     ]
-    parts = [schema, status, tree, tree[8 : 8 + struct.unpack_from("<Q", tree)[0]]]
+    parts = [schema.encode(), status, tree, tree[8 : 8 + struct.unpack_from("<Q", tree)[0]]]
     packet = Packet(
         to_plain({"x": torch.ones(2)}), {"python": []}, Autocast("cpu", True, torch.bfloat16), torch.ones(1)
     )

@@ -187,13 +187,13 @@ LATE = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "status"), [("raises", 1), ("exits with 3", 3)])
-def test_rank_of_run_ends_with_its_own_status_after_it_gave_up(script: Any, how: str, status: int) -> None:
+@pytest.mark.parametrize(("run", "how", "status"), [(by_torchrun, "raises", 1), (on_ranks, "exits with 3", 3)])
+def test_rank_of_run_ends_with_its_own_status_after_it_gave_up(
+    script: Any, run: Callable[..., Ended], how: str, status: int
+) -> None:
     """Also where nothing but the guard's verdict keeps the process group, as without a record."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    guarded = ["-m", "ddpstats", "run", "--guard", "step", "--timeout-sec", "2", script(HEAD, LATE), how]
     began = time.monotonic()
-    done = of_torchrun(programs.run([*ranks, *guarded]))
+    done = run("-m", "ddpstats", "run", "--guard", "step", "--timeout-sec", "2", script(HEAD, LATE), how)
     assert time.monotonic() < began + 60
     assert status in done.statuses, done.stderr
 

@@ -71,6 +71,6 @@ LIGHTNING = """
 def test_metrics_that_lightning_syncs_in_another_order_are_named(script: Any, on_step: bool, mode: str) -> None:
     needs("lightning")
     path = script(f"ON_STEP, MODE = {on_step}, {mode!r}", LIGHTNING)
-    done = programs.run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", path])
+    done = programs.on_ranks(path)
     assert re.search(r"rank 0: .*'(training_step\.)?a'", done.stderr), done.stderr
     assert re.search(r"rank 1: .*'(training_step\.)?b'", done.stderr)

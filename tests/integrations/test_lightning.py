@@ -195,10 +195,10 @@ def test_batches_of_validation_cost_no_collective(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.of_ten_more_validation_batches, "install").values() == [[0, 0]] * 2
 
 
-def test_one_collective_per_point() -> None:
+def test_one_collective_per_point(two_ranks: RankPool) -> None:
     steps = {"stock": 20, "install": 1, "callback": 1}
     with_hook = {"stock": 20, "install": 2, "callback": 2}  # which might log as well
-    assert run_ranks(runs.counted, 2, timeout_sec=LIMIT_SEC).values() == [[steps, with_hook]] * 2
+    assert two_ranks.run(runs.counted, timeout_sec=LIMIT_SEC).values() == [[steps, with_hook]] * 2
 
 
 def test_a_rank_that_does_not_come_to_a_point_is_missing_on_every_rank() -> None:

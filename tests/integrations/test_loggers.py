@@ -203,5 +203,5 @@ def test_no_logger_and_no_trainer_is_imported() -> None:
 import sys, ddpstats.integrations.loggers
 print({"tensorboard", "tensorboardX", "wandb", "mlflow", "transformers", "lightning"} & set(sys.modules))
 """
-    done = programs.run(["-c", code])
+    done = programs.run(["-c", code], fresh=True)
     assert done.stdout == "set()\n", done.stderr

@@ -242,18 +242,22 @@ BROKEN, OVER = False, True
 
 # The answers of ranks 0 to 3 to the failure of collective 5, whether the deadline is over, and the missing ranks.
 ANSWERS: list[tuple[dict[int, Answer], bool, tuple[int, ...] | None]] = [
-    ({0: Answer(5), 1: Answer(5), 2: Answer(5)}, OVER, (3,)),
-    ({0: Answer(5), 1: Answer(6), 2: Answer(10)}, OVER, (3,)),  # a later one: it took part in this one
-    ({0: Answer(5), 1: Answer(4), 2: Answer(5)}, OVER, (1, 3)),
-    ({0: Answer(5), 1: Answer(5), 2: Answer(5), 3: Answer(5)}, BROKEN, ()),  # then the connection is what failed
-    ({0: Answer(5), 1: Answer(5), 2: Answer(5), 3: Answer(4)}, BROKEN, None),
+    ({0: Answer(5, ()), 1: Answer(5, ()), 2: Answer(5, ())}, OVER, (3,)),
+    ({0: Answer(5, ()), 1: Answer(6, ()), 2: Answer(10, ())}, OVER, (3,)),  # a later one: it took part in this one
+    ({0: Answer(5, ()), 1: Answer(4, ()), 2: Answer(5, ())}, OVER, (1, 3)),
+    (
+        {0: Answer(5, ()), 1: Answer(5, ()), 2: Answer(5, ()), 3: Answer(5, ())},
+        BROKEN,
+        (),
+    ),  # then the connection is what failed
+    ({0: Answer(5, ()), 1: Answer(5, ()), 2: Answer(5, ()), 3: Answer(4, ())}, BROKEN, None),
     # A connection broke: no rank of its host sees rank 3 alive.
     ({0: Answer(5, (0, 1)), 1: Answer(5, (0, 1)), 2: Answer(5, (2,))}, BROKEN, (3,)),
     # Rank 1 is late, and rank 0 sees it alive; rank 2 waits, and its host's rank 3 is gone.
     ({0: Answer(5, (0, 1)), 2: Answer(5, (2,))}, BROKEN, (3,)),
     ({0: Answer(5, (0, 1)), 2: Answer(5, (2, 3))}, BROKEN, None),
     ({0: Answer(5, (0, 1)), 2: Answer(5, (2, 3))}, OVER, (1, 3)),
-    ({0: Answer(5), 1: Answer(4), 2: Answer(5, (2, 3))}, BROKEN, None),
+    ({0: Answer(5, ()), 1: Answer(4, ()), 2: Answer(5, (2, 3))}, BROKEN, None),
     # Ranks 2 and 3 are alone on their hosts: no rank can say which of them is gone.
     ({0: Answer(5, (0, 1))}, BROKEN, (2, 3)),
 ]
@@ -422,14 +426,14 @@ def test_notes_explain_a_connection_that_broke_and_the_first_explanation_is_that
 def test_verdict_comes_at_the_deadline_and_spares_a_rank_that_waits_by_then(clock: Clock) -> None:
     store, ranks = HashStore(), (0, 1, 2)
     second = detector(store, 1, ranks)
-    clock.at(9.5, lambda: second.store.set("answer/1", Answer(5).pack()))
+    clock.at(9.5, lambda: second.store.set("answer/1", Answer(5, ()).pack()))
     assert decide(detector(store, 0, ranks), 5, 10.0).missing == (2,)
     assert 10.0 <= clock.now < 10.5
 
 
 def test_no_rank_is_missing_where_all_wait_and_a_connection_broke(clock: Clock) -> None:
     store = HashStore()
-    store.set("answer/1", Answer(5).pack())
+    store.set("answer/1", Answer(5, ()).pack())
     verdict = decide(detector(store, 0), 5, 60.0, is_broken=True)
     line = "  no rank is known to be missing; the connection between ranks failed"
     assert verdict == Verdict((), missing_text(0, "2.5", line))
@@ -473,7 +477,7 @@ def test_rank_that_serves_the_store_stays_until_the_others_have_read_the_verdict
     store.host_rank = 0
     servant, second, third = (detector(store, rank, ranks) for rank in (0, 1, 2))
     for rank in (1, 2):
-        store.set(f"answer/{rank}", Answer(1).pack())
+        store.set(f"answer/{rank}", Answer(1, ()).pack())
     with ThreadPoolExecutor(1) as threads:
         returned = threads.submit(decide, servant)
         verdicts = []

@@ -225,7 +225,7 @@ WARNING = """
 def test_filters_of_warnings_reach_the_ranks_and_their_warnings_the_summary(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nfilterwarnings = ignore:not to be")
     pytester.makepyfile(test_trainer=WARNING)
-    result = pytester.runpytest_subprocess("-p", PLUGIN)
+    result = pytester.runpytest_inprocess("-p", PLUGIN)
     result.assert_outcomes(passed=2, failed=4, warnings=4)
     result.stdout.no_fnmatch_line("*not to be heard*")
     for block in (
@@ -242,10 +242,10 @@ def test_filters_of_warnings_reach_the_ranks_and_their_warnings_the_summary(pyte
     ):
         result.stdout.fnmatch_lines(block)
     pytester.makeini("[pytest]\nfilterwarnings = error")
-    result = pytester.runpytest_subprocess("-p", PLUGIN, "-k", "test_warns")
+    result = pytester.runpytest_inprocess("-p", PLUGIN, "-k", "test_warns")
     result.stdout.fnmatch_lines("rank ? failed: *Own: old, says ?")
     on_the_line = ("-W", "error::UserWarning", "-c", os.devnull)
-    result = pytester.runpytest_subprocess("-p", PLUGIN, *on_the_line, "-k", "test_warns")
+    result = pytester.runpytest_inprocess("-p", PLUGIN, *on_the_line, "-k", "test_warns")
     result.stdout.fnmatch_lines("rank ? failed: UserWarning: not to be heard")
 
 
@@ -407,7 +407,7 @@ CONFTEST = """
 """
 
 
-@pytest.mark.parametrize("workers", [[], pytest.param(["-n", "2"], marks=pytest.mark.slow)], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [[], pytest.param(["-n", "1"], marks=pytest.mark.slow)], ids=["alone", "xdist"])
 def test_fixtures_are_set_up_on_each_rank_and_asserts_are_rewritten(
     pytester: pytest.Pytester, workers: list[str]
 ) -> None:
