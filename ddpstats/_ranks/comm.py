@@ -18,7 +18,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -194,6 +195,8 @@ def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: flo
         meeting_store, backend = store.use(connect, timeout_sec, lambda: _check_watch(watch))
     except BaseException as error:  # an interrupt too, of which the others are to know
         store.renew()  # the connection belongs to the request that was given up
+        if isinstance(error, ConfigError):  # this store cannot do what is needed
+            raise
         if isinstance(error, STORE_ERRORS):
             raise CommFailed(first_line(error)) from None
         raise
@@ -287,20 +290,53 @@ def group_store(group: dist.ProcessGroup) -> BoundedStore:
     def own_part(connected: Any) -> str:
         return f"{prefix}/{connected.add(f'{prefix}/generation/{rank}', 1)}"
 
-    return bounded_part(store_of(group), group.group_name, own_part)
+    return bounded_part(store_of(group), group.group_name, describe_group(group), own_part)
 
 
-def bounded_part(store: Any, name: str, prefix_of: Callable[[Any], str]) -> BoundedStore:
+def bounded_part(store: Any, name: str, group_words: str, prefix_of: Callable[[Any], str]) -> BoundedStore:
     """Return the keys of ``store`` below a prefix, over a separate connection.
 
     A wait in a TCPStore keeps all users of that object waiting: two groups could wait for each other.
     """
+    rank = dist.get_rank()
 
     def connect() -> Any:
         connected = own_connection(store, name)
-        return part_of(connected, prefix_of(connected))
+        with _as_config_error(group_words):
+            part = part_of(connected, prefix_of(connected))
+            _try_out(part, rank)
+        return part
 
     return BoundedStore(connect, host_rank=_host_rank())
+
+
+def _try_out(store: Any, rank: int) -> None:
+    """Use each method that is needed later, once."""
+    key = f"try/{rank}"
+    store.set(key, "1")
+    if not store.check([key]) or bytes(store.get(key)) != b"1":
+        raise NotImplementedError("a key that was set does not exist")
+    if bytes(store.compare_set(key, "1", "2")) != b"2":
+        raise NotImplementedError("compare_set does not set")
+
+
+_MISSING = re.compile(r"pure virtual|internal assert", re.IGNORECASE)
+_UNABLE = re.compile(_MISSING.pattern + r"|not (yet )?(implemented|supported)|unsupported", re.IGNORECASE)
+
+
+@contextmanager
+def _as_config_error(group_words: str) -> Iterator[None]:
+    """Raise `ConfigError` for a store that cannot do what is needed, as opposed to one that does not answer."""
+    try:
+        yield
+    except (AttributeError, NotImplementedError, TypeError, RuntimeError) as error:
+        if isinstance(error, dist.DistError) or (type(error) is RuntimeError and not _UNABLE.search(str(error))):
+            raise
+        why = "a method is missing" if _MISSING.search(str(error)) else first_line(error)
+        raise ConfigError(
+            f"the store of {group_words} cannot do what ddpstats needs (set, get, check, add, compare_set): "
+            f"{why}. Ranks need a store of theirs, such as the TCPStore that init_process_group makes."
+        ) from None
 
 
 def _host_rank() -> int | None:

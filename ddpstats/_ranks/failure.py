@@ -44,6 +44,7 @@ from ddpstats._ranks.store import (
     shared_poll,
     wait_for,
 )
+from ddpstats.errors import ConfigError
 
 _POLL_SEC = 0.05
 _LOOK_SEC = 0.5  # between two looks for processes that died during the rendezvous
@@ -485,6 +486,8 @@ class FailureDetector:
         wait_for(lambda: self.store.counted("read") >= readers, limit_sec, shared_poll(_POLL_SEC, len(self.ranks)))
 
     def _decide_without_store(self, error: BaseException) -> Verdict:
+        if isinstance(error, ConfigError):  # it never was a store for a rendezvous
+            raise error
         loss = self.members.diagnose_without_store(error, name=self.name)
         verdict = Verdict(loss.missing, loss.message([f"{self._what} was not completed:"], self._closing))
         if isinstance(error, StoreSilent):  # a rank that was stopped, and served it, reads this when it goes on

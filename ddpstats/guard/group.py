@@ -111,7 +111,7 @@ def world_store(prefix: str, limit_sec: float | None = None) -> BoundedStore:
     """
     world = dist.group.WORLD
     if world not in _connections:
-        _connections[world] = bounded_part(default_store(), "world", lambda _: "ddpstats/world")
+        _connections[world] = bounded_part(default_store(), "world", "the default group", lambda _: "ddpstats/world")
     return _connections[world].part(attempt_prefix() + prefix, limit_sec)
 
 
