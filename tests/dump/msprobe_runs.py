@@ -1,12 +1,13 @@
-"""One step, dumped by msprobe or by ddpstats, for every level and task; in one process, or on two ranks.
+"""One step, dumped by msprobe or by ddpstats, for every level and task; in one process, and on two ranks.
 
-``python -m tests.dump.msprobe_runs TOOL ROOT RANKS`` writes ``ROOT/{level}-{task}/``. msprobe has one debugger in a
-process, and its import takes seconds: each dump is made in a fork.
+``python -m tests.dump.msprobe_runs TOOL ROOT`` writes ``ROOT/TOOL-{ranks}/{level}-{task}/``. msprobe has one debugger
+in a process, and its import takes seconds: each dump is made in a fork.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import multiprocessing
 import sys
@@ -87,23 +88,22 @@ def dump_step(tool: str, root: Path, config: dict[str, Any], rank: int, ranks: i
     debugger.step()
 
 
-def main(tool: str, root: str, ranks: int) -> None:
+def main(tool: str, root: str) -> None:
     if tool == "msprobe":
         importlib.import_module("msprobe.pytorch")
     context = multiprocessing.get_context("fork")
-    for level in LEVELS:
-        for task in TASKS:
-            path = Path(root, f"{level}-{task}")
-            path.mkdir(parents=True)
-            config = {"dump_path": str(path), "level": level, "task": task, "step": [0], "rank": []}
-            forks = [context.Process(target=dump_step, args=(tool, path, config, r, ranks)) for r in range(ranks)]
-            for fork in forks:
-                fork.start()
-            for fork in forks:
-                fork.join()
-            if any(fork.exitcode for fork in forks):
-                sys.exit(f"{tool} {level} {task} failed")
+    for ranks, level, task in itertools.product((1, 2), LEVELS, TASKS):
+        path = Path(root, f"{tool}-{ranks}", f"{level}-{task}")
+        path.mkdir(parents=True)
+        config = {"dump_path": str(path), "level": level, "task": task, "step": [0], "rank": []}
+        forks = [context.Process(target=dump_step, args=(tool, path, config, r, ranks)) for r in range(ranks)]
+        for fork in forks:
+            fork.start()
+        for fork in forks:
+            fork.join()
+        if any(fork.exitcode for fork in forks):
+            sys.exit(f"{tool} {level} {task} failed on {ranks} ranks")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2])

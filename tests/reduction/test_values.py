@@ -39,6 +39,11 @@ class Hostile:
         raise RuntimeError("no number")
 
 
+def _jagged_nested_tensor() -> torch.Tensor:
+    """Make the one value that takes seconds: torch imports dynamo for it. All others are made at import."""
+    return torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)
+
+
 def _strided_nested_tensor() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls them a prototype
@@ -68,7 +73,7 @@ NO_NUMBERS: dict[str, tuple[Any, str]] = {
     "Decimal beyond": (decimal.Decimal("1e400"), "Decimal('1E+400'), which is too large for a float64"),
     "int beyond": (10**400, "too large"),
     "complex tensor": (torch.tensor(1j), "a complex tensor"),
-    "nested tensor": (torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "a nested or quantized tensor"),
+    "nested tensor": (_jagged_nested_tensor, "a nested or quantized tensor"),
     "strided nested tensor": (_strided_nested_tensor(), "a nested or quantized tensor"),
     "meta tensor": (torch.empty(1, device="meta"), "meta"),
     "two dimensions": (np.ones((2, 2)), "an array of shape (2, 2)"),
@@ -80,7 +85,10 @@ NO_NUMBERS: dict[str, tuple[Any, str]] = {
 
 
 def refusal(reducer: StatsReducer, case: str, rank: int) -> tuple[str, Any]:
-    stats = {"fine": 1.0, "deep": [0.0, {"x": NO_NUMBERS[case][0] if rank == 1 else 1.0}]}
+    value = NO_NUMBERS[case][0]
+    if value is _jagged_nested_tensor:
+        value = _jagged_nested_tensor()
+    stats = {"fine": 1.0, "deep": [0.0, {"x": value if rank == 1 else 1.0}]}
     with pytest.raises(InvalidStats) as caught:
         reducer(stats, 2.0)
     assert (caught.value.path, caught.value.ranks) == ("deep[1]/x", (1,))
