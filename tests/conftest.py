@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Import torchmetrics in the server that forks ranks: most of what importing Lightning takes, in each of them."""
+    """Import torchmetrics in the server that forks ranks: most of what a rank takes to import Lightning."""
     if any(item.get_closest_marker("library") for item in session.items):
         preload(["torchmetrics"])
 

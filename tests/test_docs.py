@@ -45,9 +45,9 @@ def test_the_commands_of_ten_minutes_print_what_the_page_shows(tmp_path: Path) -
     for program, (command, output), text in zip((BROKEN, BROKEN, REPAIRED), shown, ("", error, ""), strict=True):
         (tmp_path / "train.py").write_text(program)
         verb, *arguments = shlex.split(command)
-        if verb == "torchrun":  # its ranks without it, which imports torch once more in each of them
+        if verb == "torchrun":
             assert arguments == ["--nproc-per-node", "2", "train.py"]
-            done = programs.on_ranks(str(tmp_path / "train.py"))
+            done = programs.by_torchrun(str(tmp_path / "train.py"))
         else:
             done = programs.of_torchrun(programs.run(["-m", verb, *arguments], timeout=LIMIT_SEC, cwd=tmp_path))
         assert any(done.statuses) is bool(text), done.stdout + done.stderr

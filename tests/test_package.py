@@ -37,6 +37,18 @@ def test_pure_modules_do_not_import_torch() -> None:
     assert run("import sys, ddpstats._reduction.reducer; print('torch' in sys.modules)") == "True", "this can fail"
 
 
+def test_no_public_name_imports_a_library_that_an_integration_patches() -> None:
+    """The ranks of other tests are forked from a process that has imported one."""
+    code = """
+import sys, ddpstats
+for name in ddpstats.__all__:
+    getattr(ddpstats, name)
+ddpstats.reduce_stats({"loss": 1.0})
+print({"torchmetrics", "torcheval", "lightning", "accelerate", "transformers", "espnet"} & set(sys.modules))
+"""
+    assert run(code) == "set()"
+
+
 def test_every_public_name_exists_and_is_documented() -> None:
     documents = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     for name in ddpstats.__all__:

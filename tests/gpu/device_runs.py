@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,21 +225,23 @@ def judged(device: str, dirpath: str, together: bool) -> Any:
     return are_ok, waits[1:]  # the first step agrees on settings, and sets up what the device needs
 
 
-def trained_under_everything(device: str, name: str, dirpath: str) -> dict[str, list[str]]:
-    """Return how a program differs that trains under all of ddpstats, for each way to watch it."""
+def trained_under_everything(
+    device: str, name: str, steps: int, dirpath: str, disturb: Callable[..., None] | None = None
+) -> interference.Comparison:
+    """Compare a program that trains with all of ddpstats switched on with the plain program."""
     interference.set_backend("eager")
     torch.set_default_device(device)
     try:
-        return interference.compared(name, 5, dirpath).differences
+        return interference.compared(name, steps, dirpath, disturb)
     finally:
         torch.set_default_device(None)
 
 
 def wrong_products(device: str, dtype: torch.dtype, precision: str) -> tuple[list[str], int]:
     """Multiply random matrices; return the right products that are called wrong, and how many of 60 flips are found."""
-    torch.set_float32_matmul_precision(precision)
     draw = random.Random(0)
-    accused, found = [], 0
+    accused, caught = [], 0
+    torch.set_float32_matmul_precision(precision)
     for seed in range(60):
         m, k, n = (draw.choice([1, 3, 8, 17, 64, 96, 257, 1024]) for _ in range(3))
         generator = torch.Generator().manual_seed(seed)
@@ -250,9 +252,9 @@ def wrong_products(device: str, dtype: torch.dtype, precision: str) -> tuple[lis
         accused += [f"seed {seed}: {fault}" for fault in products.faults_of(product)]
         largest = int(product.result.abs().argmax())
         products.flip(product.result, largest, 8 * dtype.itemsize - 1)
-        found += len(products.faults_of(product)) == 1
+        caught += len(products.faults_of(product)) == 1
     torch.set_float32_matmul_precision("highest")
-    return accused, found
+    return accused, caught
 
 
 def bundle_of_a_nan(device: str, dtype: torch.dtype, dirpath: str) -> str:

@@ -1,6 +1,6 @@
 """Statistics, collectives and models on an accelerator are handled as on the CPU, and no step waits for the device.
 
-Each body runs on the CPU as well, so that what it expects is known to be right before an accelerator runs it.
+What says something on a CPU runs there as well, so that it is known to be right before an accelerator runs it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from ddpstats.testing import BitFlip
 from tests.gpu import accelerator, device_runs as runs
 from tests.gpu.conftest import Ranks
 from tests.guard.tiers import tiers
+from tests.interference.runs import WAYS, draws_from_torch
+from tests.interference.test_interference import STEPS, assert_it_did_something
 from tests.programs import run as program
 from tests.reduction import reduce_pairs
 
@@ -71,10 +73,18 @@ def test_random_reductions_are_exact(ranks: Ranks, device: str) -> None:
 def test_training_and_random_numbers_are_the_same_under_everything(
     ranks: Ranks, gpu: str, tmp_path: Path, name: str
 ) -> None:
-    arguments = gpu, runs.trained_under_everything, gpu, name, str(tmp_path)
-    for differences in ranks.of(gpu, 2).run(accelerator.run_joined, *arguments, timeout_sec=240).values():
-        assert len(differences) == 2
-        assert not any(differences.values()), differences
+    arguments = gpu, runs.trained_under_everything, gpu, name, STEPS, str(tmp_path)
+    for comparison in ranks.of(gpu, 2).run(accelerator.run_joined, *arguments, timeout_sec=240).values():
+        assert comparison.differences == {way: [] for way in WAYS}
+        for did in comparison.did.values():
+            assert_it_did_something(name, did)
+
+
+def test_watcher_that_draws_on_the_device_is_seen(ranks: Ranks, gpu: str, tmp_path: Path) -> None:
+    arguments = gpu, runs.trained_under_everything, gpu, "DDP", 1, str(tmp_path), draws_from_torch
+    for comparison in ranks.of(gpu, 2).run(accelerator.run_joined, *arguments, timeout_sec=240).values():
+        for differences in comparison.differences.values():
+            assert any("random streams after" in text for text in differences), differences
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
@@ -82,20 +92,18 @@ def test_training_and_random_numbers_are_the_same_under_everything(
 def test_right_products_are_not_accused_and_flipped_signs_are_found(
     on_rank: Run, device: str, dtype: torch.dtype, precision: str
 ) -> None:
-    accused, found = on_rank(runs.wrong_products, device, dtype, precision)
+    accused, caught = on_rank(runs.wrong_products, device, dtype, precision)
     assert accused == []
-    assert found == 60
+    assert caught == 60
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_bundle_is_replayed_on_its_device_and_on_the_cpu(
-    on_rank: Run, gpu: str, tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_a_bundle_is_replayed(on_rank: Run, gpu: str, tmp_path: Path, dtype: torch.dtype) -> None:
     bundle = on_rank(runs.bundle_of_a_nan, gpu, dtype, str(tmp_path))
     names = ["--model", "tests.training:make_model", "--step", "tests.training:loss_of"]
-    devices = [gpu, "cpu"] if gpu != "refdev" else ["cpu"]  # where torch has not loaded the plugin by itself
-    for place in devices:
-        done = program([*("-m", "ddpstats", "replay", bundle), *names, "--device", place])
+    # The command knows no device that a program registers by itself.
+    for replayed_on in ["cpu"] if gpu == "refdev" else [gpu, "cpu"]:
+        done = program([*("-m", "ddpstats", "replay", bundle), *names, "--device", replayed_on])
         assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -181,7 +181,8 @@ def _surroundings(program: Program) -> tuple[Any, ...]:
 
 def _is_known(thread: threading.Thread) -> bool:
     """Return whether the thread is ours for good, or autograd's of a device, which Python names when a hook asks."""
-    return thread.name.startswith("ddpstats") or isinstance(thread, threading._DummyThread)
+    is_of_device = isinstance(thread, threading._DummyThread) and torch.get_default_device().type != "cpu"
+    return is_of_device or thread.name.startswith("ddpstats")
 
 
 def hooks_of(module: nn.Module) -> int:

@@ -407,7 +407,7 @@ CONFTEST = """
 """
 
 
-@pytest.mark.parametrize("workers", [[], pytest.param(["-n", "1"], marks=pytest.mark.slow)], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [[], pytest.param(["-n", "2"], marks=pytest.mark.slow)], ids=["alone", "xdist"])
 def test_fixtures_are_set_up_on_each_rank_and_asserts_are_rewritten(
     pytester: pytest.Pytester, workers: list[str]
 ) -> None:
