@@ -112,7 +112,7 @@ def encode_status(status: Status) -> bytes:
     failure = status.failure
     if failure is not None:
         failure = replace(failure, message=failure.message[:_MAX_ERROR_CHARS])
-    head = msgspec.to_builtins(status._replace(failure=failure, body=""))
+    head = msgspec.to_builtins(status._replace(failure=failure, body=""), enc_hook=str.__str__)  # of subclasses of str
     return f"{json.dumps(head)}\n{status.body}".encode()
 
 

@@ -32,10 +32,13 @@ from ddpstats._reduction.layout import NONFINITE, PRESENT, Layout, Placement, Se
 from ddpstats._reduction.ops import NONE, OPS
 from ddpstats._reduction.read import MANY, Part, as_tensor
 from ddpstats._reduction.result import Columns, Reduced, nonfinite_error
-from ddpstats.errors import InvalidStats
+from ddpstats.errors import InvalidStats, ProtocolMismatch
 
 MAX_GATHERED_BYTES = 1 << 28
 """Of all ranks' values together, with ``per_rank``: 4,096 ranks with 7,281 slots each."""
+
+_MAX_ROUNDS = 4
+"""How often a call is tried again after ranks have agreed on another layout."""
 
 _COLUMN_BYTES = 9  # a float64, and whether there is one
 
@@ -100,7 +103,7 @@ class Reduction:
         kept = agreement.sites.get(self._call.site)
         self._agreement, self._site = agreement, kept if isinstance(kept, ReductionSite) else ReductionSite()
         prepared: Part | Failure = self._source() if callable(self._source) else self._source
-        while True:  # at most twice: the layout that ranks agree on has all that they hold
+        for _ in range(_MAX_ROUNDS):
             seal = self._agreement.seal(self._call, self._site)
             placement = self._write(prepared, seal)
             if self._agreement.sum(seal):
@@ -108,6 +111,12 @@ class Reduction:
                 assert placement is not None
                 return self._read(prepared, placement)
             self._renegotiate(prepared, placement)
+        group_name = self._agreement.group_name
+        raise ProtocolMismatch(
+            f"the ranks of {group_name} do not settle on a layout for name={self._call.name!r}: a key has surrogates "
+            "that JSON joins, or stats or versions of ddpstats change from one moment to the next",
+            group=group_name,
+        )
 
     # -- write --------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ddpstats
 from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsReducer, Sum
-from ddpstats.errors import DdpstatsError, InvalidStats, SchemaConflict
+from ddpstats.errors import DdpstatsError, InvalidStats, ProtocolMismatch, SchemaConflict
 from ddpstats.testing import RankPool, count_collectives
 from tests.reduction.shapes import Point, Scores
 
@@ -139,3 +140,40 @@ def test_the_number_of_new_keys_does_not_count(two_ranks: RankPool, count: int) 
     assert answers[0] == answers[1]
     assert answers[0][0] == 4
     assert answers[0][1] <= 2048 + 100 * count
+
+
+# -- keys and names that JSON changes ---------------------------------------------------------------------------------
+
+TWO_SURROGATES = "\ud83d" + "\ude00"
+"""Two characters, which JSON reads as one."""
+
+
+def reduces_two_surrogates(group: Any = None) -> tuple[str, int, dict[str, float]]:
+    with StatsReducer(name="surrogates", group=group, timeout_sec=20) as reducer:
+        with pytest.raises(ProtocolMismatch) as caught:
+            reducer({TWO_SURROGATES: 1.0})
+        return str(caught.value), reducer.counters.collectives, reducer({"loss": 1.0}).values
+
+
+def test_a_key_that_json_changes_is_refused_at_once(two_ranks: RankPool) -> None:
+    for message, collectives, values in [reduces_two_surrogates(), *two_ranks.run(reduces_two_surrogates).values()]:
+        assert "do not settle on a layout for name='surrogates'" in message
+        assert collectives < 20
+        assert values == {"loss": 1.0}
+
+
+class Name(str):
+    """A name that computes what it prints."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        raise AssertionError("code of the user's class ran")
+
+
+def reduces_under_a_name_of_its_own_class() -> list[dict[str, float]]:
+    return [ddpstats.reduce_stats({key: 1.0}, name=Name("train")).values for key in ("a", "b")]
+
+
+def test_a_name_of_a_subclass_of_str_is_a_name(two_ranks: RankPool) -> None:
+    assert two_ranks.run(reduces_under_a_name_of_its_own_class).values() == [[{"a": 1.0}, {"b": 1.0}]] * 2
