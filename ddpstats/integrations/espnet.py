@@ -117,7 +117,8 @@ class AveragedStats(dict[Any, Any]):
         self._averages = dict(averages)
         self._leaves: dict[Step, list[LeafAverage]] = {}
         for leaf in leaves:
-            self._leaves.setdefault(leaf[0][0], []).append(leaf)
+            path, *_ = leaf
+            self._leaves.setdefault(path[0], []).append(leaf)
 
     def rows(self) -> Iterator[tuple[Any, Any, float | None]]:
         """Yield (name, value, own weight) leaf by leaf; the weight is None where the caller's holds."""
