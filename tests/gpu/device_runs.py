@@ -239,9 +239,16 @@ def trained_under_everything(
 
 def wrong_products(device: str, dtype: torch.dtype, precision: str) -> tuple[list[str], int]:
     """Multiply random matrices; return the right products that are called wrong, and how many of 60 flips are found."""
+    torch.set_float32_matmul_precision(precision)
+    try:
+        return _wrong_products(device, dtype)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def _wrong_products(device: str, dtype: torch.dtype) -> tuple[list[str], int]:
     draw = random.Random(0)
     accused, caught = [], 0
-    torch.set_float32_matmul_precision(precision)
     for seed in range(60):
         m, k, n = (draw.choice([1, 3, 8, 17, 64, 96, 257, 1024]) for _ in range(3))
         generator = torch.Generator().manual_seed(seed)
@@ -253,7 +260,6 @@ def wrong_products(device: str, dtype: torch.dtype, precision: str) -> tuple[lis
         largest = int(product.result.abs().argmax())
         products.flip(product.result, largest, 8 * dtype.itemsize - 1)
         caught += len(products.faults_of(product)) == 1
-    torch.set_float32_matmul_precision("highest")
     return accused, caught
 
 
