@@ -320,7 +320,7 @@ class _Rows:
         return torch.frombuffer(bytearray().join(rows), dtype=torch.float64).view(-1, self.width)
 
 
-class _Recent(NamedTuple):
+class _LastAdd(NamedTuple):
     """The last add, a flat dict in host memory: another one of these is recognised by its keys and types."""
 
     keys: list[str]
@@ -351,7 +351,7 @@ class _Content:
         self._sorts: dict[Path, str] = {}
         self._structures: dict[Structure, None] = {}  # those that are known to fit
         self._rows: dict[tuple[Structure, bool], _Rows] = {}
-        self._recent: _Recent | None = None
+        self._recent: _LastAdd | None = None
         self._lanes = _empty_lanes(0)
         self._pending: deque[tuple[Callable[[], bool], Callable[[], object]]] = deque()  # has it arrived; read it
         self._failure: Failure | None = None  # what only the values on a device show
@@ -390,7 +390,7 @@ class _Content:
             is_flat = type(stats) is dict and len(stats) == len(flat.leaves) and {*map(type, stats)} == {str}
             if is_flat and not rows.has_sums:
                 types = [*map(type, flat.leaves)]
-                self._recent = _Recent([*stats], types, not NUMBERS.issuperset(types), plan_of(flat), rows)
+                self._recent = _LastAdd([*stats], types, not NUMBERS.issuperset(types), plan_of(flat), rows)
         else:
             snapshot.check()
             self._learn(flat.structure)

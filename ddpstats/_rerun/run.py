@@ -37,7 +37,7 @@ from ddpstats._rerun.record import MicroBatch, PackedStep, Packet, StepRecord
 from ddpstats._rerun.state import Autocast, RandomState, as_in, put_back, set_buffers, switches
 from ddpstats.errors import BundleError, ConfigError
 
-Step = Callable[[nn.Module, Any], Any]
+StepFunction = Callable[[nn.Module, Any], Any]
 
 _running = 0
 WIDER = {"fp32": torch.float32, "fp64": torch.float64}
@@ -85,7 +85,7 @@ class Runner:
         whose: the micro-batches are, for messages.
     """
 
-    def __init__(self, module: nn.Module, step: Step, name: str, settings: RunSettings, whose: str) -> None:
+    def __init__(self, module: nn.Module, step: StepFunction, name: str, settings: RunSettings, whose: str) -> None:
         self._module, self._step, self._name, self._settings, self._whose = module, step, name, settings, whose
 
     def batch(self, packet: Packet) -> Any:
@@ -206,7 +206,7 @@ class Reruns:
         scale: of the GradScaler, now; 1.0 without.
     """
 
-    def __init__(self, record: StepRecord, step: Step, name: str, scale: Callable[[], float]) -> None:
+    def __init__(self, record: StepRecord, step: StepFunction, name: str, scale: Callable[[], float]) -> None:
         self.record, self._step, self._name, self._scale = record, step, name, scale
 
     @property

@@ -77,7 +77,7 @@ class Frame(NamedTuple):
     function: str
 
 
-class CallSite(NamedTuple):
+class OperationSite(NamedTuple):
     """The module whose forward pass was running, with its class, and the user's frames, innermost last."""
 
     module: str | None = None
@@ -86,7 +86,7 @@ class CallSite(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Origin:
+class NonfiniteOrigin:
     """The operation or the source from which a value that is not finite comes.
 
     Attributes:
@@ -112,19 +112,19 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Mark:
+class NonfiniteMark:
     """The origin of a storage's value that is not finite, and the operations between."""
 
-    origin: Origin
+    origin: NonfiniteOrigin
     passed: str | None = None
-    before: Mark | None = None
+    before: NonfiniteMark | None = None
 
 
 class _Input(NamedTuple):
     tensor: Tensor
     has_nan: bool
     has_inf: bool
-    mark: Mark | None
+    mark: NonfiniteMark | None
 
 
 class OperationTracer:
@@ -134,10 +134,10 @@ class OperationTracer:
         self.micro_batch = 0
         self._names = {id(module): name for name, module in model.named_modules()}
         self._modules: list[tuple[str, str]] = []
-        self._sites: dict[tuple[int, int], CallSite] = {}  # (backward pass that made the node, its number)
+        self._sites: dict[tuple[int, int], OperationSite] = {}  # (backward pass that made the node, its number)
         self._makers: dict[int, int] = {}  # backward pass -> the backward pass in which its nodes were made
         self._maker = graph_task()
-        self._marks: dict[int, tuple[StorageWeakRef, Mark]] = {}
+        self._marks: dict[int, tuple[StorageWeakRef, NonfiniteMark]] = {}
         self._operations = 0
 
     @contextmanager
@@ -149,7 +149,7 @@ class OperationTracer:
             register_module_forward_hook(self._leave, always_call=True),
         ]
         try:
-            with _Mode(self):
+            with _TracerMode(self):
                 yield
         finally:
             for handle in handles:
@@ -162,10 +162,12 @@ class OperationTracer:
             has_positive = bool((tensor.detach() == math.inf).any())
             kind = PUT if may_be_mask(has_nan=has_nan, has_positive_infinity=has_positive) else SOURCE
             outputs = [tensor_stats(tensor)]
-            origin = Origin(kind, self._operations, what, self.micro_batch, None, *CallSite(), [], outputs)
-            self._set(tensor, Mark(origin))
+            origin = NonfiniteOrigin(
+                kind, self._operations, what, self.micro_batch, None, *OperationSite(), [], outputs
+            )
+            self._set(tensor, NonfiniteMark(origin))
 
-    def mark_of(self, tensor: Tensor) -> Mark | None:
+    def mark_of(self, tensor: Tensor) -> NonfiniteMark | None:
         """Return None for a tensor that is finite, or that no operation under `watching` made."""
         return self._input(tensor).mark
 
@@ -194,13 +196,13 @@ class OperationTracer:
             elif mark is None or (born_here and mark.origin.kind == PUT):
                 kind, shown = _kind(func, args, kwargs, inputs, born_here), _shown(args, kwargs, before)
                 stats = [tensor_stats(output)]
-                origin = Origin(kind, self._operations, str(func), self.micro_batch, node, *site, shown, stats)
-                self._set(output, Mark(origin))
+                origin = NonfiniteOrigin(kind, self._operations, str(func), self.micro_batch, node, *site, shown, stats)
+                self._set(output, NonfiniteMark(origin))
             elif not _is_view_of_input(inputs, output):
-                self._set(output, Mark(mark.origin, str(func), mark))
+                self._set(output, NonfiniteMark(mark.origin, str(func), mark))
         return result
 
-    def _set(self, tensor: Tensor, mark: Mark) -> None:
+    def _set(self, tensor: Tensor, mark: NonfiniteMark) -> None:
         storage = tensor.untyped_storage()
         old = self._marks.get(storage_id(storage))
         # A part of a storage was written: the rest's origin counts, unless that was put there on purpose
@@ -214,13 +216,13 @@ class OperationTracer:
 
     # -- call sites ---------------------------------------------------------------------------------------------------
 
-    def _call_site(self) -> tuple[CallSite, str | None]:
+    def _call_site(self) -> tuple[OperationSite, str | None]:
         node, task = current_node(), graph_task()
         if node is not None and not self._is_run_again(node):
             maker = self._makers.setdefault(task, self._maker)
-            return self._sites.get((maker, node_number(node)), CallSite()), str(node.name())
+            return self._sites.get((maker, node_number(node)), OperationSite()), str(node.name())
         module, module_class = self._modules[-1] if self._modules else (None, None)
-        site = CallSite(module, module_class, _frames())
+        site = OperationSite(module, module_class, _frames())
         self._maker = task
         # an operation that has a node runs with the number after the node's
         self._sites.setdefault((task, next_node_number() - 1), site)
@@ -239,7 +241,7 @@ class OperationTracer:
             self._modules.pop()
 
 
-class _Mode(DispatchMode):  # type: ignore[misc]
+class _TracerMode(DispatchMode):  # type: ignore[misc]
     def __init__(self, tracer: OperationTracer) -> None:
         super().__init__()
         self._tracer = tracer
@@ -254,7 +256,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def _strongest(inputs: list[_Input], nan_wanted: bool) -> Mark | None:
+def _strongest(inputs: list[_Input], nan_wanted: bool) -> NonfiniteMark | None:
     """Return the mark that an output inherits: of an input with a NaN where it has one; put on purpose comes last."""
     bad = [(tensor, tensor.mark) for tensor in inputs if tensor.mark is not None]
     with_nan = [pair for pair in bad if pair[0].has_nan]
@@ -384,7 +386,7 @@ class Search:
     def __init__(self, replay: Replay) -> None:
         self._replay, self._tracer = replay, OperationTracer(replay.model)
         self.symptom: str | None = None
-        self.mark: Mark | None = None
+        self.mark: NonfiniteMark | None = None
 
     @contextmanager
     def watching(self, index: int, batch: Any) -> Iterator[None]:
@@ -415,7 +417,7 @@ class Search:
             self.symptom, self.mark = f"the gradient of {first}{more}, micro-batch {index}", marks.get(first)
 
 
-def _origin_json(origin: Origin) -> dict[str, Any]:
+def _origin_json(origin: NonfiniteOrigin) -> dict[str, Any]:
     return asdict(origin) | {
         "direction": "forward" if origin.autograd_node is None else "backward",
         "frames": [
@@ -424,10 +426,10 @@ def _origin_json(origin: Origin) -> dict[str, Any]:
     }
 
 
-def _path(mark: Mark) -> list[str]:
+def _path(mark: NonfiniteMark) -> list[str]:
     """Return the operations that the value passed: repetitions are counted, and the middle is left out."""
     names = []
-    step: Mark | None = mark
+    step: NonfiniteMark | None = mark
     while step is not None and step.passed is not None:
         names.append(step.passed)
         step = step.before

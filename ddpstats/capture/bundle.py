@@ -50,8 +50,8 @@ from ddpstats.capture.manifest import (
     BUNDLE_NAME,
     MANIFEST,
     Manifest,
-    Rank,
-    Step,
+    RankNumber,
+    StepNumber,
     Written,
     bundle_name,
     bundles_in,
@@ -100,9 +100,9 @@ class CapturedMicroBatch(Packet):
 class RankPart:
     """One rank's step. ``rank`` is its global number, ``world_size`` the number of ranks in the group."""
 
-    rank: Rank
+    rank: RankNumber
     world_size: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
-    step: Step
+    step: StepNumber
     device: str
     micro_batches: tuple[CapturedMicroBatch, ...]
     buffers: dict[str, Tensor]

@@ -48,8 +48,8 @@ _MAX_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 _MAX_SAME_NAMES = 1000
 
-Rank = Annotated[int, msgspec.Meta(ge=0, lt=1_000_000)]
-Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
+RankNumber = Annotated[int, msgspec.Meta(ge=0, lt=1_000_000)]
+StepNumber = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
 
 
 # -- the manifest -----------------------------------------------------------------------------------------------------
@@ -78,18 +78,18 @@ class Manifest:
     """
 
     reason: Literal["nonfinite", "overflow", "scaler_skips", "exception"]
-    step: Step
+    step: StepNumber
     created_utc: str
-    ranks: tuple[Rank, ...]
+    ranks: tuple[RankNumber, ...]
     complete: bool
-    culprit_ranks: tuple[Rank, ...]
+    culprit_ranks: tuple[RankNumber, ...]
     message: str
     files: dict[str, Written]
-    ranks_present: tuple[Rank, ...]
-    model_files: dict[Rank, str]
+    ranks_present: tuple[RankNumber, ...]
+    model_files: dict[RankNumber, str]
     versions: dict[str, str]
-    parameters: dict[Rank, list[str]] = field(default_factory=dict)
-    missing: dict[Rank, str] = field(default_factory=dict)
+    parameters: dict[RankNumber, list[str]] = field(default_factory=dict)
+    missing: dict[RankNumber, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     format: Literal["ddpstats-capture"] = "ddpstats-capture"
     version: int = VERSION

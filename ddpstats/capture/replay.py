@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ddpstats._observe.operators import Collective
-    from ddpstats._rerun.run import RunSettings, Step
+    from ddpstats._rerun.run import RunSettings, StepFunction
     from ddpstats.capture.bisect import Search
     from ddpstats.capture.bundle import Bundle, CapturedMicroBatch, RankPart
 
@@ -307,7 +307,7 @@ class Replay:
     def __init__(
         self,
         model: nn.Module,
-        step: Step,
+        step: StepFunction,
         part: RankPart,
         parameters: dict[str, Tensor],
         settings: RunSettings,

@@ -31,7 +31,7 @@ from ddpstats._rerun.run import Rerun, Reruns
 from ddpstats._rerun.state import place_text
 
 Policy = Literal["stop", "skip", "continue"]
-Kind = Literal["ok", "nonfinite", "overflow", "scaler_skip", "scaler_skips"]
+VerdictKind = Literal["ok", "nonfinite", "overflow", "scaler_skip", "scaler_skips"]
 
 _SHOWN_NAMES = 4
 _RTOL = 1e-3  # atomic additions on a GPU come in another order each time
@@ -57,7 +57,7 @@ class CaptureVerdict:
     """
 
     step: int
-    kind: Kind = "ok"
+    kind: VerdictKind = "ok"
     culprit_ranks: tuple[int, ...] = ()
     parameters: tuple[str, ...] = ()
     by_rank: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -170,7 +170,7 @@ def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int
     if scale is None and not by_rank:
         return _without_culprit(first.step, reports, parameters)
     lines = [f"step {first.step}: the gradients of {ranks_text(by_rank)} are not finite, before any reduction:"]
-    kind: Kind = "nonfinite"
+    kind: VerdictKind = "nonfinite"
     if scale is not None:  # under a GradScaler gradients overflow now and then by design
         text = f"step {first.step}: gradients are not finite at scale {scale:g}, and GradScaler skips the step"
         if scaler_skips < max_scaler_skips:
@@ -222,7 +222,7 @@ def _without_inherited(reports: Mapping[int, Report]) -> Mapping[int, Report]:
 
 
 def _without_culprit(step: int, reports: Mapping[int, Report], parameters: tuple[str, ...]) -> CaptureVerdict:
-    kind: Kind = "nonfinite"
+    kind: VerdictKind = "nonfinite"
     holders = [rank for rank, report in reports.items() if report.bad or report.reduced]
     where = f"on {ranks_text(holders)}: {shorten(parameters, _SHOWN_NAMES)}."
     head = f"step {step}: gradients are not finite {where}"

@@ -153,11 +153,11 @@ def _samples_left(gradient_state: Any) -> int | None:
 
 # -- every rank's tree, combined --------------------------------------------------------------------------------------
 
-Combine = Callable[[list[Any]], Any]
+CombineLeaves = Callable[[list[Any]], Any]
 """Makes one leaf of the ranks' leaves (tensors on the CPU, numbers); None where their shapes do not fit."""
 
 
-def _combined(own: Any, call: str, combine: Combine) -> Any:
+def _combined(own: Any, call: str, combine: CombineLeaves) -> Any:
     matching = Matching(call, None, "Give each key one structure and fitting shapes on all ranks, or use other keys.")
     trees = matching.gather(lambda: _sendable(own, ()))
     return _like(own, _united(matching, trees, (), combine), _state().device)
@@ -186,7 +186,7 @@ def _sent_key(key: Any) -> str | int:
     return key if type(key) in (str, int) else f"{type(key).__name__} {key}"
 
 
-def _united(matching: Matching, trees: dict[int, Any], path: Path, combine: Combine) -> Any:
+def _united(matching: Matching, trees: dict[int, Any], path: Path, combine: CombineLeaves) -> Any:
     """Return one tree of what the ranks hold under ``path``."""
     first = next(iter(trees.values()))
     fits = len({(isinstance(tree, dict), isinstance(tree, (list, tuple))) for tree in trees.values()}) == 1

@@ -19,8 +19,8 @@ from ddpstats._ranks.exchange import InvalidLeaf
 from ddpstats._ranks.gather import gather_trees
 from ddpstats.errors import SchemaConflict
 
-Key = TypeVar("Key")
-Value = TypeVar("Value")
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
 
 
 class Kind(NamedTuple):
@@ -33,9 +33,9 @@ class Kind(NamedTuple):
         return f"{self.what}{self.detail or ''}"
 
 
-def unite(by_rank: Mapping[int, Mapping[Key, Value]]) -> dict[Key, dict[int, Value]]:
+def unite(by_rank: Mapping[int, Mapping[KeyT, ValueT]]) -> dict[KeyT, dict[int, ValueT]]:
     """Return what each rank holds under each key, in the order in which the ranks first list the keys."""
-    united: dict[Key, dict[int, Value]] = {}
+    united: dict[KeyT, dict[int, ValueT]] = {}
     for rank, items in by_rank.items():
         for key, value in items.items():
             united.setdefault(key, {})[rank] = value

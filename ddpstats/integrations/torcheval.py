@@ -58,7 +58,7 @@ _SINGLE = ""  # the one member where a bare metric is synced
 Member = tuple[str, dict[str, Any]]
 """One metric of one rank: its class, and its states by name."""
 
-Members = dict[str, dict[int, Member]]
+MembersByRank = dict[str, dict[int, Member]]
 """By name and global rank."""
 
 
@@ -140,13 +140,13 @@ def _matching(function: str, group: Any) -> Matching:
     )
 
 
-def _merged(metrics: Mapping[str, Any], matching: Matching) -> tuple[dict[str, Any], Members]:
+def _merged(metrics: Mapping[str, Any], matching: Matching) -> tuple[dict[str, Any], MembersByRank]:
     """Merge each of ``metrics`` with those of its name on the other ranks, and return every rank's too. Collective.
 
     Where merging fails, the error is in the metric's place: the other ranks may wait for this one.
     """
     by_rank = unpack(matching.gather(lambda: {name: pack(_member(metric)) for name, metric in metrics.items()}))
-    members: Members = unite(by_rank)
+    members: MembersByRank = unite(by_rank)
     doubts = _doubts(matching, members)
     merged: dict[str, Any] = {}
     for name, metric in metrics.items():
@@ -185,7 +185,7 @@ Doubt = tuple[Path, dict[int, str]]
 """Where tensors differ in a way that some metrics can merge, and each rank's words for them."""
 
 
-def _doubts(matching: Matching, members: Members) -> dict[str, Doubt]:
+def _doubts(matching: Matching, members: MembersByRank) -> dict[str, Doubt]:
     """Return the first doubt about each member that has one. Raises `SchemaConflict` where no metric could merge."""
     doubts: dict[str, Doubt] = {}
     for name, held in members.items():

@@ -67,13 +67,13 @@ _RELIED_ON = (
     "torchmetrics:utilities.distributed.gather_all_tensors",
 )
 
-Entry = dict[str, Any]
+MetricEntry = dict[str, Any]
 """What a rank sends of one metric; see `_entry`."""
 
-Members = dict[str, dict[int, dict[str, Entry]]]
+MetricsOfMembers = dict[str, dict[int, dict[str, MetricEntry]]]
 """By member, global rank, and path of a metric inside of the member (empty: the member itself)."""
 
-_gathered: dict[tuple[int, Any], dict[int, Entry]] = {}
+_gathered: dict[tuple[int, Any], dict[int, MetricEntry]] = {}
 """By the id of a metric and its group: the ranks' entries, while its collection computes."""
 
 
@@ -110,7 +110,7 @@ def _probe() -> str | None:
     if values != [2.0] or metric.compute() != 2.0:
         return f"keeps other states in a SumMetric of 2.0: {dict(zip(states, values, strict=True))}"
     collection = _library().MetricCollection({"a": metric})
-    results = _with_members(collection, {"a": metric, "b": _Answer(3.0, {})}).compute()
+    results = _with_members(collection, {"a": metric, "b": _KnownResult(3.0, {})}).compute()
     return None if results == {"a": 2.0, "b": 3.0} else f"computes {results} for members that are a = 2.0 and b = 3.0"
 
 
@@ -121,7 +121,7 @@ def _sync_dist(original: Callable[..., Any], self: Any, dist_sync_fn: Any = None
     group = _group_of(self, process_group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return  # outside of its group a metric keeps its own state
-    entries: dict[int, Entry] = {}
+    entries: dict[int, MetricEntry] = {}
     if _is_default(dist_sync_fn) and _is_shared(group):
         entries = _gathered.get((id(self), group)) or _exchange(type(self).__qualname__, lambda: _entry(self), group)
     if not entries or any(entry["by_itself"] for entry in entries.values()):
@@ -135,11 +135,11 @@ def _sync_dist(original: Callable[..., Any], self: Any, dist_sync_fn: Any = None
 
 def _compute(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
     own = dict(self.items(keep_base=True, copy_state=False))
-    matched: list[tuple[Matching, Members]] = []
-    gathered: dict[tuple[int, Any], dict[int, Entry]] = {}
+    matched: list[tuple[Matching, MetricsOfMembers]] = []
+    gathered: dict[tuple[int, Any], dict[int, MetricEntry]] = {}
     for group, matching, metrics in _by_group(self, "_to_sync", _metrics_of):
         trees = matching.gather(functools.partial(_entries, metrics, own))
-        members: Members = unite({rank: _with_states(tree) for rank, tree in trees.items()})
+        members: MetricsOfMembers = unite({rank: _with_states(tree) for rank, tree in trees.items()})
         for (name, path), entries in _fitting(matching, members).items():
             metric = metrics.get(name, {}).get(path)
             if metric is not None:
@@ -162,15 +162,15 @@ def _compute(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, An
 def _forward(original: Callable[..., dict[str, Any]], self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     own = dict(self.items(keep_base=True, copy_state=False))
     everyones: dict[str, Any] = {}
-    stepped: dict[str, _Answer] = {}
+    stepped: dict[str, _KnownResult] = {}
     for group, matching, metrics in _by_group(self, "dist_sync_on_step", lambda member: {"": member}):
         headings = {name: {"": _heading(own[name], own[name])} for name in metrics}
-        members: Members = unite(matching.gather(headings))
+        members: MetricsOfMembers = unite(matching.gather(headings))
         _fitting(matching, members)
         for name, held in members.items():
             if name in metrics:
                 result = own[name](*args, **own[name]._filter_kwargs(**kwargs))
-                stepped[name] = _Answer(result, _first(held)["naming"])
+                stepped[name] = _KnownResult(result, _first(held)["naming"])
             else:
                 _exchange(_first(held)["class"], None, group)
         everyones |= _everyones(own, matching, members, lambda name: stepped[name].compute())
@@ -189,7 +189,7 @@ def _matching(call: str, group: Any) -> Matching:
 # -- a collection in which some results are known already --------------------------------------------------------------
 
 
-class _Answer:
+class _KnownResult:
     """A member of a collection that gives a known result."""
 
     def __init__(self, result: Any, naming: Mapping[str, Any]) -> None:
@@ -206,18 +206,18 @@ class _Answer:
 
 
 def _everyones(
-    own: Mapping[str, Any], matching: Matching, members: Members, result_of: Callable[[str], Any]
+    own: Mapping[str, Any], matching: Matching, members: MetricsOfMembers, result_of: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """Return all ranks' members in one order, an `_Answer` for each that this rank lacks; nothing if no rank lacks any.
+    """Return all ranks' members in one order, with a `_KnownResult` for each that this rank lacks.
 
-    Collective if some rank lacks some member.
+    Nothing where no rank lacks any. Collective if some rank lacks some member.
     """
     device = next((member.device for member in own.values()), torch.device("cpu"))
     results = matching.share_results(members, result_of, device)
     if all(len(held) == len(matching.ranks) for held in members.values()):
         return {}
     return {
-        name: own[name] if name in own else _Answer(results[name], _first(held)["naming"])
+        name: own[name] if name in own else _KnownResult(results[name], _first(held)["naming"])
         for name, held in members.items()
     }
 
@@ -229,7 +229,7 @@ def _with_members(collection: Any, members: Mapping[str, Any]) -> Any:
     return changed
 
 
-def _first(held: Mapping[int, Mapping[str, Entry]]) -> Entry:
+def _first(held: Mapping[int, Mapping[str, MetricEntry]]) -> MetricEntry:
     return next(iter(next(iter(held.values())).values()))
 
 
@@ -299,7 +299,7 @@ _NAMING = ("prefix", "postfix", "_from_collection")
 """What a collection reads of a member to name the entries of a dict that it gives."""
 
 
-def _heading(metric: Any, member: Any) -> Entry:
+def _heading(metric: Any, member: Any) -> MetricEntry:
     return {
         "class": type(metric).__qualname__,
         "by_itself": _is_by_itself(metric),
@@ -309,7 +309,7 @@ def _heading(metric: Any, member: Any) -> Entry:
     }
 
 
-def _entry(metric: Any, member: Any = None) -> Entry:
+def _entry(metric: Any, member: Any = None) -> MetricEntry:
     """Return the heading and, where they are tensors and lists of tensors, the states with their reductions."""
     entry = _heading(metric, member)
     values = [getattr(metric, state) for state in metric._reductions]
@@ -319,9 +319,9 @@ def _entry(metric: Any, member: Any = None) -> Entry:
     return {**entry, "by_itself": False, "states": states}
 
 
-def _entries(metrics: Mapping[str, Mapping[str, Any]], members: Mapping[str, Any]) -> dict[str, dict[str, Entry]]:
+def _entries(metrics: Mapping[str, Mapping[str, Any]], members: Mapping[str, Any]) -> dict[str, dict[str, MetricEntry]]:
     """Return an entry for each metric; a compute group shares its states, which are sent once."""
-    entries: dict[str, dict[str, Entry]] = {}
+    entries: dict[str, dict[str, MetricEntry]] = {}
     sent: dict[Any, list[str]] = {}
     for name, inner in metrics.items():
         for path, metric in inner.items():
@@ -336,7 +336,7 @@ def _entries(metrics: Mapping[str, Mapping[str, Any]], members: Mapping[str, Any
     return entries
 
 
-def _with_states(entries: dict[str, dict[str, Entry]]) -> dict[str, dict[str, Entry]]:
+def _with_states(entries: dict[str, dict[str, MetricEntry]]) -> dict[str, dict[str, MetricEntry]]:
     """Return what `_entries` made, with the states that several metrics share in each of them."""
     for entry in (entry for inner in entries.values() for entry in inner.values()):
         if isinstance(entry["states"], list):
@@ -367,16 +367,16 @@ def _name(reduction: Any) -> str:
 # -- what came --------------------------------------------------------------------------------------------------------
 
 
-def _exchange(class_name: str, entry: Callable[[], Entry] | None, group: Any) -> dict[int, Entry]:
+def _exchange(class_name: str, entry: Callable[[], MetricEntry] | None, group: Any) -> dict[int, MetricEntry]:
     """Return the ranks' entries of one metric. Every rank of ``group`` must call; None where it has no such metric."""
     matching = _matching(f"torchmetrics/{class_name}", group)
     entries = {rank: {"": entry} for rank, entry in matching.gather(entry).items() if entry is not None}
     return _fitting(matching, {class_name: entries})[class_name, ""]
 
 
-def _fitting(matching: Matching, members: Members) -> dict[tuple[str, str], dict[int, Entry]]:
+def _fitting(matching: Matching, members: MetricsOfMembers) -> dict[tuple[str, str], dict[int, MetricEntry]]:
     """Return each metric's entries by member and path. Raises `SchemaConflict` where they do not fit together."""
-    fitting: dict[tuple[str, str], dict[int, Entry]] = {}
+    fitting: dict[tuple[str, str], dict[int, MetricEntry]] = {}
     for name, held in members.items():
         is_by_itself = any(entry["by_itself"] for entries in held.values() for entry in entries.values())
         suffix = ", which syncs by itself and must be on every rank" if is_by_itself else ""
@@ -393,7 +393,7 @@ def _fitting(matching: Matching, members: Members) -> dict[tuple[str, str], dict
     return fitting
 
 
-def _classes(entries: Mapping[str, Entry]) -> str:
+def _classes(entries: Mapping[str, MetricEntry]) -> str:
     return ", ".join(f"{entry['class']}{f' as {path}' if path else ''}" for path, entry in sorted(entries.items()))
 
 

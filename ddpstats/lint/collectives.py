@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 
-from ddpstats.lint.program import Function, Program, blocks_of, calls_in, dotted, exits, heads_of, last_name
+from ddpstats.lint.program import FunctionNode, Program, blocks_of, calls_in, dotted, exits, heads_of, last_name
 
 # by operation: at which position the process group is passed
 _TORCH = {
@@ -94,7 +94,7 @@ MAY_HOLD = re.compile("|".join(map(re.escape, sorted(_WORDS))).encode())
 
 
 @dataclass(frozen=True, eq=False)
-class Collective:
+class CollectiveCall:
     """``op`` is the operation, ``call`` where it is run in this function, ``via`` the function of the file that has it.
 
     ``is_grouped``: of a process group that may be not all ranks. ``agrees``: its result is the same on all ranks.
@@ -121,19 +121,19 @@ class Collectives:
         self.reducing = set[ast.Call]()
         self._has_lightning = bool(program.modules & _LIGHTNING)
         self._calls_in = cache(lambda node: tuple(calls_in(node)))
-        self._certain_of: dict[Function, tuple[str, ...]] = {}
-        self._possible_of: dict[Function, str] = {}
-        self._known: dict[ast.Call, tuple[Collective, ...]] = {}
+        self._certain_of: dict[FunctionNode, tuple[str, ...]] = {}
+        self._possible_of: dict[FunctionNode, str] = {}
+        self._known: dict[ast.Call, tuple[CollectiveCall, ...]] = {}
 
-    def of(self, call: ast.Call) -> tuple[Collective, ...]:
+    def of(self, call: ast.Call) -> tuple[CollectiveCall, ...]:
         """Return the collectives that a call runs, in order."""
         if last_name(call.func) == "backward":
-            return (Collective("backward", call, agrees=False),) if call in self.reducing else ()
+            return (CollectiveCall("backward", call, agrees=False),) if call in self.reducing else ()
         if call not in self._known:
             self._known[call] = self._through(call) or self.of_library(call)
         return self._known[call]
 
-    def among(self, nodes: Sequence[ast.AST]) -> list[Collective]:
+    def among(self, nodes: Sequence[ast.AST]) -> list[CollectiveCall]:
         """Return the collectives of all ranks in the nodes, in the order of the text."""
         calls = (call for node in nodes for call in self._calls_in(node))
         return [collective for call in calls for collective in self.of(call) if not collective.is_grouped]
@@ -156,7 +156,7 @@ class Collectives:
 
     # -- a function of the file ---------------------------------------------------------------------------------------
 
-    def _through(self, call: ast.Call) -> tuple[Collective, ...]:
+    def _through(self, call: ast.Call) -> tuple[CollectiveCall, ...]:
         function = self.program.function_called(call)
         if function is None or is_for_one_rank(function):
             return ()
@@ -165,7 +165,7 @@ class Collectives:
             ops = (op for op in self._certain(function.body) if op != "backward")
             self._certain_of[function] = tuple(islice(ops, _MOST_OPS))
         grouped = any(map(_names_group, _names_of_arguments(call)))
-        return tuple(Collective(op, call, function.name, grouped) for op in self._certain_of[function])
+        return tuple(CollectiveCall(op, call, function.name, grouped) for op in self._certain_of[function])
 
     def _certain(self, statements: Sequence[ast.stmt]) -> Iterator[str]:
         """Yield the operations that statements run whenever there is more than one rank."""
@@ -188,7 +188,7 @@ class Collectives:
 
     # -- a library's --------------------------------------------------------------------------------------------------
 
-    def of_library(self, call: ast.Call) -> tuple[Collective, ...]:
+    def of_library(self, call: ast.Call) -> tuple[CollectiveCall, ...]:
         """Return the collective that a call runs where it is one of the tables."""
         name = self.program.resolve(call.func)
         home, _, op = name.rpartition(".")
@@ -198,14 +198,14 @@ class Collectives:
             if op in ops and (home == known or home.startswith(f"{known}.")):
                 names = _names_of_arguments(call)
                 grouped = any(name in ("", "no_dist", "groups") or _names_group(name) for name in names)
-                return (Collective(op, call, "", grouped, op != "barrier"),)
+                return (CollectiveCall(op, call, "", grouped, op != "barrier"),)
         if op in _WRAPPED and _WRAPPERS.fullmatch(home) and not home.startswith("torch."):
             first = dotted(call.func).partition(".")[0]
             is_module = first in self.program.imports or first in self.program.modules  # and no communicator
             return self._of_torch(call, op) if is_module else ()
         return self._method(call)
 
-    def _of_torch(self, call: ast.Call, op: str, returns_result: bool = False) -> tuple[Collective, ...]:
+    def _of_torch(self, call: ast.Call, op: str, returns_result: bool = False) -> tuple[CollectiveCall, ...]:
         if op == "new_group" and any(keyword.arg == "use_local_synchronization" for keyword in call.keywords):
             return ()
         at = _TORCH[op]  # those that return the result have it elsewhere, behind numbers and operations
@@ -216,9 +216,9 @@ class Collectives:
         groups += [] if op.startswith("new_") else positional
         groups += [argument for argument in call.args if _names_group(last_name(getattr(argument, "func", argument)))]
         grouped = not all(ast.unparse(group) == "None" or dotted(group).endswith(".WORLD") for group in groups)
-        return (Collective(op, call, "", grouped, not _OWN_RESULTS.match(op)),)
+        return (CollectiveCall(op, call, "", grouped, not _OWN_RESULTS.match(op)),)
 
-    def _method(self, call: ast.Call) -> tuple[Collective, ...]:
+    def _method(self, call: ast.Call) -> tuple[CollectiveCall, ...]:
         op, on = "__call__", call.func  # of an object that the file has made, or a method
         if isinstance(on, ast.Attribute) and not self.program.maker(dotted(on)):
             op, on = on.attr, on.value
@@ -231,13 +231,13 @@ class Collectives:
             return tuple(replace(collective, call=call) for collective in self.of_library(whole))
         alone = not _SYNCS_OTHERWISE.isdisjoint(keywords)
         if not alone and any(op in ops and made_by.startswith(begin) for begin, ops in _METHODS_OF_MADE.items()):
-            return (Collective(made_by.rpartition(".")[2] if op == "__call__" else op, call),)
+            return (CollectiveCall(made_by.rpartition(".")[2] if op == "__call__" else op, call),)
         name = last_name(on).lstrip("_")
         named = op in _METHODS_OF_NAMED.get(name, ()) and (
             name != "strategy" or (self._has_lightning and isinstance(on, ast.Attribute))
         )
         if named or op in _METHODS or self._is_lightnings(call, op, on):
-            return (Collective(op, call, agrees=op not in ("barrier", "wait_for_everyone")),)
+            return (CollectiveCall(op, call, agrees=op not in ("barrier", "wait_for_everyone")),)
         return ()
 
     def _is_lightnings(self, call: ast.Call, op: str, on: ast.expr) -> bool:
@@ -248,7 +248,7 @@ class Collectives:
         return self._has_lightning and (gathers or (op == "save_checkpoint" and last_name(on) == "trainer"))
 
 
-def is_for_one_rank(function: Function) -> bool:
+def is_for_one_rank(function: FunctionNode) -> bool:
     """Return whether a decorator lets only one rank run the function."""
     called = (getattr(decorator, "func", decorator) for decorator in function.decorator_list)
     return any(_ONLY_ONE_RANK.fullmatch(last_name(name)) for name in called)

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from ddpstats.lint.collectives import Collective, Collectives, is_for_one_rank
+from ddpstats.lint.collectives import CollectiveCall, Collectives, is_for_one_rank
 from ddpstats.lint.origins import RANK_BRANCH, SAME, Differs, Origin, Origins, is_of_rank
-from ddpstats.lint.program import Exit, Function, blocks_of, calls_in, exits, heads_of, last_name, parts_of, text_of
+from ddpstats.lint.program import Exit, FunctionNode, blocks_of, calls_in, exits, heads_of, last_name, parts_of, text_of
 
 EARLY_EXIT = "early-exit"
 SWALLOWED_ERROR = "swallowed-error"
@@ -42,14 +42,14 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _MAKES_EVEN = re.compile(r"(?i) % |pad|drop|trunc|even|divisible|multiple|ceil")
 
 
-_Later = dict[type[ast.stmt], tuple[Collective, ...]]
+_Later = dict[type[ast.stmt], tuple[CollectiveCall, ...]]
 """The collectives that a rank misses which leaves a block, by what it leaves with.
 
 For `ast.While`, those of a turn, in a loop that only an exit ends.
 """
 
 
-def _behind(later: _Later, rest: Sequence[Collective]) -> _Later:
+def _behind(later: _Later, rest: Sequence[CollectiveCall]) -> _Later:
     return {**later, **{kind: (*rest, *later.get(kind, ())) for kind in get_args(Exit)}}
 
 
@@ -71,7 +71,7 @@ class Accusation:
 class FlowWalk:
     """The walk through one function, or through a module's own statements."""
 
-    def __init__(self, collectives: Collectives, body: Sequence[ast.stmt], function: Function | None) -> None:
+    def __init__(self, collectives: Collectives, body: Sequence[ast.stmt], function: FunctionNode | None) -> None:
         self._collectives = collectives
         self._program = collectives.program
         self._among = collectives.among
@@ -87,12 +87,12 @@ class FlowWalk:
             self._block(body, {})
 
     def _accuse(
-        self, rule: str, first: Collective, why: str, ops: tuple[str, ...] = (), is_for_rest: bool = False
+        self, rule: str, first: CollectiveCall, why: str, ops: tuple[str, ...] = (), is_for_rest: bool = False
     ) -> None:
         reason = f"{first} needs all ranks: {why}."
         self.accusations.append(Accusation(rule, first.call, reason, ops, is_for_rest))
 
-    def _report_skip(self, exit_: ast.stmt, first: Collective, why: str) -> None:
+    def _report_skip(self, exit_: ast.stmt, first: CollectiveCall, why: str) -> None:
         skipped = f"{type(exit_).__name__.lower()} skips {first.op} (line {first.call.lineno})"
         self.accusations.append(Accusation(EARLY_EXIT, exit_, f"{skipped}, which other ranks run: {why}."))
 
@@ -163,13 +163,13 @@ class FlowWalk:
                 return True
         return False
 
-    def _missed(self, later: _Later, exit_: ast.stmt) -> list[Collective]:
+    def _missed(self, later: _Later, exit_: ast.stmt) -> list[CollectiveCall]:
         """Return the collectives behind an exit, without those whose conditions exclude the exit's."""
         excluding = {(text, not holds) for text, holds in self._conditions.get(exit_, ())}
         behind = later.get(type(exit_), ())
         return [each for each in behind if excluding.isdisjoint(self._conditions.get(each.call, ()))]
 
-    def _missed_sometimes(self, later: _Later, exit_: ast.stmt) -> list[Collective]:
+    def _missed_sometimes(self, later: _Later, exit_: ast.stmt) -> list[CollectiveCall]:
         """Do as `_missed`, but a rank that begins an endless loop's turn again only comes later."""
         only_later = isinstance(exit_, ast.Continue) and later.get(ast.Continue) == later.get(ast.While)
         return [] if only_later else self._missed(later, exit_)
@@ -194,7 +194,7 @@ class FlowWalk:
         calls = list(calls_in(*side))
         if (side and isinstance(side[-1], ast.Raise)) or any(last_name(call.func) in _ENDS_THE_RUN for call in calls):
             return True
-        called: Iterator[Function] = filter(None, map(self._program.function_called, calls))
+        called: Iterator[FunctionNode] = filter(None, map(self._program.function_called, calls))
         endless = (isinstance(node, ast.While) and _is_true(node.test) for function in called for node in function.body)
         inner = (each.body for part in side for each in ast.walk(part) if isinstance(each, ast.FunctionDef))
         if any(endless) or any(map(self._among, inner)):
@@ -203,7 +203,7 @@ class FlowWalk:
         return is_of_rank(origin) and not self._among(side) and any(elsewhere)
 
     def _differ(
-        self, runs: Sequence[list[Collective]], origin: Differs, test: ast.expr, exit_: ast.stmt | None = None
+        self, runs: Sequence[list[CollectiveCall]], origin: Differs, test: ast.expr, exit_: ast.stmt | None = None
     ) -> bool:
         """Report if two sides run different collectives. ``exit_``: how one side leaves before those of the other."""
         body, orelse = ([collective.op for collective in run] for run in runs)
@@ -284,7 +284,7 @@ class FlowWalk:
             self._block(handler.body, behind)
         self._block(node.finalbody, later)
 
-    def _handler(self, node: ast.Try, handler: ast.ExceptHandler, ops: list[Collective], later: _Later) -> None:
+    def _handler(self, node: ast.Try, handler: ast.ExceptHandler, ops: list[CollectiveCall], later: _Later) -> None:
         kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
         broad = any(kind is None or last_name(kind) in _MAY_FAIL_ON_ONE for kind in kinds)
         if not broad or node.finalbody:

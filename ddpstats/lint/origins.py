@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 from ddpstats.lint.collectives import SYNCED, Collectives, is_about_world
 from ddpstats.lint.program import (
     Exit,
-    Function,
+    FunctionNode,
     blocks_of,
     calls_in,
     dotted,
@@ -106,7 +106,7 @@ _CUTS = re.compile(  # what a tensor says of itself, and what has no gradient
 )
 
 
-class Value(NamedTuple):
+class ValueOrigin(NamedTuple):
     """A variable's origin, and how models concern it.
 
     ``is_model``: DistributedDataParallel may wrap it. ``is_made``: such a model has made it.
@@ -117,7 +117,7 @@ class Value(NamedTuple):
     is_made: bool = False
 
 
-class Variables:
+class VariableOrigins:
     """The values of a function's variables, by the text of a target: "loss", "self.loss", "losses[0]".
 
     ``now`` is the number of changes until here. It may be set back, and the values are then those of that time.
@@ -126,19 +126,19 @@ class Variables:
     def __init__(self) -> None:
         self.now = 0
         self._changed: list[str] = []
-        self._values: dict[str, list[tuple[int, Value | None]]] = {}
+        self._values: dict[str, list[tuple[int, ValueOrigin | None]]] = {}
 
-    def get(self, name: str) -> Value | None:
+    def get(self, name: str) -> ValueOrigin | None:
         values = self._values.get(name, [])
         index = bisect_right(values, self.now, key=itemgetter(0))
         return values[index - 1][1] if index else None
 
-    def set(self, name: str, value: Value | None) -> None:
+    def set(self, name: str, value: ValueOrigin | None) -> None:
         self._changed.append(name)
         self.now = len(self._changed)
         self._values.setdefault(name, []).append((self.now, value))
 
-    def undo_since(self, then: int) -> dict[str, Value | None]:
+    def undo_since(self, then: int) -> dict[str, ValueOrigin | None]:
         """Give the variables that have changed the values that they had, and return those that they have now."""
         changed = {name: self.get(name) for name in self._changed[then:]}
         self.now = then
@@ -154,15 +154,15 @@ class Origins:
     which one side synchronises, only that side counts: with several ranks, it is taken.
     """
 
-    def __init__(self, collectives: Collectives, body: Sequence[ast.stmt], function: Function | None) -> None:
+    def __init__(self, collectives: Collectives, body: Sequence[ast.stmt], function: FunctionNode | None) -> None:
         self._collectives = collectives
         self._program = collectives.program
         self._body, self._function = body, function
         self._owned_by = self._program.functions[function] + function.name if function else ""
         self.text = "\n".join(map(ast.unparse, body))
         self._may_reduce = "backward" in self.text and not _MAY_NOT_REDUCE.search(self.text)
-        self._variables = Variables()
-        self._at: dict[ast.AST, int] = {}  # when `Variables.now` was at each statement
+        self._variables = VariableOrigins()
+        self._at: dict[ast.AST, int] = {}  # when `VariableOrigins.now` was at each statement
         self._values: dict[str, list[ast.expr]] = {}  # all that are assigned to a name
         self._asked = set[str]()  # flags that may be of themselves
         self._parameters = parameters_of(function) if function else {}
@@ -222,19 +222,19 @@ class Origins:
         """Set the variables of a loop; ``rank`` of ``for rank in ranks`` is not this process' rank."""
         for target in parts_of(node.target):
             if isinstance(target, (ast.Name, ast.Attribute)):
-                self._set(target, Value(SAME if _RANK.fullmatch(last_name(target)) else None))
+                self._set(target, ValueOrigin(SAME if _RANK.fullmatch(last_name(target)) else None))
 
     def _sides(self, sides: Sequence[Sequence[ast.stmt]], test: ast.expr | None = None) -> None:
         """Walk the sides. A constant that is set under a condition depends on what the condition does."""
         before = self._variables.now
         origin = self.of_condition(test) if test is not None else None
-        ends: list[tuple[bool, dict[str, Value | None]]] = []
+        ends: list[tuple[bool, dict[str, ValueOrigin | None]]] = []
         for side in sides:
             self._walk(side)
             assigned = {ast.unparse(node.targets[0]): node.value for node in side if isinstance(node, ast.Assign)}
             for name, value in assigned.items():
                 if isinstance(origin, Differs) and isinstance(value, ast.Constant):
-                    self._variables.set(name, Value(origin))
+                    self._variables.set(name, ValueOrigin(origin))
             changed = self._variables.undo_since(before)
             if not side or not isinstance(side[-1], Exit | ast.Raise):
                 synced = test is not None and any(map(self._collectives.syncs, calls_in(*side)))
@@ -242,7 +242,7 @@ class Origins:
         kept = [end for synced, end in ends if synced] or [end for _, end in ends]
         for name in {name for end in kept for name in end}:
             old = self._variables.get(name)
-            self._variables.set(name, _joined([end.get(name, old) or Value() for end in reversed(kept)]))
+            self._variables.set(name, _joined([end.get(name, old) or ValueOrigin() for end in reversed(kept)]))
 
     def _expression(self, part: ast.AST) -> None:
         """Take in what a part of an expression changes."""
@@ -265,10 +265,10 @@ class Origins:
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
-    def _known(self, target: ast.expr) -> Value:
-        return self._variables.get(ast.unparse(target)) or Value()
+    def _known(self, target: ast.expr) -> ValueOrigin:
+        return self._variables.get(ast.unparse(target)) or ValueOrigin()
 
-    def _set(self, target: ast.expr, value: Value) -> None:
+    def _set(self, target: ast.expr, value: ValueOrigin) -> None:
         self._variables.set(ast.unparse(target), value)
         if isinstance(target, ast.Subscript):
             held = self._known(target.value)._replace(is_made=value.is_made)
@@ -283,11 +283,11 @@ class Origins:
         for element in elements_of(target):
             self._set(element, known if known.origin == SAME else known._replace(origin=None))
 
-    def _value(self, target: ast.expr, value: ast.expr) -> Value:
+    def _value(self, target: ast.expr, value: ast.expr) -> ValueOrigin:
         text = ast.unparse(value)
         is_other = _RANK.fullmatch(last_name(target)) and _OTHER_RANK.search(text)
         is_model = bool(_WRAPS_MODEL.search(text)) or self._is_model(text)
-        return Value(SAME if is_other else self.of(value), is_model, self._is_made(value))
+        return ValueOrigin(SAME if is_other else self.of(value), is_model, self._is_made(value))
 
     def _is_model(self, name: str) -> bool:
         known = self._variables.get(name)
@@ -540,10 +540,10 @@ def _combined(origins: Iterable[Origin]) -> Origin:
     return differing if differing else SAME if known and all(origin == SAME for origin in known) else None
 
 
-def _joined(values: Sequence[Value]) -> Value:
+def _joined(values: Sequence[ValueOrigin]) -> ValueOrigin:
     """Return what a variable is behind ways on which it has these values."""
     origins, models, made = zip(*values, strict=True)
-    return Value(_combined(origins), any(models), all(made))
+    return ValueOrigin(_combined(origins), any(models), all(made))
 
 
 def _names_entries(node: ast.expr) -> bool:

@@ -6,7 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator, Sequence
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Exit = ast.Return | ast.Break | ast.Continue
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -21,7 +21,7 @@ class Program:
         self.tree = tree
         self.imports: dict[str, str] = {}
         self.modules = set[str]()  # the first words of what is imported: "torch", "lightning"
-        self.functions: dict[Function, str] = {}  # with the class of a method; of other functions ""
+        self.functions: dict[FunctionNode, str] = {}  # with the class of a method; of other functions ""
         self.flags: dict[str, list[ast.expr]] = {}  # "self.is_main", "MAIN": the conditions and calls assigned to it
         self.constants: dict[str, bool] = {}  # by their last word: whether the file sets a negative number, so no rank
         self.sizes = set[str]()  # what is a size by its default or in a tensor's shape: ``rank`` of a decomposition
@@ -30,7 +30,7 @@ class Program:
         self._bases: dict[str, list[str]] = {}
         for node in ast.walk(tree):
             self._collect(node)
-        self._by_name: dict[tuple[str, str], list[Function]] = {}
+        self._by_name: dict[tuple[str, str], list[FunctionNode]] = {}
         for function, owner in self.functions.items():
             self._by_name.setdefault((owner, function.name), []).append(function)
 
@@ -56,11 +56,11 @@ class Program:
         elif isinstance(node, ast.ClassDef):
             self._bases[node.name] = [dotted(base) for base in node.bases]
             self._class_around.update((inner, node.name) for inner in ast.walk(node))  # an inner class comes later
-            self.functions.update((inner, node.name) for inner in ast.walk(node) if isinstance(inner, Function))
-        elif isinstance(node, Function):
+            self.functions.update((inner, node.name) for inner in ast.walk(node) if isinstance(inner, FunctionNode))
+        elif isinstance(node, FunctionNode):
             self.functions.setdefault(node, "")
             inside = (inner for part in node.body for inner in ast.walk(part))
-            self.functions.update((inner, "") for inner in inside if isinstance(inner, Function))
+            self.functions.update((inner, "") for inner in inside if isinstance(inner, FunctionNode))
             defaults = parameters_of(node).items()
             self.sizes.update(name for name, value in defaults if value and ast.unparse(value).strip("0").isdigit())
 
@@ -79,7 +79,7 @@ class Program:
         first, dot, rest = dotted(called).partition(".")
         return self.imports.get(first, first) + dot + rest
 
-    def function_called(self, call: ast.Call) -> Function | None:
+    def function_called(self, call: ast.Call) -> FunctionNode | None:
         """Return the function of this file that a call runs, where only one has its name."""
         first, _, name = dotted(call.func).rpartition(".")
         owner = self._class_around.get(call, "")
@@ -89,19 +89,19 @@ class Program:
             functions = self._method(owner, name) if first in ("self", "cls") and owner else []
         return functions[0] if len(functions) == 1 else None
 
-    def _method(self, owner: str, name: str, seen: tuple[str, ...] = ()) -> list[Function]:
+    def _method(self, owner: str, name: str, seen: tuple[str, ...] = ()) -> list[FunctionNode]:
         functions = self._by_name.get((owner, name), [])
         for base in self._bases.get(owner, ()) if not functions and owner not in seen else ():
             functions = functions or self._method(base, name, (*seen, owner))
         return functions
 
-    def scopes(self) -> Iterator[tuple[Sequence[ast.stmt], Function | None]]:
+    def scopes(self) -> Iterator[tuple[Sequence[ast.stmt], FunctionNode | None]]:
         """Yield each body of statements that runs as a whole: the module's, and each function's."""
         yield self.tree.body, None
         for function in self.functions:
             yield function.body, function
 
-    def calls_of(self, function: Function) -> Iterator[tuple[ast.Call, Function | None]]:
+    def calls_of(self, function: FunctionNode) -> Iterator[tuple[ast.Call, FunctionNode | None]]:
         """Yield the calls of a function in this file, each with the function that it is in."""
         for body, caller in self.scopes():
             for call in calls_in(*body) if caller is not function else ():
@@ -142,7 +142,7 @@ def elements_of(target: ast.expr) -> list[ast.expr]:
     return [element.value if isinstance(element, ast.Starred) else element for element in elements]
 
 
-def parameters_of(function: Function) -> dict[str, ast.expr | None]:
+def parameters_of(function: FunctionNode) -> dict[str, ast.expr | None]:
     """Return the parameters by name, each with its default, in the order in which a call passes them."""
     signature = function.args
     positional = [*signature.posonlyargs, *signature.args]

@@ -38,22 +38,22 @@ _SHOWN_VALUES = 1000  # of one rank and path on the page; more where they are no
 _LONGEST_SEC = 1e-3
 _TEMPLATE = Path(__file__).with_name("page.html")
 
-Row = Mapping[str, Any]  # of a list of a report, or the report as `report_of` returns it
-_Calls = dict[tuple[object, ...], tuple[int, Event]]
+ReportRow = Mapping[str, Any]  # of a list of a report, or the report as `report_of` returns it
+_NumberedEvents = dict[tuple[object, ...], tuple[int, Event]]
 """A number for all events that differ in nothing but their own number and time, and one of them."""
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def as_text(report: Row) -> str:
+def as_text(report: ReportRow) -> str:
     """Return the report for people."""
     notes = [f"note: {printable([note])}" for note in report["notes"]]  # of files whose names are not ours
     lines = [*_collectives(report), *_marks(report["marks"]), *_keys(report["keys"]), *notes]
     return "\n".join(lines).lstrip("\n")
 
 
-def _collectives(report: Row) -> Iterator[str]:
+def _collectives(report: ReportRow) -> Iterator[str]:
     ranks, began = report["ranks"], report["began"]
     if ranks:
         of_run = f" of the run of {_utc(began):%Y-%m-%d %H:%M:%S} UTC" if began else ""
@@ -74,12 +74,12 @@ def _collectives(report: Row) -> Iterator[str]:
     yield from report["assumed"]
 
 
-def _state(event: Row) -> str:
+def _state(event: ReportRow) -> str:
     duration = "" if event["seconds"] is None else f", {event['seconds'] * 1e3:.6g} ms"
     return f"{event['state']}{duration}"
 
 
-def _marks(marks: Sequence[Row]) -> Iterator[str]:
+def _marks(marks: Sequence[ReportRow]) -> Iterator[str]:
     for mark in marks[:_SHOWN_MARKS]:
         step = f", step {mark['step']}" if "step" in mark else ""
         ranks = f" on {ranks_text(mark['ranks'])}" if "ranks" in mark else ""
@@ -89,7 +89,7 @@ def _marks(marks: Sequence[Row]) -> Iterator[str]:
         yield f"and {len(marks) - _SHOWN_MARKS:,} more, which --json has"
 
 
-def _keys(keys: Sequence[Row]) -> Iterator[str]:
+def _keys(keys: Sequence[ReportRow]) -> Iterator[str]:
     differing = [key for key in keys if key["missing_ranks"] or key["fewer_ranks"]]
     with_values = [key for key in keys if any(cell["series"] for cell in key["by_rank"].values())]
     heading = f"{count_of(len(keys), 'keys')}, {len(differing)} different between ranks:"
@@ -97,7 +97,7 @@ def _keys(keys: Sequence[Row]) -> Iterator[str]:
     yield from _listed("Last values by rank:", with_values, _last)
 
 
-def _listed(heading: str, keys: Sequence[Row], words_of: Callable[[Row], str]) -> Iterator[str]:
+def _listed(heading: str, keys: Sequence[ReportRow], words_of: Callable[[ReportRow], str]) -> Iterator[str]:
     if keys:
         yield f"\n{heading}"
     for key in keys[:_SHOWN_KEYS]:
@@ -108,7 +108,7 @@ def _listed(heading: str, keys: Sequence[Row], words_of: Callable[[Row], str]) -
         yield f"  and {len(keys) - _SHOWN_KEYS:,} more, which --json and --html have"
 
 
-def _last(cell: Row) -> str:
+def _last(cell: ReportRow) -> str:
     values = count_of(len(cell["series"]), "values")
     bad = f", {cell['not_finite']:,} of {values} not finite" if cell["not_finite"] else ""
     return f"{cell['series'][-1][1]:.6g}{bad}"
@@ -122,7 +122,7 @@ def _utc(seconds: float) -> datetime:
 # -- a page -----------------------------------------------------------------------------------------------------------
 
 
-def page_of(recorded: Recorded, report: Row) -> str:
+def page_of(recorded: Recorded, report: ReportRow) -> str:
     """Return HTML, which holds the text as well: for people without a script, or with a screen reader."""
     page = _TEMPLATE.read_text(encoding="utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]
@@ -133,9 +133,9 @@ def page_of(recorded: Recorded, report: Row) -> str:
     return "".join([head, escape(as_text(report)), middle, packed, tail])
 
 
-def _page_data(recorded: Recorded, report: Row) -> dict[str, Any]:
+def _page_data(recorded: Recorded, report: ReportRow) -> dict[str, Any]:
     """Return the report and the events: of each rank columns, of all that is equal but times and numbers one call."""
-    calls: _Calls = {}
+    calls: _NumberedEvents = {}
     marks = [*recorded.marks, *(mark for record in recorded.records for mark in record.marks)]
     times = [event.started for record in recorded.records for event in record.events] + [mark.time for mark in marks]
     began, ended = min(times, default=0.0), max(times, default=0.0)
@@ -149,7 +149,7 @@ def _page_data(recorded: Recorded, report: Row) -> dict[str, Any]:
     }
 
 
-def _lane(record: RankRecord, spans: Spans, began: float, calls: _Calls) -> dict[str, Any]:
+def _lane(record: RankRecord, spans: Spans, began: float, calls: _NumberedEvents) -> dict[str, Any]:
     """Return a rank's events: by how many microseconds, and by how much in number, each is above the one before it.
 
     A call that is new is added to ``calls``.
@@ -179,7 +179,7 @@ def _call(event: Event) -> dict[str, Any]:
     return {**fields, "call": call, "site": event.site, "source": event.source, "message": event.is_message}
 
 
-def _thinned_key(key: Row) -> dict[str, Any]:
+def _thinned_key(key: ReportRow) -> dict[str, Any]:
     cells = {rank: {**cell, "series": _thinned(cell["series"])} for rank, cell in key["by_rank"].items()}
     return {**key, "by_rank": cells}
 
@@ -200,7 +200,7 @@ def _thinned(series: Sequence[tuple[float, float]]) -> Sequence[tuple[float, flo
 # -- a trace ----------------------------------------------------------------------------------------------------------
 
 
-def trace_of(recorded: Recorded, report: Row) -> Iterator[str]:
+def trace_of(recorded: Recorded, report: ReportRow) -> Iterator[str]:
     """Yield the JSON text of the trace in pieces."""
     names = [("process_name", 0, "ddpstats report")]
     names += [("thread_name", record.rank, f"rank {record.rank}") for record in recorded.records]
@@ -212,7 +212,7 @@ def trace_of(recorded: Recorded, report: Row) -> Iterator[str]:
     yield "\n]}\n"
 
 
-def _trace_events(recorded: Recorded, report: Row) -> Iterator[tuple[int, float, dict[str, Any]]]:
+def _trace_events(recorded: Recorded, report: ReportRow) -> Iterator[tuple[int, float, dict[str, Any]]]:
     """Yield (rank, time, the other fields) of each event in the trace."""
     for record in recorded.records:
         spans = recorded.spans.get(record.rank, {})
@@ -238,7 +238,7 @@ def _slice(event: Event, end: float, span: Span | None) -> dict[str, Any]:
     return {"ph": "X", "dur": duration, "name": args["label"] or args["op"], "cat": args["op"], "args": args}
 
 
-def _together(recorded: Recorded, report: Row) -> Iterator[tuple[str, list[tuple[float, int]]]]:
+def _together(recorded: Recorded, report: ReportRow) -> Iterator[tuple[str, list[tuple[float, int]]]]:
     """Yield a name, and (time, rank) of each event of what several ranks did together, as far as is known."""
     members: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     for record in recorded.records:

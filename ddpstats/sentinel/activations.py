@@ -33,7 +33,7 @@ from ddpstats._rerun.run import is_rerun
 from ddpstats.errors import ConfigError
 
 Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
-Values = list[tuple[int, Tensor]]
+NumberedTensors = list[tuple[int, Tensor]]
 
 _NORM_NAME = re.compile(r"norm([123]d)?$", re.IGNORECASE)  # of torch's norm layers, and of those that models bring
 
@@ -63,8 +63,8 @@ class Checkpoints:
         self.names = list(chosen)
         self.in_float16 = False
         self._value_of = value_of
-        self._micro_batches: list[Values] = []
-        self._rerun_values: Values | None = None
+        self._micro_batches: list[NumberedTensors] = []
+        self._rerun_values: NumberedTensors | None = None
         self._is_collecting = True
         self._handles = [
             child.register_forward_hook(_CheckpointHook(self, index)) for index, child in enumerate(chosen.values())
@@ -86,7 +86,7 @@ class Checkpoints:
         if failed:
             self._micro_batches.pop()
 
-    def take(self) -> list[Values]:
+    def take(self) -> list[NumberedTensors]:
         """Return the values since the last call: a list per `begin`, of (index of the name, 0-d value), as they came.
 
         In a program that never calls `begin`, there is one list for all that came, if anything did.
@@ -95,7 +95,7 @@ class Checkpoints:
         return taken
 
     @contextlib.contextmanager
-    def redirected(self) -> Iterator[Values]:
+    def redirected(self) -> Iterator[NumberedTensors]:
         """Put values into the list that is yielded, and not into that of `take`: for a step that is run again."""
         self._rerun_values = []
         try:

@@ -54,7 +54,7 @@ from ddpstats._rerun.digest import digests
 from ddpstats._rerun.record import PackedStep, tensor_bytes
 from ddpstats._rerun.run import BatchChanged, Reruns
 from ddpstats.errors import ConfigError
-from ddpstats.sentinel.activations import Checkpoints, Values
+from ddpstats.sentinel.activations import Checkpoints, NumberedTensors
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
@@ -542,7 +542,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class ReplayJudgement:
     """A verdict on several runs of one micro-batch: which ranks are wrong.
 
     Attributes:
@@ -557,7 +557,7 @@ class Judgement:
 
 def judge(
     owner: int, runs: Sequence[Run], is_same: Callable[[Any, Any], bool], *, is_common: bool = False
-) -> Judgement:
+) -> ReplayJudgement:
     """Return who is wrong, if any rank is.
 
     Args:
@@ -577,12 +577,12 @@ def judge(
         lines.append(f"  result {letter}: {', '.join(f'rank {run.rank} {run.when}' for run in group)}")
     if is_common and len(classes) == 2 and len(classes[0]) == 1:
         lines.append("Most ranks' steps are not what comes of running them again: replay_fn is not the step any more.")
-        return Judgement((), "\n".join(lines), is_noise=True)
+        return ReplayJudgement((), "\n".join(lines), is_noise=True)
     is_alone = len({run.rank for run in runs}) == 1
     if len(agreeing) < 2 and not (is_alone and len(right) > 1):
         is_split = len(classes) == 2 and classes[0][0].rank != classes[1][0].rank
         lines.append(_SPLIT if is_split else "No two ranks agree: the step is not deterministic.")
-        return Judgement((), "\n".join(lines), is_noise=not is_split)
+        return ReplayJudgement((), "\n".join(lines), is_noise=not is_split)
     culprits = tuple(sorted({run.rank for group in classes for run in group if group is not right}))
     lines.append(f"Right by majority: {ranks_text(agreeing)}.")
     for rank in culprits:
@@ -590,7 +590,7 @@ def judge(
         if rank not in agreeing:
             often = f"is wrong each time: a lasting fault of its hardware, or {_ONLY_THERE}"
         lines.append(f"Rank {rank} {often}.")
-    return Judgement(culprits, "\n".join(lines))
+    return ReplayJudgement(culprits, "\n".join(lines))
 
 
 _ONLY_THERE = "something that only it holds outside of parameters, buffers, batch and random state"
@@ -613,7 +613,7 @@ def explain_alarm(
     rank: int,
     owner: int,
     micro_batch: int,
-    is_abnormal: Callable[[Values], bool],
+    is_abnormal: Callable[[NumberedTensors], bool],
     checkpoints: Checkpoints,
 ) -> str:
     """Return in words why rank ``owner``'s micro-batch gave a value that is not normal. Collective: two gathers.

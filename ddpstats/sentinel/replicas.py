@@ -47,10 +47,10 @@ from ddpstats._rerun.digest import digests, flattened
 from ddpstats._rerun.record import BufferCopies
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict
 
-Kind = Literal["parameter", "gradient", "buffer"]
+ReplicaKind = Literal["parameter", "gradient", "buffer"]
 
 # By cause: what was there before the backward pass comes first.
-KINDS: tuple[Kind, ...] = ("parameter", "buffer", "gradient")
+KINDS: tuple[ReplicaKind, ...] = ("parameter", "buffer", "gradient")
 
 _SOFTWARE = (
     "Look for noise added after the reduce, a learning rate or optimizer state of one rank's own, a step skipped on "
@@ -138,10 +138,10 @@ class Divergence:
         described: dtype and shape, in words.
     """
 
-    kind: Kind
+    kind: ReplicaKind
     name: str
     held: Mapping[int, object]
-    others: Sequence[tuple[Kind, str, Mapping[int, object]]] = ()
+    others: Sequence[tuple[ReplicaKind, str, Mapping[int, object]]] = ()
     structural: bool = False
     element: Element | None = None
     differing_elements: int = 0
@@ -224,13 +224,13 @@ _PLAIN_TENSOR = Tensor.__torch_dispatch__
 class TensorEntry:
     """One tensor. ``tensor`` is None where there is nothing to compare but its description."""
 
-    kind: Kind
+    kind: ReplicaKind
     name: str
     described: str
     tensor: Tensor | None = None
 
 
-def entry_of(kind: Kind, name: str, tensor: Tensor | None) -> TensorEntry:
+def entry_of(kind: ReplicaKind, name: str, tensor: Tensor | None) -> TensorEntry:
     """Describe a tensor; what is no plain one cannot be compared."""
     if tensor is None:
         return TensorEntry(kind, name, "none")

@@ -31,7 +31,7 @@ from ddpstats._observe.gradients import replicas_in, unwrapped
 from ddpstats._ranks.comm import group_ranks
 from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step, scale_of
-from ddpstats._rerun.run import Reruns, Step
+from ddpstats._rerun.run import Reruns, StepFunction
 from ddpstats._rerun.state import place_text
 from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel.activations import Checkpoints, Selector
@@ -52,7 +52,7 @@ class Options(SentinelSettings):
     checkpoints: Sequence[Selector] | None
     digest_every_steps: int
     replay_every_steps: int
-    replay_fn: Step | None
+    replay_fn: StepFunction | None
     replay_tolerance: float
     matmul_checksum: bool
     checksum_steps: int
@@ -211,7 +211,7 @@ class Sentinel(StepWatch):
         checkpoints: Sequence[Selector] | None = None,
         digest_every_steps: int = 0,
         replay_every_steps: int = 0,
-        replay_fn: Step | None = None,
+        replay_fn: StepFunction | None = None,
         replay_tolerance: float = MOST_NOISE,
         matmul_checksum: bool = False,
         checksum_steps: int = 100,

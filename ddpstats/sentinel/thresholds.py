@@ -40,7 +40,7 @@ from torch import Tensor
 
 from ddpstats._base.config import SENTINEL_MODE, SENTINEL_SIGMA_THRESH, SENTINEL_UPPER_THRESH, check_choice
 from ddpstats.errors import ConfigError
-from ddpstats.sentinel.activations import Values
+from ddpstats.sentinel.activations import NumberedTensors
 from ddpstats.sentinel.peer_replay import explain_alarm
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict, finding_of
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("ddpstats")
 
-Pair = tuple[float, float]
+ThresholdPair = tuple[float, float]
 State = tuple[Tensor, ...]
 
 NORMAL, ERROR, WARNING = 0, 1, 2
@@ -58,7 +58,7 @@ _MODES = (0, 1, 2, 3)
 _MODE_NAMES = (SENTINEL_MODE, "NPU_ASD_ENABLE")
 _UPPER_NAMES = (SENTINEL_UPPER_THRESH, "NPU_ASD_UPPER_THRESH")
 _SIGMA_NAMES = (SENTINEL_SIGMA_THRESH, "NPU_ASD_SIGMA_THRESH")
-_SIGMA: Pair = (1e5, 5e3)
+_SIGMA: ThresholdPair = (1e5, 5e3)
 _SMALLEST, _LARGEST = 3.0, 3e38  # a larger number is infinity in float32
 _PAIR = re.compile(r"\s*([+-]?\d+)\s*,\s*([+-]?\d+)\s*", re.ASCII)
 
@@ -89,16 +89,16 @@ class SentinelSettings:
 
     mode: int
     detector: str
-    upper_thresh: Pair
-    sigma_thresh: Pair
+    upper_thresh: ThresholdPair
+    sigma_thresh: ThresholdPair
     min_steps: int
 
 
 def read_settings(
     mode: int | None,
     detector: str,
-    upper_thresh: Pair | None,
-    sigma_thresh: Pair | None,
+    upper_thresh: ThresholdPair | None,
+    sigma_thresh: ThresholdPair | None,
     environ: Mapping[str, str],
 ) -> tuple[SentinelSettings, list[str]]:
     """Return the settings that count, and a warning for each variable that is not used as it is written. Local.
@@ -133,13 +133,13 @@ def read_settings(
     return SentinelSettings(mode, detector, upper, sigma, rule.min_steps), notes
 
 
-def _pair_in(text: str) -> Pair | None:
+def _pair_in(text: str) -> ThresholdPair | None:
     match = _PAIR.fullmatch(text)
     first, second = (float(match[1]), float(match[2])) if match else (0.0, 0.0)
     return (first, second) if _LARGEST > first > second >= _SMALLEST else None
 
 
-def _checked(argument: str, pair: Any) -> Pair:
+def _checked(argument: str, pair: Any) -> ThresholdPair:
     is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(type(part) in (int, float) for part in pair)
     if not is_pair or not _LARGEST > pair[0] > pair[1] > 0:
         legal = f"two numbers above 0 and below {_LARGEST:g}, the first one larger"
@@ -164,7 +164,7 @@ class Rule:
     """
 
     start: Mapping[str, float]
-    upper_thresh: Pair
+    upper_thresh: ThresholdPair
     min_steps: int
     lines: Mapping[int, Sequence[str]]
     value_of: Callable[[Tensor], Tensor]
@@ -412,12 +412,12 @@ class Thresholds(Detector):
                 checks.append(Check(self._setup.rank, name, step, micro, int(level), value, remembered))
         return checks
 
-    def _has_error(self, values: Values) -> bool:
+    def _has_error(self, values: NumberedTensors) -> bool:
         """Return whether any value of a rerun of this step is an error. Local."""
         return any(row[-1] == ERROR for _, _, row in self._compare([values], self._setup.scale())[1])
 
     def _compare(
-        self, micro_batches: Sequence[Values], scale: float | None
+        self, micro_batches: Sequence[NumberedTensors], scale: float | None
     ) -> tuple[State | None, list[tuple[int, int, list[float]]]]:
         """Return the memory afterwards; and of each value its micro-batch, checkpoint and table row."""
         state, count = self._state, len(self._checkpoints.names)
@@ -440,7 +440,7 @@ class Thresholds(Detector):
         return state, [(micro, i, table[i]) for table, (micro, call) in zip(rows, origins, strict=True) for i in call]
 
 
-def _calls(values: Values) -> list[dict[int, Tensor]]:
+def _calls(values: NumberedTensors) -> list[dict[int, Tensor]]:
     """Return index -> value: of the first call of each checkpoint, of the second calls of those called twice, ..."""
     calls: list[dict[int, Tensor]] = []
     times: Counter[int] = Counter()

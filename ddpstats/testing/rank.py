@@ -31,7 +31,7 @@ END = b""
 _STORE_TIMEOUT = datetime.timedelta(seconds=60)
 
 
-class Answer(NamedTuple):
+class RankAnswer(NamedTuple):
     """A rank's pickled `RankOutcome`, and on what all ranks of a healthy default process group agree after a run."""
 
     outcome: bytes
@@ -55,7 +55,7 @@ def main(rank: int, world_size: int, store_port: int, control: Connection) -> No
                 os.environ.clear()
                 os.environ.update(environ)
             sys.stdout.flush()  # the parent may kill this process
-            control.send(Answer(_pickled(outcome), _group_state(world_size)))
+            control.send(RankAnswer(_pickled(outcome), _group_state(world_size)))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -35,7 +35,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in _
 from ddpstats.testing import rank as rank_main
 from ddpstats.testing.forkserver import Fork
 from ddpstats.testing.outcomes import RankDied, RankError, RankOutcome, RankOutcomes, RankTimedOut
-from ddpstats.testing.rank import END, Answer
+from ddpstats.testing.rank import END, RankAnswer
 
 _TAIL_BYTES = 8000
 _STACK_BYTES = 50_000
@@ -72,12 +72,12 @@ class RankProcess:
         with contextlib.suppress(OSError):
             self._control.send_bytes(payload)
 
-    def receive(self, deadline: float) -> Answer | None:
+    def receive(self, deadline: float) -> RankAnswer | None:
         """Return the answer, or None if the rank ends without one, or has none by ``deadline`` (monotonic seconds)."""
         connection.wait([self._control, self.process.sentinel], max(deadline - time.monotonic(), 0))
         with contextlib.suppress(EOFError, OSError):
             if self._control.poll():
-                answer: Answer = self._control.recv()
+                answer: RankAnswer = self._control.recv()
                 return answer
         if time.monotonic() < deadline:
             self.process.join(_EXIT_GRACE_SEC)  # its socket may be closed before its exit code is known

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddpstats import ConfigError
-from ddpstats.sentinel.thresholds import Pair, SentinelSettings, read_settings
+from ddpstats.sentinel.thresholds import SentinelSettings, ThresholdPair, read_settings
 
 NOT_SET = "the sentinel is off: pass mode=1, 2 or 3, or set DDPSTATS_SENTINEL_MODE to one of them"
 
@@ -23,7 +23,7 @@ def read(
     return read_settings(mode, detector, upper, sigma, environ or {})
 
 
-def v2(mode: int, upper: Pair = (1e6, 1e4), sigma: Pair = (1e5, 5e3)) -> SentinelSettings:
+def v2(mode: int, upper: ThresholdPair = (1e6, 1e4), sigma: ThresholdPair = (1e5, 5e3)) -> SentinelSettings:
     return SentinelSettings(mode, "v2", upper, sigma, 100)
 
 

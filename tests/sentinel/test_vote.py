@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpstats import ConfigError
-from ddpstats.sentinel.peer_replay import Judgement, Run, judge, measured
+from ddpstats.sentinel.peer_replay import ReplayJudgement, Run, judge, measured
 
 LIMIT = 1e-2
 
@@ -66,7 +66,7 @@ def test_in_a_compiled_program_what_most_ranks_repeat_beyond_rounding_is_another
         measured({0: offer(2e-2, repeats=True), 1: offer(3e-2, repeats=True)}, LIMIT, compiled=True)
 
 
-def judged(*runs: tuple[int, str]) -> Judgement:
+def judged(*runs: tuple[int, str]) -> ReplayJudgement:
     """(rank, result) of rank 0's micro-batch, in the order in which they were run."""
     return judge(0, [Run(rank, f"time {place}", result) for place, (rank, result) in enumerate(runs)], str.__eq__)
 
@@ -134,7 +134,7 @@ def test_the_table_of_cases(
 
 
 def test_most_steps_unlike_their_repetitions_are_noise_and_what_one_rank_repeats_is_a_fault() -> None:
-    def found(*results: str) -> Judgement:
+    def found(*results: str) -> ReplayJudgement:
         runs = [Run(rank, "", result) for rank, result in zip((0, 0, 1, 2, 1), results, strict=True)]
         return judge(0, runs, str.__eq__, is_common=True)
 
