@@ -20,8 +20,9 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+from ddpstats._base import config
 from ddpstats._base.version import __version__
-from ddpstats.errors import DdpstatsError
+from ddpstats.errors import ConfigError, DdpstatsError
 
 _PROG = "ddpstats"
 _COULD_NOT_RUN = 2  # argparse's own status for arguments that it cannot use
@@ -90,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # characters that its encoding lacks are escaped
     try:
         args = _parser(verb).parse_args(words)
+        if verb == _RUN and args.espnet and args.nproc is None:  # this process is a rank
+            _patch_espnet()
         status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -108,6 +111,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _COULD_NOT_RUN
     except KeyboardInterrupt:
         return _INTERRUPTED
+
+
+def _patch_espnet() -> None:
+    """Let espnet use ddpstats. Raises `ConfigError` where that is impossible, and not switched off."""
+    from ddpstats.integrations import install
+
+    left = install("espnet").left
+    if left and not config.is_disabled():
+        raise ConfigError(f"--espnet: espnet is left as it is: {left['espnet']}")
 
 
 def _print_error(verb: str, lines: Sequence[str]) -> None:

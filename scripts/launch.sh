@@ -24,7 +24,7 @@ python3 (that of an active environment) is used where it has torch 2.6 or newer:
   DDPSTATS_VENV=PATH  the virtual environment to make and use, also when the active one has torch
   PYTHON=PROGRAM      the Python to start from, in place of python3
   PIP_*               pip's own settings. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has a small torch
-  PET_*               torchrun's own: PET_NNODES, PET_RDZV_BACKEND=c10d, PET_RDZV_ENDPOINT=HOST:PORT on several hosts
+  NNODES, NODE_RANK, RDZV_ENDPOINT=HOST:PORT, ...  torchrun's own, on several hosts; also with PET_ before each
 TEXT
 }
 
@@ -141,7 +141,6 @@ case $verb in
   [1-9]*([0-9]))
     (($# > 0)) || fail "there is no script to run on $verb ranks" "scripts/launch.sh $verb SCRIPT [ARGS]"
     set_up 0
-    if [[ -z ${PET_NNODES:-} ]]; then set -- --standalone --local-addr 127.0.0.1 "$@"; fi # its name need not resolve
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # or every rank starts a thread for every core
     exec "$python" "$root/scripts/start_ranks.py" --nproc-per-node "$verb" "$@"
     ;;

@@ -1,13 +1,24 @@
-"""torchrun, but with the exit status of the first rank that failed instead of 1, and without torchrun's traceback."""
+"""Run torchrun, with the exit status of the first rank that failed in place of 1, and without torchrun's traceback.
+
+On several hosts, its settings come from the environment: PET_NNODES, as torchrun names them, or plainly NNODES.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
+_SETTINGS = ("NNODES", "NODE_RANK", "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID")
+
 if __name__ == "__main__":
+    for setting in _SETTINGS:
+        if setting in os.environ:
+            os.environ.setdefault(f"PET_{setting}", os.environ[setting])
+    if not os.environ.get("PET_NNODES"):
+        sys.argv[1:1] = ["--standalone", "--local-addr", "127.0.0.1"]  # this machine's name need not resolve
     try:
         main()
     except ChildFailedError as error:

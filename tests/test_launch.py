@@ -24,6 +24,7 @@ SETTINGS = (
     "VIRTUAL_ENV",
     "CONDA_PREFIX",
     "PYTHON",
+    "NNODES",
     "PET_NNODES",
 )
 
@@ -331,16 +332,12 @@ def test_two_launchers_with_one_rendezvous_make_one_job(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with reserved_port() as port:
+        settings = {"NNODES": "2", "RDZV_BACKEND": "c10d", "RDZV_ENDPOINT": f"127.0.0.1:{port}"}
+        local = {"PET_LOCAL_ADDR": "127.0.0.1"}  # this machine's name need not resolve
+        by_torchruns_names = {f"PET_{name}": value for name, value in settings.items()}
         hosts = [
-            start(
-                *("1", str(script), str(tmp_path), "0"),
-                PYTHON=sys.executable,
-                PET_NNODES="2",
-                PET_RDZV_BACKEND="c10d",
-                PET_RDZV_ENDPOINT=f"127.0.0.1:{port}",
-                PET_LOCAL_ADDR="127.0.0.1",  # this machine's name need not resolve
-            )
-            for _ in range(2)
+            start("1", str(script), str(tmp_path), "0", PYTHON=sys.executable, **local, **names)
+            for names in (settings, by_torchruns_names)
         ]
         for done in [finish(host) for host in hosts]:
             assert done.returncode == 0, done.stderr

@@ -58,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", action="store_true", help="with --nproc: print on stderr what each rank is doing")
     ranks = "start N ranks on this machine (without: be a rank of torchrun's)"
     parser.add_argument("--nproc", type=int, metavar="N", help=ranks)
+    parser.add_argument(
+        "--espnet", action="store_true", help="let espnet's trainers use ddpstats (docs/integrations.md)"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="the program: a file, a directory or a zip file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
@@ -170,9 +173,9 @@ def _launch(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
         command += ["-m", "ddpstats", "run", "--guard", args.guard]
         command += [] if args.guard == "off" else ["--record-dir", directory]
-        command += ["--no-labels"] if args.no_labels else []
         command += [] if args.timeout_sec is None else ["--timeout-sec", str(args.timeout_sec)]
-        command += [*(["-m"] if args.module else []), args.script, *args.arguments]
+        flags = {"--no-labels": args.no_labels, "--espnet": args.espnet, "-m": args.module}
+        command += [*(flag for flag, is_set in flags.items() if is_set), args.script, *args.arguments]
         status = _run_to_its_end(command, directory if args.watch else None)
         if status != 0 and args.guard != "off":
             _explain(directory, args.json)

@@ -56,6 +56,32 @@ def test_run_under_torchrun_finds_the_same(script: Any) -> None:
     assert "'snr_loss'" in done.stderr
 
 
+@pytest.mark.library
+def test_unmodified_espnet_code_is_right_with_espnet(script: Any) -> None:
+    needs("espnet2")
+    file = script(
+        SEED.replace("    recursive_average(stats", "    averages, _ = recursive_average(stats")
+        + "    print(averages)\n"
+    )
+    done = ddpstats("run", "--nproc", "2", "--guard", "strict", "--espnet", file)
+    assert done.returncode == 0, done.stderr
+    averages = [line for line in done.stdout.splitlines() if "snr_loss" in line]
+    assert len(averages) == 2
+    assert all(re.search(r"'loss': tensor\(1.\).*'l1_loss': \[tensor\(1.\)\]", line) for line in averages), averages
+
+
+def test_espnet_that_cannot_be_patched_is_an_error(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "espnet2").mkdir()
+    (tmp_path / "espnet2" / "__init__.py").touch()
+    file = script("print('the program ran')")
+    done = ddpstats("run", "--espnet", file, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert "the program ran" not in done.stdout
+    assert "ddpstats run: error:" in done.stderr
+    left_alone = ddpstats("run", "--espnet", file, PYTHONPATH=str(tmp_path), DDPSTATS_DISABLE="1")
+    assert (left_alone.returncode, left_alone.stdout) == (0, "the program ran\n"), left_alone.stderr
+
+
 ORDINARY = """
     import atexit, pickle, sys, threading
 
