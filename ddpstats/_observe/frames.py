@@ -102,7 +102,7 @@ def step_frames() -> Iterator[FrameType]:
     """Yield the program's frames, innermost first, up to the function that calls the step, if there is one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code not in _step_callers:
-        if not plan_of(frame).internal:
+        if not (_plans.get(id(frame.f_code)) or plan_of(frame)).internal:
             yield frame
         frame = frame.f_back
 

@@ -263,7 +263,9 @@ class no_dispatch_no_grad:
     __slots__ = ("_contexts",)
 
     def __enter__(self) -> None:
-        self._contexts: list[Any] = [_without_torch_function(), torch.no_grad()]
+        self._contexts: list[Any] = [_without_torch_function()]
+        if torch.is_grad_enabled():
+            self._contexts.append(torch.no_grad())
         for kind in device_kinds():
             if torch.is_autocast_enabled(kind):
                 self._contexts.append(torch.autocast(kind, enabled=False))

@@ -1,7 +1,7 @@
 """The statistics of a tensor: one table, by which they are recorded, read, compared and described.
 
-A new statistic is one row. Its ``measure`` makes the number; the first seven are measured together, in few passes over
-the memory (`record/leaves.py`).
+A new statistic is one row, behind the others. Its ``measure`` makes the number; the first seven are measured together,
+in few passes over the memory (`record/leaves.py`).
 """
 
 from __future__ import annotations

@@ -14,12 +14,14 @@ import contextlib
 import ctypes
 import errno
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -27,8 +29,22 @@ from ddpstats._base.files import TEMPORARY_PREFIX, make_private_directory, repla
 from ddpstats._observe.torch_compat import without_tensor_classes
 from ddpstats.dump.msprobe import CONSTRUCT, DUMP, FORMAT, LINES, STACK, VERSION, file_name
 
-encode: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+encode: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=float).encode
+_encode_plain = msgspec.json.Encoder().encode
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | getattr(os, "O_CLOEXEC", 0)
+
+
+def as_json(number: float) -> Any:
+    """Return a number of an entry. Of those that are not finite msgspec makes null, Python's JSON a word for each."""
+    return number if math.isfinite(number) else msgspec.Raw(encode(number).encode())
+
+
+def _encode_entry(entry: Mapping[str, Any]) -> bytes:
+    """Return an entry as JSON, in ASCII; msgspec takes an eighth of the time that Python takes."""
+    with contextlib.suppress(UnicodeEncodeError):
+        if (text := _encode_plain(entry)).isascii():
+            return text
+    return encode(entry).encode()
 
 
 class _Line(NamedTuple):
@@ -79,8 +95,8 @@ class StepWriter:
         return len(self._stacks) - 1
 
     def add(self, name: str, entry: Mapping[str, Any], stack: int, parent: str | None) -> None:
-        """Write an entry that is complete. Raises OSError; the dump lacks it then, and stays incomplete."""
-        file, text = self.open(), encode(entry).encode()
+        """Write an entry that is complete, with numbers by `as_json`. Raises OSError; the dump lacks it then."""
+        file, text = self.open(), _encode_entry(entry)
         head = b'{"name":%s,"entry":' % encode(name).encode()
         tail = b',"stack":%s,"parent":%s}\n' % (self._stacks[stack][1], encode(parent).encode())
         line = _Line(name, stack, parent, self._size + len(head), len(text))
@@ -158,6 +174,7 @@ class TensorFiles:
     def __init__(self, directory: Path, *, at_once: bool) -> None:
         self.directory = directory
         self._at_once = at_once
+        self._is_made = False
         self._kept: list[tuple[str, Tensor]] = []
 
     def save(self, tensor: Tensor, name: str, path: str) -> str:
@@ -180,11 +197,21 @@ class TensorFiles:
     def _write(self, tensor: Tensor, file: str) -> None:
         if tensor.is_meta:
             return
-        plain = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)  # not the whole storage
-        make_private_directory(self.directory)
-        unfinished = self.directory / f"{TEMPORARY_PREFIX}{file}"
+        plain = tensor.detach()
+        if not _is_all_of_its_storage(plain):
+            plain = plain.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        if not self._is_made:
+            make_private_directory(self.directory)
+            self._is_made = True
+        unfinished = f"{self.directory}/{TEMPORARY_PREFIX}{file}"
         torch.save(plain, unfinished)
-        os.replace(unfinished, self.directory / file)  # without waiting for the disk: there are too many of them
+        os.replace(unfinished, f"{self.directory}/{file}")  # without waiting for the disk: there are too many of them
+
+
+def _is_all_of_its_storage(tensor: Tensor) -> bool:
+    """Return whether what torch saves of a tensor, which is its whole storage, is these elements in order."""
+    is_in_order = tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return is_in_order and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _plain(tensor: Tensor) -> Tensor:

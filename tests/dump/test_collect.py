@@ -6,8 +6,10 @@ import copy
 import gc
 import io
 import json
+import math
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -304,6 +306,46 @@ def test_tensors_are_saved_under_their_names(tmp_path: Path) -> None:
     assert torch.equal(saved, x)
     assert saved.untyped_storage().nbytes() == 4 * x.numel()
     assert json.loads((tmp_path / "step0/rank/dump.json").read_text())["dump_data_dir"] == str(directory)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x,
+        lambda x: x.t(),
+        lambda x: x[1:],
+        lambda x: x[:1].expand(3, 4),
+        lambda x: torch.complex(x, x).conj(),
+        lambda x: torch.complex(x, x).conj().imag,
+    ],
+    ids=["whole", "transposed", "part", "expanded", "conjugate", "negative"],
+)
+def test_file_of_a_tensor_has_its_elements_in_order_and_no_others(
+    change: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    x = change(torch.arange(12.0).reshape(3, 4))
+    entries = dumped(tmp_path, x.clone, task="tensor")
+    file = entries["Tensor.clone.0.forward"]["input_args"][0]["data_name"]
+    saved = torch.load(tmp_path / "step0/rank/dump_tensor_data" / file, weights_only=True)
+    assert torch.equal(saved, x)
+    assert saved.is_contiguous()
+    assert not saved.is_conj()
+    assert not saved.is_neg()
+    assert saved.untyped_storage().nbytes() == saved.nbytes
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_numbers_that_are_not_finite_are_written_in_words(
+    is_on_device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpstats.dump.record.leaves._is_on_host", lambda values: not is_on_device)
+    x = torch.tensor([1.0, math.inf, math.nan, -math.inf])
+    entries = dumped(tmp_path, lambda: (x[:2].clone(), x.clone(), x[1:].masked_fill(x[1:] > 0, -math.inf)))
+    infinite, both = (entries[f"Tensor.clone.{number}.forward"]["output"][0] for number in range(2))
+    assert [infinite[key] for key in ("Max", "Min", "Mean", "Norm")] == [math.inf, 1.0, math.inf, math.inf]
+    assert all(math.isnan(both[key]) for key in ("Max", "Min", "Mean", "Norm"))
+    assert (both["nan_count"], both["inf_count"], both["first_bad"]) == (1, 2, [1])
+    assert entries["Tensor.masked_fill.0.forward"]["input_args"][2] == {"type": "float", "value": -math.inf}
 
 
 def test_tensor_list_saves_some_tensors_beside_statistics(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from ddpstats.dump.msprobe import file_name
-from ddpstats.dump.writer import StepWriter
+from ddpstats.dump.writer import StepWriter, as_json
 
 HEADER = {"task": "statistics", "level": "mix", "dump_data_dir": None}
-ENTRY: dict[str, Any] = {"input_args": [{"Max": math.nan, "Min": -math.inf}], "output": []}
+ENTRY: dict[str, Any] = {"input_args": [{"Max": as_json(math.nan), "Min": as_json(-math.inf)}], "output": []}
 
 
 def written(path: Path) -> StepWriter:
@@ -45,6 +45,19 @@ def test_lines_become_the_files_of_the_format(tmp_path: Path) -> None:
     assert math.isnan(dump["data"]["Torch.add.0.forward"]["input_args"][0]["Max"])
     assert json.loads(texts["stack.json"]) == {"0": [names, ["a line", "another"]]}
     assert json.loads(texts["construct.json"]) == dict(zip(names, ["Module.root.Net.forward.0", None], strict=True))
+
+
+@pytest.mark.parametrize("text", ["plain", "\u00e9", "\ud800"])
+def test_entry_is_ascii_and_its_numbers_are_all_kept(text: str, tmp_path: Path) -> None:
+    numbers = [0.1, -0.0, 5e-324, 1e22, 2**70, math.nan, math.inf, -math.inf, True, None]
+    writer = StepWriter(tmp_path, HEADER)
+    entry = {"output": [as_json(value) if isinstance(value, float) else value for value in numbers], "text": text}
+    writer.add("Torch.add.0.forward", entry, writer.new_stack([]), None)
+    writer.finish()
+    dump = (tmp_path / "dump.json").read_bytes()
+    assert dump.isascii()
+    read = json.loads(dump)["data"]["Torch.add.0.forward"]
+    assert repr(read) == repr({"output": numbers, "text": text})
 
 
 def test_directory_is_readable_by_its_owner_alone(tmp_path: Path) -> None:

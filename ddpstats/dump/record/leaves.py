@@ -44,7 +44,7 @@ from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.torch_compat import is_functorch_tensor, storage_id
 from ddpstats._rerun.record import set_fields
 from ddpstats.dump.statistics import STATISTICS, keys
-from ddpstats.dump.writer import TensorFiles, checksum, is_dense, without_repeats
+from ddpstats.dump.writer import TensorFiles, as_json, checksum, is_dense, without_repeats
 
 Leaf = dict[str, Any]
 
@@ -92,6 +92,8 @@ class TensorSummaries:
     _deferred: list[_Deferred] = field(default_factory=list)
     _streams: dict[torch.device, torch.Stream | None] = field(default_factory=dict)
     _copies: deque[tuple[torch.Event, Tensor]] = field(default_factory=deque)
+    _no_numbers: Leaf = field(default_factory=lambda: dict.fromkeys(keys("relative")))
+    _no_counts: Leaf = field(default_factory=lambda: dict.fromkeys(keys("equal")))
     _copied_bytes: int = 0
 
     @property
@@ -108,7 +110,7 @@ class TensorSummaries:
         values = None
         try:
             values = plain_values(tensor)
-            leaf.update(_description(tensor, values))
+            leaf.update(self._description(tensor, values))
             saved = values if is_saved and "sparse" not in text(tensor.layout) else None  # not of the shape it stores
             size = _LEAF_BYTES + (0 if saved is None else without_repeats(saved)[0].nbytes)
             if values is not None and self._fits(size, name) and (values.is_cpu or not is_capturing()):
@@ -122,7 +124,7 @@ class TensorSummaries:
         except Exception as error:
             self.note_error(f"{name}.{path}", error)
         if is_saved or self.md5:
-            for key in keys("equal"):  # behind those of msprobe
+            for key in self._no_counts:  # behind those of msprobe
                 leaf[key] = leaf.pop(key, None)
         leaf.update(self._memory(tensor if values is None else values))
         return leaf
@@ -142,6 +144,24 @@ class TensorSummaries:
         if self._held_bytes > self.max_bytes:
             self.first_dropped = self.first_dropped or name
         return self._held_bytes <= self.max_bytes
+
+    def _description(self, tensor: Tensor, values: Tensor | None) -> Leaf:
+        """Return what holds without looking at a number. A ragged tensor's shape is that of the numbers it holds."""
+        shown = values if tensor.is_nested and values is not None else tensor
+        leaf: Leaf = {
+            "dtype": text(tensor.dtype),
+            "shape": list(shown.shape),
+            **self._no_numbers,
+            "requires_grad": tensor.requires_grad,
+            **self._no_counts,
+        }
+        if shown is not tensor:
+            leaf["layout"] = "nested"
+        elif hasattr(tensor, "placements"):  # a DTensor: the numbers are those of this rank's part
+            leaf["device_mesh"] = tensor.device_mesh.mesh.tolist() if hasattr(tensor, "device_mesh") else None
+            leaf["placements"] = [str(placement) for placement in tensor.placements]
+            leaf["local_shape"] = None if values is None else list(values.shape)
+        return leaf
 
     def _measure(self, leaf: Leaf, values: Tensor) -> None:
         held, repeats = (values, 1) if values.is_contiguous() else without_repeats(values)
@@ -198,16 +218,16 @@ class TensorSummaries:
 
     def _memory(self, tensor: Tensor) -> Leaf:
         try:
-            storage = tensor.untyped_storage()
+            device, storage = tensor.device, tensor.untyped_storage()
             return {
-                "device": text(tensor.device),
+                "device": text(device),
                 "stride": list(tensor.stride()),
                 "data_ptr": tensor.data_ptr(),
                 "storage_offset": tensor.storage_offset(),
                 "storage_ptr": storage.data_ptr(),
                 "storage_bytes": storage.nbytes(),
                 "storage_id": self._number_of(storage),
-                "stream": stream_number(tensor.device),
+                "stream": None if tensor.is_cpu else stream_number(device),
             }
         except Exception:  # it has no storage: wrapped, fake
             return {"device": text(tensor.device)}
@@ -246,27 +266,13 @@ def _has_storage(tensor: Tensor) -> bool:
         return False
 
 
-def _description(tensor: Tensor, values: Tensor | None) -> Leaf:
-    """Return what holds without looking at a number. A ragged tensor's shape is that of the numbers it holds."""
-    shown = values if tensor.is_nested and values is not None else tensor
-    leaf: Leaf = {"dtype": text(tensor.dtype), "shape": list(shown.shape)}
-    leaf.update(dict.fromkeys(keys("relative")), requires_grad=tensor.requires_grad, **dict.fromkeys(keys("equal")))
-    if shown is not tensor:
-        leaf["layout"] = "nested"
-    elif hasattr(tensor, "placements"):  # a DTensor: the numbers are those of this rank's part
-        leaf["device_mesh"] = tensor.device_mesh.mesh.tolist() if hasattr(tensor, "device_mesh") else None
-        leaf["placements"] = [str(placement) for placement in tensor.placements]
-        leaf["local_shape"] = None if values is None else list(values.shape)
-    return leaf
-
-
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # others need not have a list of their numbers
 _EXACT = (torch.float32, torch.float64)
 _MASK = torch.uint8  # of a bool tensor; to convert one takes too much memory
 _FEW = 32  # Python has measured so few before torch has begun
-_PART = 1 << 16  # a dot product adds up in float32, and the longer it is the more of that is lost
+_FEWER = 1 << 16  # elements, of which both ends are sooner known from one pass
 _CACHED = 1 << 18  # elements for each thread: 1 MiB of float32 stays in its cache
 _SMALLEST_SQUARE = 1e-30  # a float32 below has few bits left: the squares may have been lost
 
@@ -278,7 +284,7 @@ def host_numbers(tensor: Tensor, shape: Sequence[int]) -> Sequence[float]:
     if numbers is None:
         result: list[float] = device_numbers(tensor, shape).tolist()
         return result
-    return [*numbers, 0, 0, 0, *(float(number) for number in _others(values, shape))]
+    return [*numbers, 0, 0, 0, *map(float, _others(values, shape))]
 
 
 def device_numbers(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -299,12 +305,12 @@ def device_numbers(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.stack([number.to(wide) for number in (*numbers, *_others(values, shape))])
 
 
-_TOGETHER = ("Max", "Min", "Mean", "Norm", "nan_count", "inf_count", "first_bad")
-"""The statistics that these numbers are of; behind them come those of rows with a ``measure``."""
+_TOGETHER = 7
+"""The statistics of the first rows are measured together; behind them come those of rows with a ``measure``."""
 
 
 def _others(values: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    measures = [row.measure for row in STATISTICS if row.measure is not None]
+    measures = [row.measure for row in STATISTICS[_TOGETHER:] if row.measure is not None]
     return [measure((values.float() if values.dtype is _MASK else values).expand(shape)) for measure in measures]
 
 
@@ -313,7 +319,7 @@ def as_statistics(numbers: Sequence[float], dtype: torch.dtype, shape: Sequence[
     high, low, mean, norm, nans, infs, first, *others = numbers
     is_bool = dtype is torch.bool
     norm = norm * math.sqrt(repeats) if shape else high
-    values = [
+    values: list[Any] = [
         bool(high) if is_bool else high,
         bool(low) if is_bool else low,
         None if is_bool else mean,
@@ -321,9 +327,11 @@ def as_statistics(numbers: Sequence[float], dtype: torch.dtype, shape: Sequence[
         int(nans) * repeats,
         int(infs) * repeats,
         _index_of(int(first), shape) if nans or infs else None,
+        *others,
     ]
-    other_keys = [row.key for row in STATISTICS if row.measure is not None]
-    return dict(zip((*_TOGETHER, *other_keys), (*values, *others), strict=True))
+    if not math.isfinite(sum(numbers) + norm):  # as it is wherever a number is not finite
+        values = [as_json(value) if type(value) is float else value for value in values]
+    return {row.key: value for row, value in zip(STATISTICS, values, strict=True)}
 
 
 def _as_real(tensor: Tensor) -> Tensor:
@@ -360,8 +368,8 @@ def _of_many(flat: Tensor) -> tuple[float, ...] | None:
         total += cached.sum().item()
         if not math.isfinite(total):  # as it is wherever an element is not finite
             return None
-        square += sum(torch.dot(part, part).item() for part in _parts(cached, _PART))
-        low, high = torch.aminmax(cached) if cached.numel() < _PART else (cached.amin(), cached.amax())
+        square += sum([torch.dot(part, part).item() for part in _parts(cached, _CACHED)])
+        low, high = torch.aminmax(cached) if cached.numel() < _FEWER else (cached.amin(), cached.amax())
         ends += [low.item(), high.item()]
     most, least = max(ends), min(ends)
     if not (_SMALLEST_SQUARE <= square < math.inf or least == most == 0):
@@ -448,7 +456,8 @@ def _plain(value: Any) -> Leaf:
     kind = type(value).__name__
     if isinstance(value, _SCALARS):
         short = value[:_MOST_CHARACTERS] if isinstance(value, str) else value
-        return {"type": kind, "value": short if type(short) in _SCALARS else _as_number(short)}
+        plain = short if type(short) in _SCALARS else _as_number(short)
+        return {"type": kind, "value": as_json(plain) if type(plain) is float else plain}
     if isinstance(value, torch.Size):  # under tracing a size may be a symbol
         return {"type": "torch.Size", "value": [size if type(size) is int else str(size) for size in value]}
     if isinstance(value, (list, tuple, dict)):

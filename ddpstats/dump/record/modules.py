@@ -86,8 +86,9 @@ class ModuleWatch:
 
     def is_seen(self) -> bool:
         """Return whether this thread is the one that started the dump, or one of autograd's."""
-        is_of_autograd = in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
-        return threading.get_ident() == self._thread or is_of_autograd
+        if threading.get_ident() == self._thread:
+            return True
+        return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
 
     def _watch_parameters(self, module: nn.Module, base: str) -> None:
         own = module.named_parameters(recurse=False)
