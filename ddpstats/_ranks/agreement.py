@@ -32,7 +32,7 @@ import struct
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +50,7 @@ from ddpstats._ranks.exchange import (
     fingerprint,
     refuse_what_is_wrong,
 )
+from ddpstats._ranks.store import wait_for
 from ddpstats.errors import InvalidStats
 
 STALE, FAILED, PARTIAL, WEIGHT = 8, 9, 10, 11
@@ -62,6 +63,7 @@ _MAX_SITES = 1024
 _MAX_GATHERED_BYTES = 1 << 34  # of what all ranks send all ranks, together
 _BROADCAST_BYTES = 1 << 20  # a broadcast more takes about as long as it takes to receive these
 _HEAD = struct.Struct("<Q16s")
+_WATCH_SEC, _DEVICE_POLL_SEC = 0.1, 0.0005  # while this rank waits for its device
 
 
 def capacity_for(lanes: int) -> int:
@@ -156,6 +158,13 @@ class Agreement:
         if left_sec <= 0 and self.world_size > 1:
             raise CommFailed("the time limit of the call is over")
         return left_sec
+
+    def wait_for(self, is_done: Callable[[], bool], what: str) -> None:
+        """Wait for ``what``, in which this rank may wait for others, as a device does. Local; fails as a collective."""
+        while not is_done() and not wait_for(is_done, _WATCH_SEC, _DEVICE_POLL_SEC):
+            reason = self.comm.watch()
+            if reason is not None or time.monotonic() >= self.deadline:
+                raise CommFailed(reason or f"no end of {what}")
 
     def ask(self, call: Call, numbers: Sequence[float] | Failure) -> list[float]:
         """Prove that all ranks make this call, and return the sum of each number over all ranks.

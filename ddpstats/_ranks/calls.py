@@ -50,7 +50,6 @@ _HELLO = struct.Struct(f"<8sH32s{PROCESS_ID_BYTES}s")
 _MAGIC = b"ddpstats"
 _CLOSING = "Reductions on this group are closed."
 _POLL_SEC = 5.0
-_DEVICE_POLL_SEC = 0.0005
 _WAKE_SEC = 0.1  # between two looks whether the turn is free
 _EXIT_SEC = 10.0  # how long a process that ends waits for reductions that were started
 
@@ -205,17 +204,9 @@ class Channel:
         return None if verdict is None else self._close_with(verdict)
 
     def wait_until(self, is_done: Callable[[], bool], what: str, timeout_sec: float) -> None:
-        """Wait for ``what``, in which this rank may wait for others. Local; fails as a collective does."""
-
-        def work(agreement: Agreement) -> None:
-            while not is_done():
-                reason = agreement.comm.watch()
-                if reason is not None or time.monotonic() >= agreement.deadline:
-                    raise CommFailed(reason or f"no end of {what}")
-                time.sleep(_DEVICE_POLL_SEC)
-
+        """Do as `Agreement.wait_for`, within so many seconds; nothing where this rank is alone."""
         if self._detector is not None and not is_done():
-            self.run(work, timeout_sec)
+            self.run(lambda agreement: agreement.wait_for(is_done, what), timeout_sec)
 
     def _leave(self, error: BaseException) -> BaseException:
         """Close the group: an error took this rank out of the middle of a call, and others may not wait for it."""

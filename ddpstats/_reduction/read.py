@@ -63,10 +63,22 @@ class Part(NamedTuple):
     nonfinite: tuple[int, ...] = ()
 
 
+class PartOnDevice(NamedTuple):
+    """One rank's part of which some numbers are on their way to the host.
+
+    Attributes:
+        has_arrived: whether ``read`` would return at once. Neither of them raises: this rank must take part.
+        read: waits for the numbers and returns the part.
+    """
+
+    has_arrived: Callable[[], bool]
+    read: Callable[[], Part | Failure]
+
+
 def prepare(
     stats: Any, weight: Any, keep_dtypes: bool = False, per_rank: bool = False
-) -> Part | Failure | Callable[[], Part | Failure]:
-    """Return one rank's part of a reduction as it is now, or what waits for its copy to the host."""
+) -> Part | Failure | PartOnDevice:
+    """Return one rank's part of a reduction as it is now."""
     try:
         flat = flatten(stats, keep_dtypes)
         snapshot = snapshot_if_off_host(flat, weight)
@@ -75,13 +87,18 @@ def prepare(
     except Exception as error:  # whatever a foreign leaf type raises: this rank must still take part
         return failure_of(error, "the stats cannot be read")
 
-    def part() -> Part | Failure:
+    def has_arrived() -> bool:
+        with suppress(Exception):  # of the device; `read` raises it again, and reports it
+            return snapshot.is_ready()
+        return True
+
+    def read() -> Part | Failure:
         try:
             return _part_of(*snapshot.wait(), per_rank)
         except Exception as error:
             return failure_of(error, "the stats cannot be copied to the host")
 
-    return part
+    return PartOnDevice(has_arrived, read)
 
 
 def _part_of(flat: Flat, weight: Any, per_rank: bool) -> Part:

@@ -30,7 +30,7 @@ from ddpstats._ranks.exchange import Call, Failure, Status, are_in_step, refuse
 from ddpstats._reduction.flatten import Structure, decode
 from ddpstats._reduction.layout import NONFINITE, PRESENT, Layout, Placement, Selection, agree, place, select
 from ddpstats._reduction.ops import NONE, OPS
-from ddpstats._reduction.read import MANY, Part, as_tensor
+from ddpstats._reduction.read import MANY, Part, PartOnDevice, as_tensor
 from ddpstats._reduction.result import Columns, Reduced, nonfinite_error
 from ddpstats.errors import InvalidStats, ProtocolMismatch
 
@@ -92,9 +92,10 @@ class Reduction:
     _agreement: Agreement
     _site: ReductionSite
 
-    def __init__(self, call: Call, source: Any, counters: Counters, divide: bool = True) -> None:
-        """``source``: this rank's `Part` or `Failure`, or what returns it and never raises, so that it takes part."""
-        self._call, self._source, self._counters, self._divide = call, source, counters, divide
+    def __init__(
+        self, call: Call, part: Part | Failure | PartOnDevice, counters: Counters, divide: bool = True
+    ) -> None:
+        self._call, self._part, self._counters, self._divide = call, part, counters, divide
 
     def perform(self, agreement: Agreement) -> Reduced:
         """Reduce. Every rank must call. Raises what all ranks raise, and `CommFailed`."""
@@ -102,7 +103,11 @@ class Reduction:
         self._counters.calls += 1
         kept = agreement.sites.get(self._call.site)
         self._agreement, self._site = agreement, kept if isinstance(kept, ReductionSite) else ReductionSite()
-        prepared: Part | Failure = self._source() if callable(self._source) else self._source
+        prepared = self._part
+        if isinstance(prepared, PartOnDevice):
+            if agreement.world_size > 1:
+                agreement.wait_for(prepared.has_arrived, "the copy of the stats to the host")
+            prepared = prepared.read()
         for _ in range(_MAX_ROUNDS):
             seal = self._agreement.seal(self._call, self._site)
             placement = self._write(prepared, seal)

@@ -39,6 +39,7 @@ from ddpstats._reduction.read import (
     HEAVIEST,
     LIGHTEST,
     Part,
+    PartOnDevice,
     Plan,
     Row,
     as_tensor,
@@ -172,7 +173,8 @@ class StatsWindow:
             content, self._content = self._content, _Content(call.skips)
         content.per_rank = per_rank
         try:
-            return channel.run(Reduction(call, content.part, reducer._counters).perform, reducer._timeout_sec)
+            part = PartOnDevice(content.has_arrived, content.part)
+            return channel.run(Reduction(call, part, reducer._counters).perform, reducer._timeout_sec)
         except ConfigError:
             with self._exclusive():
                 if not content.is_flushed and self.adds == 0:
@@ -507,6 +509,11 @@ class _Content:
         self._recent = None
 
     # -- flushing -----------------------------------------------------------------------------------------------------
+
+    def has_arrived(self) -> bool:
+        """Return whether `part` would wait for no device. Never raises."""
+        self.read_pending()
+        return not self._pending or is_capturing()
 
     def part(self) -> Part | Failure:
         """Return this rank's part of one reduction. Waits for the devices; never raises: this rank must take part."""

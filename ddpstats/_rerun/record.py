@@ -31,6 +31,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ddpstats._base import config
+from ddpstats._base.device import record_event
 from ddpstats._base.lazy import refuse_without_values
 from ddpstats._base.text import holders_lines
 from ddpstats._observe.gradients import ForwardBegins, unwrapped
@@ -281,9 +283,9 @@ class StepWatch:
     """
 
     def __init__(self, method: str, group: Any) -> None:
-        channel = channel_of(group)
+        self._channel = channel_of(group)
         self._method, self._group = method, group
-        self._ranks, self._rank = tuple(channel.ranks), int(channel.rank)
+        self._ranks, self._rank = tuple(self._channel.ranks), int(self._channel.rank)
         self._step = 0
         self._running: Running[Any] | None = None
         self._problem: Exception | None = None  # of this rank, until every rank raises it
@@ -329,6 +331,16 @@ class StepWatch:
         if self._closed or self._running is not None:
             raise ConfigError(f"{self._method}() {self._closed or 'inside micro_batch()'}")
         refuse_without_values(self._method)
+
+    def _wait_for_device(self, device: torch.device | None = None) -> None:
+        """Wait until the device, by default the accelerator, has done the step, in which it may wait for other ranks.
+
+        Raises:
+            RankMissing: it has not by the timeout, or another rank has given up; the channel raises it from then on.
+        """
+        event = record_event(device)
+        if event is not None:
+            self._channel.wait_until(event.query, "the step on the device", config.timeout_sec(None))
 
     def _gathered(self, tree: Callable[[], Any], what: str) -> dict[int, Any]:
         """Return every rank's tree, by global rank. Collective."""

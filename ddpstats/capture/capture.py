@@ -23,14 +23,12 @@ from typing import Any, get_args
 import msgspec
 import torch
 
-from ddpstats._base import config, marks
+from ddpstats._base import marks
 from ddpstats._base.config import check_choice, check_count
-from ddpstats._base.device import record_event
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.text import ranks_text
 from ddpstats._observe.gradient_norms import any_bad
 from ddpstats._observe.gradients import GradientWatch
-from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.failure import LOST_BY_BACKEND, nccl_reason
 from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.codec import CannotStore, to_plain
@@ -124,7 +122,6 @@ class NaNCapture(StepWatch):
         self._watch = GradientWatch(model)
         self._record = StepRecord(model)
         self._source = PartSource(self._watch, self._record, scaler, store_batch)
-        self._channel = channel_of(group)
         self._scaler_skips = 0
         self._has_captured = False  # in the step before this one
         self._batches_checked = False
@@ -270,7 +267,7 @@ class NaNCapture(StepWatch):
         if self._problem is not None:
             return True
         try:
-            self._wait_for_device()
+            self._wait_for_device(self._record.device)
             if self._watch.bad:
                 return True
             away = [norms for arrivals in self._watch.arrivals for norms in arrivals.away()]
@@ -278,16 +275,6 @@ class NaNCapture(StepWatch):
         except Exception as error:
             self._problem = error
             return True
-
-    def _wait_for_device(self) -> None:
-        """Wait until the device has done the step, in which it may wait for a rank that does not come.
-
-        Raises:
-            RankMissing: it has not by the timeout, or another rank has given up; the channel raises it from then on.
-        """
-        event = record_event(self._record.device)
-        if event is not None:
-            self._channel.wait_until(event.query, "the step on the device", config.timeout_sec(None))
 
     def _agree_on_settings(self) -> None:
         settings = {

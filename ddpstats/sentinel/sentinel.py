@@ -339,6 +339,8 @@ class Sentinel(StepWatch):
         except ConfigError as problem:  # on this rank alone, and the others are about to wait
             self._problem = problem
         try:
+            if self._detectors:
+                self._wait_for_device()
             self._evidence = [detector.suspicious(self._step) for detector in self._detectors]
         except Exception as problem:
             self._problem = self._problem or problem

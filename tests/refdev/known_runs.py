@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpstats import CollectiveMismatch, NaNCapture, RankMissing, Sentinel, collective_guard
+from ddpstats import (
+    CollectiveMismatch,
+    NaNCapture,
+    RankMissing,
+    Sentinel,
+    StatsReducer,
+    StatsWindow,
+    collective_guard,
+    reduce_stats,
+)
 from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.groups import longest_timeout_sec
 from ddpstats._rerun.state import RandomState
@@ -51,6 +61,57 @@ def messages(mode: Any, received: int) -> str:
             dist.recv(torch.zeros(3, device="refdev"), 0)
     torch.accelerator.synchronize()
     return told
+
+
+# -- a device that does not come to its end ----------------------------------------------------------------------------
+
+
+def judges_while_the_device_is_busy(dirpath: str, timeout_sec: float) -> dict[str, tuple[int, ...]]:
+    """Let the device of rank 0 work until all ranks have judged; return which ranks each kind of call misses."""
+    refdev = join()
+    value = torch.ones(1, device="refdev")
+
+    def started(group: Any) -> Any:
+        return StatsReducer(group=group, timeout_sec=timeout_sec).start({"loss": value}).result()
+
+    def flushed(group: Any) -> Any:
+        with StatsWindow(group=group, timeout_sec=timeout_sec) as window:
+            window.add({"loss": value})
+            return window.flush()
+
+    calls: dict[str, Callable[[Any], Any]] = {
+        "reduce": lambda group: StatsReducer(group=group, timeout_sec=timeout_sec)({"loss": value}),
+        "start": started,
+        "window": flushed,
+    }
+    models = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to("refdev") for _ in range(2)]
+
+    def captures(group: Any) -> Any:
+        with NaNCapture(dirpath, model=models[0], group=group) as capture:
+            with capture.micro_batch(None):
+                models[0](torch.ones(2, 4, device="refdev")).sum().backward()
+            return capture.check()
+
+    def watches(group: Any) -> Any:
+        with Sentinel(models[1], mode=1, group=group) as sentinel:
+            models[1](torch.ones(2, 4, device="refdev")).sum().backward()
+            return sentinel.step()
+
+    calls |= {"capture": captures, "sentinel": watches}
+    groups = {name: dist.new_group(backend="gloo") for name in calls}
+    for group in groups.values():
+        reduce_stats({"first use": 1.0}, group=group)
+    os.environ["DDPSTATS_TIMEOUT_SEC"] = str(timeout_sec)
+    if dist.get_rank() == 0:
+        refdev.occupy(120.0)
+    missing = {}
+    for name, call in calls.items():
+        try:
+            call(groups[name])
+        except RankMissing as error:
+            missing[name] = error.missing_ranks
+    refdev.release()
+    return missing
 
 
 # -- errors of the backend --------------------------------------------------------------------------------------------
