@@ -48,7 +48,7 @@ def recursive_sum(obj: Any, weight: torch.Tensor, distributed: bool = False, *, 
 
     Raises what `StatsReducer` raises.
     """
-    summed = _reduce(obj, weight, distributed, group, divide=False)
+    summed = _reduce(obj, weight, distributed, group, "recursive_sum", divide=False)
     return _nested(summed, _tensors(summed, obj, weight))
 
 
@@ -69,7 +69,7 @@ def recursive_average(
         rank 0: {"l1": tensor([1.])}   rank 1: {"snr": tensor([-2.])}
         both:   ({"l1": tensor(1.), "snr": tensor(-2.)}, tensor(16.))
     """
-    averaged = _reduce(obj, weight, distributed, group, divide=True)
+    averaged = _reduce(obj, weight, distributed, group, "recursive_average")
     return _nested(averaged, _tensors(averaged, obj, weight)), _total(averaged, weight)
 
 
@@ -85,7 +85,7 @@ def average_with_weights(
 
     Collective in the same way. The tensors of the third result are the very objects of the first, in the same order.
     """
-    averaged = _reduce(obj, weight, distributed, None, divide=True, nonfinite=nonfinite)
+    averaged = _reduce(obj, weight, distributed, None, "recursive_average", nonfinite=nonfinite)
     tensors = _tensors(averaged, obj, weight)
     selection = averaged._selection
     paths = [selection.layout.leaves[slot][0] for slot in selection.slots]
@@ -133,7 +133,8 @@ def reduce_dict(input_dict: Mapping[Any, torch.Tensor], average: bool = True) ->
         rank 0: {"loss": tensor(1.), "loss_dn": tensor(4.)}   rank 1: {"loss": tensor(3.)}
         both:   {"loss": tensor(2.), "loss_dn": tensor(4.)}
     """
-    reduced = _reduce(input_dict, 1.0, True, None, divide=bool(average))
+    kind = f"reduce_dict(average={bool(average)})"
+    reduced = _reduce(input_dict, 1.0, True, None, kind, divide=bool(average))
     of_integers = torch.get_default_dtype() if average else torch.float64
     values: dict[Any, torch.Tensor] = _nested(reduced, _tensors(reduced, input_dict, 1.0, of_integers))
     return values
@@ -170,9 +171,15 @@ def parse_losses(losses: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, flo
 
 
 def _reduce(
-    obj: Any, weight: Any, distributed: bool, group: Any, *, divide: bool, nonfinite: NonFinitePolicy = "propagate"
+    obj: Any,
+    weight: Any,
+    distributed: bool,
+    group: Any,
+    kind: str,
+    *,
+    divide: bool = True,
+    nonfinite: NonFinitePolicy = "propagate",
 ) -> Reduced:
-    kind = "recursive_average" if divide else "recursive_sum"
     reducer = kept_reducer(group if distributed else ALONE, None, nonfinite, kind)
     return reducer._reduce(obj, weight, keep_dtypes=True, divide=divide)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats.errors import DdpstatsError, InvalidStats
+from ddpstats.errors import DdpstatsError, InvalidStats, ProtocolMismatch
 from ddpstats.recursive_op import (
     average_with_weights,
     parse_losses,
@@ -460,6 +461,27 @@ def test_reduce_dict_rounds_no_sum_of_integers(two_ranks: RankPool) -> None:
     for result in two_ranks.run(sums, PerRank(by_rank)).values():
         assert plain(result) == {"n": 16777217.0, "x": 3.0}
         assert [tensor.dtype for tensor in result.values()] == [torch.float64, torch.float32]
+
+
+def averages_dict_or(call: str, values: dict[str, torch.Tensor]) -> str:
+    """Call `reduce_dict` on rank 0 and ``call`` on rank 1; return the error."""
+    calls: dict[str, Callable[[], Any]] = {
+        "sum": lambda: reduce_dict(values, average=False),
+        "recursive_average": lambda: recursive_average(values, torch.ones(1), True),
+    }
+    with pytest.raises(ProtocolMismatch) as caught:
+        calls[call]() if dist.get_rank() else reduce_dict(values)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"), [("sum", "reduce_dict(average=False)"), ("recursive_average", "recursive_average()")]
+)
+def test_reduce_dict_is_not_paired_with_another_function(two_ranks: RankPool, call: str, text: str) -> None:
+    messages = two_ranks.run(averages_dict_or, call, {"loss": torch.tensor(1.0)}).values()
+    assert messages[0] == messages[1]
+    assert "rank 0: reduce_dict(average=True)" in messages[0]
+    assert f"rank 1: {text}" in messages[0]
 
 
 def test_reduce_dict_has_no_gradient_and_is_one_collective_on_a_group_of_its_own(two_ranks: RankPool) -> None:

@@ -158,7 +158,7 @@ def _call_text(call: Call) -> str:
     if call.kind in (GATHER, ASK):
         return str(call.name)
     if call.kind not in ("reduce_stats", "StatsWindow.flush"):
-        return f"{call.kind}()"
+        return call.kind if call.kind.endswith(")") else f"{call.kind}()"
     name = "without a name" if call.name is None else f"name={call.name!r}"
     return f"{call.kind}, {name}, nonfinite={call.nonfinite!r}" + ", per_rank=True" * call.per_rank
 

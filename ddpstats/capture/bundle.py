@@ -519,17 +519,21 @@ class BundleWriter:
         """Write the manifest, remove old bundles. Collective. An incomplete bundle is a reason to stop."""
         if self.directory is None:
             return verdict if self._is_too_large else _stopping(verdict)
-        late = f"The bundle's manifest was not written within {_MAX_SEC:.0f} s."
-        problems = self._gathered(lambda: self._write_manifest(verdict.message), "the bundle's manifest", late)
-        problem = problems[self._lowest]
+        problem = self._manifest_with(verdict.message)
         return _stopping(verdict, problem) if problem or self._missing() else verdict
 
     def amended(self, verdict: CaptureVerdict) -> CaptureVerdict:
-        """Return ``verdict``, whose message replaces the one in the manifest. Local."""
-        problem = self._write_manifest(verdict.message)
-        if problem:
+        """Return ``verdict``, whose message replaces the one in the manifest. Collective."""
+        problem = self._manifest_with(verdict.message)
+        if problem and self._rank == self._lowest:
             _log.warning("%s: the manifest lacks the cause: %s", self.directory, problem)
         return verdict
+
+    def _manifest_with(self, message: str) -> str:
+        """Return what is wrong with the bundle, on every rank. Collective."""
+        late = f"The bundle's manifest was not written within {_MAX_SEC:.0f} s."
+        problems: dict[int, str] = self._gathered(lambda: self._write_manifest(message), "the bundle's manifest", late)
+        return problems[self._lowest]
 
     def _gathered(self, work: Callable[[], Any], what: str, late: Any) -> dict[int, Any]:
         answers = gather_when_done(work, late, name=f"NaNCapture.check: {what}", group=self._group)

@@ -364,18 +364,16 @@ class Replay:
 
         batch, named, tensors = self._runner.batch(micro), self.named_parameters(), outcome.tensors
         arrived, has_backward = set[str](), micro.norms is not None or self.part.error is not None
-        handles = [
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.add(name))  # type: ignore[no-untyped-call]
-            for name, parameter in named.items()
-            if parameter.requires_grad
-        ]
-        with self._runner.as_kept(micro), search.watching(index, batch) if search else contextlib.nullcontext():
+        watching = search.watching(index, batch) if search else contextlib.nullcontext()
+        with contextlib.ExitStack() as hooks, self._runner.as_kept(micro), watching:
+            for name, parameter in named.items():
+                if parameter.requires_grad:
+                    hook: Any = parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.add(name))  # type: ignore[no-untyped-call]
+                    hooks.callback(hook.remove)
             loss = self._runner.loss(micro, batch)
             tensors["losses"][f"micro-batch {index}"] = loss.detach().clone().flatten()
             if has_backward:
                 self._runner.scaled(loss, self.part.scale).backward()  # type: ignore[no-untyped-call]
-        for handle in handles:
-            handle.remove()
         gradients = {name: value.grad for name, value in named.items() if value.grad is not None}
         if has_backward:
             norms = measure([gradients[name] if name in arrived else None for name in named])
