@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bench_capture import capture, checks, sentinel, sentinel_memory
-from bench_dump import dump, dump_by_msprobe
+from bench_dump import dump, dump_by_msprobe, dump_idle
 from bench_guard import guard, guard_ddp_step, guard_labels
 from bench_integrations import integration
 from bench_reduction import imports, memory, new_keys, reduction, window_add, window_flush
@@ -68,6 +68,7 @@ MEASUREMENTS = [
     *(Measurement(sentinel_memory, 1, 0, layer) for layer in ("layer 2", "layer 3")),
     Measurement(checks, 2, 150, 100),
     *(Measurement(dump, 1, 40, what) for what in ("statistics", "tensors")),
+    Measurement(dump_idle, 1, 40),
     *(Measurement(dump_by_msprobe, 1, 15, kind) for kind in ("L0", "L1", "mix", "mix, tensors")),
     *(Measurement(integration, 2, 10, name) for name in ("lightning", "torchmetrics", "torcheval", "accelerate")),
 ]
