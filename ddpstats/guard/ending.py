@@ -54,7 +54,7 @@ class Ending:
         if os.getpid() != self._process:
             return  # a fork of the program
         error = self.error or getattr(sys, "last_value", None)
-        verdict, status = self.guard.verdict_at_end(error), getattr(error, "code", 1)
+        verdict, status = self.guard.verdict_at_end(error), error.code if isinstance(error, SystemExit) else 1
         if verdict is not None:
             print_message(verdict)
         with contextlib.suppress(DdpstatsError):

@@ -267,7 +267,8 @@ def last_line(counters: GuardCounters, nothing: str, verdict: str) -> tuple[bool
         (reasons,) = counters.reasons
     if counters.compared == 0 and not verdict:
         why = nothing or reasons or "the program itself issued none while the guard was on"
-        return why != MESSAGES_SEEN, f"{seen}, nothing was compared: {why}."
+        is_right = why == MESSAGES_SEEN or (counters.mode == "record" and counters.collectives > 0)
+        return not is_right, f"{seen}, nothing was compared: {why}."
     left = f"{counters.not_compared:,} not" + (f" ({reasons})" if reasons else "")
     end = f"it ended in {verdict.rstrip('.')}" if verdict else f"{counters.ranks_agreeing} ranks agree"
     return False, f"{seen}, {counters.compared:,} compared, {left}; {end}."

@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--guard record needs --record-dir DIR, where the records are written")
     if args.nproc is None and args.watch:
         raise ConfigError("--watch is for --nproc N. With torchrun, say --watch-dir DIR, and run `ddpstats watch DIR`.")
+    if args.watch and args.guard == "off":
+        raise ConfigError("--watch reads what a guard records, and --guard off has none. Leave one of them out.")
     if args.nproc is not None and (args.nproc < 1 or "TORCHELASTIC_RUN_ID" in os.environ):
         raise ConfigError("--nproc starts N ranks, at least one, and not in a rank of torchrun's. Leave --nproc out.")
     return _run_here(args) if args.nproc is None else _launch(args)

@@ -313,6 +313,15 @@ def test_guard_that_saw_a_process_group_and_no_collective_says_that_none_was_iss
     assert output.endswith("nothing was compared: the program itself issued none while the guard was on.\n")
 
 
+@pytest.mark.parametrize(("collectives", "level"), [(1, "INFO"), (0, "WARNING")])
+def test_guard_that_only_records_warns_where_it_has_recorded_nothing(
+    collectives: int, level: str, tmp_path: Path
+) -> None:
+    code = f"logging.root.setLevel('INFO')\nfor _ in range({collectives}): dist.barrier()"
+    output = _python(_ONE_RANK + code, DDPSTATS_GUARD="record", DDPSTATS_RECORD_DIR=str(tmp_path / "records"))
+    assert output.startswith(f"{level}:ddpstats:collective guard, mode record: {collectives} collective")
+
+
 def test_group_that_outlives_the_packages_names_ends_silently() -> None:
     """As where the interpreter ends with a traceback that holds the group."""
     code = (
