@@ -22,6 +22,7 @@ so they cannot replace these kernels; they fire below them, and go on working.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -55,7 +56,6 @@ from ddpstats._observe.torch_compat import (
     schema,
     unseen,
 )
-from ddpstats._ranks.gloo import done_within
 from ddpstats.errors import ConfigError
 
 
@@ -65,9 +65,12 @@ class Subscriber(Protocol):
     def before(self, call: Collective) -> None:
         """Called before it runs. Whatever this raises, the caller gets, and the collective does not run."""
 
-    def after(self, call: Collective, work: Any) -> None:
-        """Called once it is issued. May wait for ``work``; None: the operator returned when all was done."""
-        return
+    def after(self, call: Collective, work: Any) -> bool | None:
+        """Called once it is issued. ``work`` is None where the operator returned when all was done.
+
+        Return True if it has waited for ``work``, and no further wait is needed.
+        """
+        return None
 
     def waiting(self, work: Any, limited: bool) -> bool:
         """Called before Python code waits for ``work``, under the caller's timeout if ``limited``.
@@ -83,7 +86,8 @@ class Subscriber(Protocol):
 
 _subscribers: list[Subscriber] = []
 _kernels: Kernels | None = None
-_original_wait: Any = None
+original_wait: Any = None  # `Work.wait` as it was before ours
+_last_done: Callable[[], Any] = object  # returns the work for which `Subscriber.after` has waited last
 _original_all_reduce: Any = None
 _lock = threading.Lock()
 
@@ -109,12 +113,12 @@ def unsubscribe(subscriber: Subscriber) -> None:
 
 
 def _install() -> None:
-    global _kernels, _original_wait, _original_all_reduce
+    global _kernels, original_wait, _original_all_reduce
     if not dist.is_available():
         raise ConfigError("this build of torch has no torch.distributed: there are no collectives to observe")
     check_operators()
     _kernels = Kernels("c10d", "BackendSelect", {operator.name: _kernel(operator) for operator in known_operators()})
-    _original_wait = vars(dist.Work)["wait"]
+    original_wait = vars(dist.Work)["wait"]
     dist.Work.wait = _wait  # type: ignore[method-assign]
     _original_all_reduce = vars(dist.ProcessGroup)["allreduce"]  # the attribute itself, not what it binds to
     dist.ProcessGroup.allreduce = _all_reduce  # type: ignore[method-assign]
@@ -125,7 +129,7 @@ def _uninstall() -> None:
     global _kernels
     assert _kernels is not None
     dist.ProcessGroup.allreduce = _original_all_reduce  # type: ignore[method-assign]
-    dist.Work.wait = _original_wait  # type: ignore[method-assign]
+    dist.Work.wait = original_wait  # type: ignore[method-assign]
     _kernels.remove()
     _kernels = None
 
@@ -171,13 +175,14 @@ def _sees(group: Any, *options: Any) -> bool:
 
 
 def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return _original_wait(self, *args, **kwargs)
-    waited = False
-    for subscriber in _subscribers:
-        waited = subscriber.waiting(self, bool(args or kwargs)) or waited
+    waited = _last_done() is self
+    if not waited:
+        if torch.compiler.is_compiling():
+            return original_wait(self, *args, **kwargs)
+        for subscriber in _subscribers:
+            waited = subscriber.waiting(self, bool(args or kwargs)) or waited
     try:
-        result = waited or _original_wait(self, *args, **kwargs)
+        result = waited or original_wait(self, *args, **kwargs)
     except RuntimeError as error:
         for subscriber in tuple(_subscribers):
             subscriber.has_waited(self, error)
@@ -188,16 +193,6 @@ def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 hide_from_dynamo(_wait)
-
-
-def wait_once(work: Any, seconds: float) -> None:
-    """Wait for a message. Whether it came or not, gloo must not be asked again: a second wait never ends (2.13)."""
-    (_original_wait or dist.Work.wait)(work, timedelta(seconds=seconds))
-
-
-def wait_within(work: Any, limit: timedelta) -> bool:
-    """Wait for a collective; return False if it goes on. Raises what the backend raises if it failed."""
-    return done_within(work, limit, _original_wait or dist.Work.wait)
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
@@ -267,34 +262,29 @@ _MILLISECOND = timedelta(milliseconds=1)
 
 
 def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
-    view = None if kwargs or torch.compiler.is_compiling() or not _is_plain(args) else view_of(self)
+    global _last_done
+    view = None if kwargs or torch.compiler.is_dynamo_compiling() or not _is_plain(args) else view_of(self)
     if view is None or view.is_internal:
         return _original_all_reduce.__get__(self)(*args, **kwargs)
     tensors, options = args
-    call = Collective(_ALL_REDUCE, view, tensors, tensors, reduce_op_name(int(options.reduceOp.op)))
+    call = Collective(_ALL_REDUCE, view, tensors, tensors, reduce_op_name(hash(options.reduceOp)))
     call.limit = options.timeout // _MILLISECOND  # now: torch copies the options, which the program may then change
     call.blocking = not getattr(options, "asyncOp", True)
     backend = backend_of(self, HOST)  # raises torch's error where the group has none
     for subscriber in _subscribers:
         subscriber.before(call)
-    if call.timeout_ms is not None:
-        options = _limited(options, timedelta(milliseconds=call.timeout_ms))
+    if call.timeout_ms is not None and not 0 <= call.limit <= call.timeout_ms:
+        own, options = options, _AllreduceOptions()  # the caller's stay as they are
+        options.reduceOp, options.asyncOp = own.reduceOp, own.asyncOp
+        options.timeout = timedelta(milliseconds=call.timeout_ms)
     work = backend.allreduce(tensors, options)
     for subscriber in _subscribers:
-        subscriber.after(call, work)
+        if subscriber.after(call, work):
+            _last_done = weakref.ref(work)
     return work
 
 
 hide_from_dynamo(_all_reduce)
-
-
-def _limited(options: Any, limit: timedelta) -> Any:
-    """Return options with a timeout of at most ``limit``, and leave the caller's. A negative timeout is no limit."""
-    if timedelta(0) <= options.timeout <= limit:
-        return options
-    limited = _AllreduceOptions()
-    limited.reduceOp, limited.asyncOp, limited.timeout = options.reduceOp, options.asyncOp, limit
-    return limited
 
 
 def _is_plain(args: Sequence[Any]) -> bool:

@@ -83,8 +83,8 @@ operators_name_reduce_op = dist.is_available() and _operators_name_reduce_op()
 if not operators_name_reduce_op:
     note_lack("torch.classes.c10d.ReduceOp.op")
 
+# The backend of a group for a kind of device. Raises ``RuntimeError`` where it has none.
 backend_of: Callable[[Any, torch.device], Any] = find("distributed.ProcessGroup._get_backend")
-"""The backend of a group for a kind of device. Raises ``RuntimeError`` where it has none."""
 
 
 def backends_of(group: Any) -> Sequence[Any]:
@@ -203,8 +203,8 @@ def view_of(group: Any) -> GroupView:
 
 # -- collectives that were issued, by process group --------------------------------------------------------------------
 
+# Process group -> the number of its collectives; None where its backend does not say.
 Counts = dict[Any, int | None]
-"""Process group -> the number of its collectives; None where its backend does not say."""
 
 
 def issued_counts() -> Counts:

@@ -12,7 +12,7 @@ there both are unknown, which is enough for dumps, and the guard refuses to star
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from operator import itemgetter
 from typing import Any, Literal
@@ -125,7 +125,7 @@ _TABLE = (
 OPERATORS = {operator.name: operator for operator in _TABLE}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Collective:
     """One collective that is about to run on this rank.
 
@@ -150,16 +150,17 @@ class Collective:
     inputs: Sequence[Any]
     outputs: Sequence[Any]
     reduce_op: str | None = None
-    root: int | None = None
-    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    peer: int | None = None
-    tag: int | None = None
-    blocking: bool = False
-    is_on_host: bool = True
-    timeout_ms: int | None = None
-    limit: int | None = None
-    on_failure: Callable[[Collective, RuntimeError], None] | None = None
-    subscriber_state: Any = None
+    # Most calls leave these as they are: then making one does not set them.
+    root: int | None = field(default=None, init=False)
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = field(default=None, init=False)
+    peer: int | None = field(default=None, init=False)
+    tag: int | None = field(default=None, init=False)
+    blocking: bool = field(default=False, init=False)
+    is_on_host: bool = field(default=True, init=False)
+    timeout_ms: int | None = field(default=None, init=False)
+    limit: int | None = field(default=None, init=False)
+    on_failure: Callable[[Collective, RuntimeError], None] | None = field(default=None, init=False)
+    subscriber_state: Any = field(default=None, init=False)
 
     @property
     def op(self) -> str:
@@ -222,7 +223,7 @@ def _even(splits: Sequence[int], tensor: torch.Tensor, size: int) -> tuple[int, 
 
 @cache
 def reduce_op_name(kind: Any) -> str:
-    """Return the name of a reduce op, given its number or the member of ``RedOpType``."""
+    """Return the name of a reduce op, given its number, which is torch's hash of it, too."""
     kinds: Any = dist.ReduceOp.RedOpType
     return str(kinds(kind).name).lower()
 

@@ -22,8 +22,8 @@ from ddpstats.guard.verdicts import GivenUp, Silenced, Verdicts
 _END = 0x454E44  # rolled in place of a collective by a rank that leaves
 _SHARES = 1 << 36  # shares of a step's question are added up modulo this: float64 sums of 2**17 ranks are exact
 
+# Of all that a rank has done in a group: the group's name, words and ranks, the last number, and the note.
 Digests = list[Any]
-"""Of all that a rank has done in a group: the group's name, words and ranks, the last number, and the note."""
 
 
 class Comparing:
@@ -41,7 +41,7 @@ class Comparing:
         Raises where a neighbour in the group has announced another one; never waits.
         """
         assert group.exchange is not None
-        if group.exchange.announce(seq, event.digest, encode(event)):
+        if group.exchange.announce(seq, event.digest, event.encoded or encode(event)):
             with suppress(GivenUp):
                 self.verdicts.differ(group, seq, tentative=True)
 
@@ -101,9 +101,7 @@ class Comparing:
         number = group.settled + 1
         seq = number if self._strict else group.seq  # of the last collective that the note is about
         try:
-            notes = group.exchange.look(number)
-            if notes is None and find_limit is not None:
-                notes = group.exchange.spin(number)
+            notes = group.exchange.look(number, spins=find_limit is not None)
             if notes is None:
                 if find_limit is None:
                     return False

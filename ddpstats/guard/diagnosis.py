@@ -46,6 +46,7 @@ def message_place(event: Event) -> int:
     return int(event.started * 1e6)
 
 
+# How a field of each type is read from JSON.
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "bool": bool,
     "int": int,
@@ -60,7 +61,6 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "Mapping[int, Event]": lambda events: {int(rank): Event.from_dict(event) for rank, event in events.items()},
     "Mapping[str, int]": lambda counts: {str(name): int(count) for name, count in counts.items()},
 }
-"""How a field of each type is read from JSON."""
 
 T = TypeVar("T", bound="Packed")
 
@@ -537,8 +537,8 @@ def _whereabouts(status: RankStatus, seq: int = 1) -> str:
 
 # -- messages between two ranks ---------------------------------------------------------------------------------------
 
+# A sender, which of its messages, the receiver, which of its messages: the two sides of one message.
 Pair = tuple[int, int, int, int]
-"""A sender, which of its messages, the receiver, which of its messages: the two sides of one message."""
 
 
 def pair_messages(messages: Mapping[int, Sequence[Event]]) -> tuple[list[Pair], list[tuple[int, int]]]:

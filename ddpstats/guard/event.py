@@ -372,8 +372,8 @@ class MessageNumbers:
         return self._counts[key]
 
 
+# The event that all equal calls share, with the number and the time of one of them.
 Entry = tuple[Event, int, float]
-"""The event that all equal calls share, with the number and the time of one of them."""
 
 
 def event_of(entry: Entry) -> Event:

@@ -53,8 +53,8 @@ class OwnRank(Protocol):
         """Take each verdict, before it is raised."""
 
 
+# Returns the last collectives of a rank in a group, as it wrote them into memory before it issued them.
 AnnouncedBy = Callable[[str, int], list[Event]]
-"""Returns the last collectives of a rank in a group, as it wrote them into memory before it issued them."""
 
 
 class _Verdict(NamedTuple):

@@ -127,11 +127,12 @@ class Limit(NamedTuple):
     is_own: bool
 
 
+# Called where a rank has to wait, and not before.
 FindLimit = Callable[[], Limit]
-"""Called where a rank has to wait, and not before."""
 
 
-class IssuedCall(NamedTuple):
+@dataclass(slots=True, eq=False)
+class IssuedCall:
     """A collective or a message that this rank has issued, when by the monotonic clock.
 
     ``timeout_ms``: the call's own timeout, as `Collective.limit` has it.
@@ -143,14 +144,9 @@ class IssuedCall(NamedTuple):
     timeout_ms: int | None
     issued: float
 
-    @property
-    def call_sec(self) -> float | None:
-        """Return the timeout that the caller gave to this call alone; None where its group's holds."""
-        return None if self.timeout_ms is None or self.timeout_ms < 0 else self.timeout_ms / 1000
-
     def limit(self) -> Limit:
         """Return how long the program's wait for it may last from now on."""
-        return self.group.limit(self.call_sec, self.issued)
+        return self.group.limit(self.timeout_ms, self.issued)
 
 
 def identity() -> Identity | None:
@@ -182,13 +178,13 @@ class Group:
         self.is_given_up = False  # torch's own timeout has ended a collective of some rank: no more is compared
         self.messages = MessageNumbers()
 
-    def limit(self, call_sec: float | None = None, issued: float | None = None) -> Limit:
+    def limit(self, call_ms: int | None = None, issued: float | None = None) -> Limit:
         """Return the shortest timeout of the guard, the group and the call.
 
-        ``call_sec``: the call's own, if it has one. ``issued``: when it was issued, if that is not now; torch's own
-        timeout counts from then.
+        ``call_ms``: the call's own; negative or None where its group's holds. ``issued``: when it was issued, if that
+        is not now; torch's own timeout counts from then.
         """
-        own_sec = call_sec
+        own_sec = None if call_ms is None or call_ms < 0 else call_ms / 1000
         if own_sec is None:
             own_sec = longest_timeout_sec(self.view.group()) or None  # the program may have changed it
         named_sec = self._settings.timeout_sec

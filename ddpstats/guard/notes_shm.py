@@ -51,8 +51,8 @@ _MESSAGES_AT = _EVENTS_AT + _EVENTS_KEPT * _EVENT_WORDS
 _RANK_WORDS = _MESSAGES_AT + _MESSAGES_KEPT * _HEAD_WORDS
 _RANK_BYTES = _RANK_WORDS * _WORD_BYTES
 
+# Called now and then by a rank that waits; raises to end the wait.
 Watch = Callable[[], None]
-"""Called now and then by a rank that waits; raises to end the wait."""
 
 
 class Exchange:
@@ -96,24 +96,22 @@ class Exchange:
         if not self.is_quick:
             self._in_store.post(seq, note)
 
-    def look(self, seq: int) -> list[Note] | None:
+    def look(self, seq: int, spins: bool = False) -> list[Note] | None:
         """Return the notes of all ranks if all have posted; from the store each note once, and balances added up.
 
-        None, too, where the store is silent. Raises `Overrun` where a note is gone already.
+        None, too, where the store is silent. Raises `Overrun` where a note is gone already. ``spins``: look again and
+        again for a moment, where that costs next to nothing: mostly the others are about to come.
         """
         if not self.is_quick:
             with suppress(StoreSilent), self.store.within(GLANCE_SEC):
                 self._learn_hosts()
                 if not self.is_quick:
                     return self._in_store.look(seq)
-        return self._shared.read_all(seq) if self.is_quick and self._shared is not None else None
-
-    def spin(self, seq: int) -> list[Note] | None:
-        """Look again and again for a moment where that costs next to nothing: mostly the others are about to come."""
-        notes, until, shared = None, time.monotonic() + _SPIN_SEC, self._shared
-        while notes is None and shared is not None and self.is_quick and time.monotonic() < until:
+        shared, until = self._shared, time.monotonic() + _SPIN_SEC
+        if shared is None or not self.is_quick:
+            return None
+        while (notes := shared.read_all(seq)) is None and spins and time.monotonic() < until:
             os.sched_yield()
-            notes = None if shared.absent(seq) else self.look(seq)
         return notes
 
     def wait(self, seq: int, watch: Watch) -> list[Note]:
@@ -210,6 +208,8 @@ class _Shared:
         begin = seq % NOTES_KEPT * _NOTE.size
         slots = list[bytes]()
         for at in range(begin, self._size * _RANK_BYTES, _RANK_BYTES):
+            if self._words[at // _WORD_BYTES] < seq:
+                return None
             slots.append(self._map[at : at + _NOTE.size])
         posted_seq, own_notes = self._posted  # read once: another thread may post
         if posted_seq == seq and slots.count(slots[0]) == self._size:  # mostly: all ranks' notes are like its own

@@ -125,14 +125,13 @@ class Watching(Subscriber):
         else:
             comparing.take_in(group, event, self._settings.check_every)
 
-    def after(self, call: Collective, work: Any) -> None:
+    def after(self, call: Collective, work: Any) -> bool:
         """Wait for a blocking collective, so that a rank that never comes is named."""
         # The program does not wait for a device here, either.
         if self.comparing is None or self.state.silent or work is None or not call.is_on_host:
-            return
+            return False
         if call.blocking:
-            self.comparing.verdicts.wait_for(work, call.subscriber_state)
-            return
+            return self.comparing.verdicts.wait_for(work, call.subscriber_state)
         # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
         # tensors alive. It is settled with the next one of its group. Of a message gloo says only to the rank that
         # waits whether it is done.
@@ -142,6 +141,7 @@ class Watching(Subscriber):
         if len(self._works) >= _KEPT_WORKS:
             self._works.pop(next(iter(list(self._works))), None)
         self._works[id(work)] = work, call.subscriber_state
+        return False
 
     def waiting(self, work: Any, limited: bool) -> bool:
         """Settle an asynchronous collective, or a message, for which the program is about to wait.
@@ -167,8 +167,7 @@ class Watching(Subscriber):
 
     def has_waited(self, work: Any, error: RuntimeError | None) -> None:
         """Note that the program's own wait for ``work``, with a timeout that it gave, has failed; it may wait again."""
-        known = None if error is None else self._works.get(id(work))
-        if known is not None:
+        if error is not None and (known := self._works.get(id(work))) is not None:
             self._unfinished.append(known)
 
     # -- describing ---------------------------------------------------------------------------------------------------
@@ -224,7 +223,7 @@ class Watching(Subscriber):
         """
         if self.how_left is not None:
             return
-        self.how_left = how_left(error)
+        self.how_left = LEFT if error is None else f"{LEFT} by {type(error).__name__}: {first_line(error)[:300]}"
         self.recording.begin_early()
         self.recording.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
         if compares and self.comparing is not None:
@@ -237,8 +236,7 @@ class Watching(Subscriber):
 
     def tally(self) -> Tally:
         """Return what was compared so far, over all sessions."""
-        past = self.state.past
-        return past if self.session is None else past + self.session.tally()
+        return self.state.past if self.session is None else self.state.past + self.session.tally()
 
     def is_over(self) -> bool:
         """Return whether the program has destroyed the process group since."""
@@ -295,7 +293,3 @@ class Watching(Subscriber):
             self._silenced.update(product({event.label for event in named}, {str(event.site) for event in named}))
         for event in list(self._known.values()):
             self._silence(event)
-
-
-def how_left(error: BaseException | None) -> str:
-    return LEFT if error is None else f"{LEFT} by {type(error).__name__}: {first_line(error)[:300]}"

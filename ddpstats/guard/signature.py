@@ -24,8 +24,8 @@ _STRIDED = torch.strided
 NO_PIECES = "", 0
 _SHOWN_PIECES = 8
 
+# Operation, reduce op, root, shapes, dtypes, strides: what must be equal on all ranks, as torch has it.
 Parts = tuple[str, str | None, int | None, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
-"""Operation, reduce op, root, shapes, dtypes, strides: what must be equal on all ranks, as torch has it."""
 
 
 def parts_of(call: Collective) -> Parts:

@@ -27,6 +27,7 @@ from ddpstats._observe import collectives
 from ddpstats._observe.frames import main_position
 from ddpstats._observe.operators import Collective
 from ddpstats._ranks.failure import LOST, nccl_reason
+from ddpstats._ranks.gloo import done_within
 from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreSilent, shared_poll, wait_for
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, GuardFinding, message_place
@@ -211,7 +212,7 @@ class Verdicts:
             return
         event, seq, _ = call.entry
         cannot_end = bool(self._cannot_come(group, seq, is_on_host=False))
-        if event.signature.root is None and time.monotonic() > call.issued + group.limit(call.call_sec).seconds:
+        if event.signature.root is None and time.monotonic() > call.issued + group.limit(call.timeout_ms).seconds:
             cannot_end = cannot_end or bool(self._behind(group, seq, is_on_host=False))
         if cannot_end or self._waits_elsewhere(group, call):
             with self._state.waiting(group, seq):
@@ -249,20 +250,25 @@ class Verdicts:
 
     # -- waiting, with a deadline and in slices -----------------------------------------------------------------------
 
-    def wait_for(self, work: Any, issued: IssuedCall) -> None:
-        """Wait for a collective that was issued, looking up between slices; for no longer than the call would."""
+    def wait_for(self, work: Any, issued: IssuedCall) -> bool:
+        """Wait for a collective that was issued, looking up between slices; for no longer than the call would.
+
+        False where the caller has to wait on, as without a guard.
+        """
         group, entry = issued.group, issued.entry
         try:
-            if collectives.wait_within(work, _SLICE) or group.is_given_up:
-                return
+            is_done = done_within(work, _SLICE, collectives.original_wait)
+            if is_done or group.is_given_up:
+                return is_done
             seq, limit = entry[1], issued.limit()
             limit = Limit(math.inf if limit.is_own else limit.seconds - _SLICE_SEC, False)  # torch ends the others
             watch = self.watch(group, seq, limit, issued)
             with self._state.waiting(group, seq):
-                while not collectives.wait_within(work, _SLICE):
+                while not done_within(work, _SLICE, collectives.original_wait):
                     watch()
+            return True
         except Silenced:
-            return  # the caller waits on, as without a guard
+            return False
         except DdpstatsError:
             leave_running(work, group.view.group())
             raise
@@ -421,7 +427,8 @@ class Verdicts:
         """Wait until a message was sent, or has come."""
         with self._state.waiting(group, message_place(event), MESSAGES):
             try:
-                collectives.wait_once(work, group.limit().seconds)
+                # Whether it came or not, gloo must not be asked again: a second wait never ends (2.13).
+                collectives.original_wait(work, timedelta(seconds=group.limit().seconds))
                 return
             except RuntimeError as error:
                 if not is_broken(error):

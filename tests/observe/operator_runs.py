@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import collective_guard
-from ddpstats._observe import collectives
 from ddpstats._observe.groups import HOST, backend_of, unbox_group, unbox_work
 from ddpstats._observe.operators import OPERATORS, Operator
+from ddpstats._ranks.gloo import done_within
 from ddpstats.dump import StatsDump
 from ddpstats.errors import CollectiveMismatch, ConfigError
 
@@ -113,8 +113,8 @@ def waits_in_slices(count: int) -> int:
         if dist.get_rank() == 1:
             time.sleep(0.0009)
         work = dist.all_reduce(torch.ones(1), async_op=True)
-        if not collectives.wait_within(work, limit):
+        if not done_within(work, limit):
             later += 1
-            while not collectives.wait_within(work, limit):
+            while not done_within(work, limit):
                 pass
     return later

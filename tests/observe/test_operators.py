@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,46 @@ class _Seen(collectives.Subscriber):
 
     def before(self, call: Collective) -> None:
         self.calls.append((call.op, call.reduce_op))
+
+
+class _Waiting(collectives.Subscriber):
+    """Waits for every other collective that it sees."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def before(self, call: Collective) -> None:
+        pass
+
+    def after(self, call: Collective, work: Any) -> bool:
+        self.events.append("issued")
+        return self.events.count("issued") % 2 == 1 and bool(collectives.original_wait(work))
+
+    def waiting(self, work: Any, limited: bool) -> bool:
+        self.events.append("waits")
+        return False
+
+    def has_waited(self, work: Any, error: RuntimeError | None) -> None:
+        self.events.append("has waited")
+
+
+def test_what_a_subscriber_has_waited_for_is_waited_for_once() -> None:
+    collectives.subscribe(seen := _Waiting())
+    try:
+        with group_of_one("test") as only:
+            done = only[0].allreduce([torch.ones(1)], dist.AllreduceOptions())
+            assert done.wait()
+            assert only[0].allreduce([torch.ones(1)], dist.AllreduceOptions()).wait()
+            assert done.wait()
+    finally:
+        collectives.unsubscribe(seen)
+    assert seen.events == ["issued", "has waited", "issued", "waits", "has waited", "has waited"]
+
+
+def test_the_hash_of_a_reduce_op_is_the_number_by_which_it_is_named() -> None:
+    for name, kind in dist.ReduceOp.RedOpType.__members__.items():
+        if name != "PREMUL_SUM":  # which is made by a function of its own
+            assert operators.reduce_op_name(hash(dist.ReduceOp(kind))) == name.lower()
 
 
 @pytest.mark.parametrize("name", ["allgather_", "reduce_scatter_", "allgather_coalesced_"])

@@ -395,14 +395,14 @@ class Inferred:
 
 _chains: EmptiedCache[tuple[Chain, CallRoutes | Step], Chain] = EmptiedCache(_MAX_KEPT)  # one call or step longer
 _labels: EmptiedCache[tuple[Any, ...], Inferred] = EmptiedCache(_MAX_KEPT)
+# A route as far as it was followed: the names that it came to, innermost first, and the container of each.
 _Path = tuple[Chain, tuple[str, ...], tuple[Any, ...]]
-"""A route as far as it was followed: the names that it came to, innermost first, and the container of each."""
 
 
 def infer(frame: FrameType) -> Inferred | None:
     """Return the label of the tensor that ``frame`` calls a collective with; None where the text gives it no name."""
     try:
-        call = call_routes(frame, None, frame.f_code)
+        call = _call_routes.get((id(frame.f_code), frame.f_lasti, None)) or call_routes(frame, None, frame.f_code)
         path = _follow((call.chain, (), ()), frame) if call.routes else None
         if path is None:
             return None
@@ -421,23 +421,38 @@ def _follow(before: _Path, frame: FrameType) -> _Path | None:
     frames = activation(frame) if frame.f_code.co_name in COMPREHENSION_NAMES else (frame,)
     for route in before[0].calls[-1].routes if len(before[0].calls) <= _MAX_FRAMES else ():
         chain, keys, containers = before
-        if route.steps:
-            variables = Variables(frames)
-            try:
-                for step in route.steps:
-                    container = MISSING if step.container is None else variables.value(step.container)
-                    name = _name_of(step, variables, container)
-                    if name is not None:
-                        chain = _chains.get((chain, step)) or chain.with_step(step, route)
-                        keys, containers = (*keys, name), (*containers, container)
-            finally:
-                variables.give_back()
+        for step, name, container in _names_along(route, frames) if route.steps else ():
+            chain = _chains.get((chain, step)) or chain.with_step(step, route)
+            keys, containers = (*keys, name), (*containers, container)
         further = _leave(route, frames[-1], (chain, keys, containers)) if route.parameter else None
         if further is not None and len(further[1]) > len(keys):
             return further
         if keys:  # what gives no further name is no part of the chain: the label is one object for all callers
             return chain, keys, containers
     return None
+
+
+def _names_along(route: Route, frames: Sequence[FrameType]) -> list[tuple[Step, str, Any]]:
+    """Return the steps that give a name, with the name and the container."""
+    frame, plain = frames[0], route.variables
+    if len(plain) == 2 and len(frames) == 1 and frame.f_code.co_flags & _CO_OPTIMIZED:  # mostly, and in few steps
+        values = frame.f_locals
+        key, container = values.get(plain[0]), values.get(plain[1])
+        if _SNAPSHOTS and sys.getrefcount(values) <= _OWN_REFERENCES:
+            values.clear()
+        text = key_text(key) if type(key) is str and type(container) is dict else None
+        if text is not None:
+            return [(route.steps[0], text, container)]
+    variables, names = Variables(frames), list[tuple[Step, str, Any]]()
+    try:
+        for step in route.steps:
+            container = MISSING if step.container is None else variables.value(step.container)
+            name = _name_of(step, variables, container)
+            if name is not None:
+                names.append((step, name, container))
+    finally:
+        variables.give_back()
+    return names
 
 
 def _name_of(step: Step, variables: Variables, container: Any) -> str | None:
@@ -467,7 +482,7 @@ def _leave(route: Route, frame: FrameType, path: _Path) -> _Path | None:
     outer = user_frame(frame.f_back)
     while outer is not None:
         call = call_routes(outer, route, chain.calls[-1].owner)
-        if not call.is_wrapper:
+        if call.routes:
             return _follow((_chains.get((chain, call)) or chain.with_call(call, route), keys, containers), outer)
-        outer = user_frame(outer.f_back)
+        outer = user_frame(outer.f_back) if call.is_wrapper else None
     return None

@@ -15,6 +15,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import CodeType
 from typing import Literal
 
@@ -170,6 +171,12 @@ class Route:
     parameter: str = ""
     of_container: bool = False
 
+    @cached_property
+    def variables(self) -> list[str]:
+        """The variables that hold the key and the container of the only step; not two where it reads others."""
+        nodes = [*self.steps[0].names, self.steps[0].container] if len(self.steps) == 1 else []
+        return [node.id for node in nodes if isinstance(node, ast.Name)] if len(nodes) == 2 else []
+
 
 class LabelTracer:
     """Traces values in one file; the bindings of each function are kept."""
@@ -303,8 +310,8 @@ class LabelTracer:
 # -- what becomes of the result ---------------------------------------------------------------------------------------
 
 Use = Literal["stored", "element", "pooled", "pooled element", ""]
+# What one expression does with a result. "kept": it leaves it with its key. "open": it may do anything with it.
 _Read = Literal["stored", "pooled", "kept", "open"]
-"""What one expression does with a result. "kept": it leaves it with its key. "open": it may do anything with it."""
 
 
 @dataclass(frozen=True)
@@ -323,8 +330,8 @@ class Turn:
     is_outermost: bool
 
 
+# File, call and calling function of each, the collective first.
 Calls = Sequence[tuple[SourceFile | None, ast.expr | None, CodeType]]
-"""File, call and calling function of each, the collective first."""
 
 
 def use_of(step: Step, calls: Calls, is_element: bool) -> Use:
