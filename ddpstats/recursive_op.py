@@ -49,7 +49,7 @@ def recursive_sum(obj: Any, weight: torch.Tensor, distributed: bool = False, *, 
     Raises what `StatsReducer` raises.
     """
     summed = _reduce(obj, weight, distributed, group, "recursive_sum", divide=False)
-    return _nested(summed, _tensors(summed, obj, weight))
+    return _nest(summed, _tensors(summed, obj, weight))
 
 
 @breaks_graph
@@ -70,7 +70,7 @@ def recursive_average(
         both:   ({"l1": tensor(1.), "snr": tensor(-2.)}, tensor(16.))
     """
     averaged = _reduce(obj, weight, distributed, group, "recursive_average")
-    return _nested(averaged, _tensors(averaged, obj, weight)), _total(averaged, weight)
+    return _nest(averaged, _tensors(averaged, obj, weight)), _total(averaged, weight)
 
 
 LeafAverage = tuple[Path, str, torch.Tensor | None, Entry]
@@ -91,7 +91,7 @@ def average_with_weights(
     paths = [selection.layout.leaves[slot][0] for slot in selection.slots]
     entries = zip(paths, averaged.entries(), tensors, strict=True)
     leaves = [(path, name, tensor, entry) for path, (name, entry), tensor in entries]
-    return _nested(averaged, tensors), _total(averaged, weight), leaves
+    return _nest(averaged, tensors), _total(averaged, weight), leaves
 
 
 def recursive_divide(a: Any, b: torch.Tensor) -> Any:
@@ -136,7 +136,7 @@ def reduce_dict(input_dict: Mapping[Any, torch.Tensor], average: bool = True) ->
     kind = f"reduce_dict(average={bool(average)})"
     reduced = _reduce(input_dict, 1.0, True, None, kind, divide=bool(average))
     of_integers = torch.get_default_dtype() if average else torch.float64
-    values: dict[Any, torch.Tensor] = _nested(reduced, _tensors(reduced, input_dict, 1.0, of_integers))
+    values: dict[Any, torch.Tensor] = _nest(reduced, _tensors(reduced, input_dict, 1.0, of_integers))
     return values
 
 
@@ -193,7 +193,7 @@ def _mean(value: Any) -> Any:
     return value
 
 
-def _nested(reduced: Reduced, tensors: Sequence[torch.Tensor | None]) -> Any:
+def _nest(reduced: Reduced, tensors: Sequence[torch.Tensor | None]) -> Any:
     return reduced._selection.build(iter(tensors))
 
 
@@ -219,12 +219,12 @@ def _tensors(
     device, selection, values = _device(obj, weight), reduced._selection, reduced._flat
     shared = selection.dtypes.get((), ())  # of a rank whose leaves all have one dtype
     if isinstance(values, array) and len(selection.dtypes) == 1:
-        return _vector(values, _promoted(shared, of_integers), device).unbind()
+        return _vector(values, _promote(shared, of_integers), device).unbind()
     indexes: dict[torch.dtype, list[int]] = {}
     for index, (slot, op) in enumerate(zip(selection.slots, selection.ops, strict=True)):
         if op != NONE.name:
             dtypes = selection.dtypes.get(selection.layout.leaves[slot][0], ())
-            indexes.setdefault(_promoted(shared + dtypes, of_integers), []).append(index)
+            indexes.setdefault(_promote(shared + dtypes, of_integers), []).append(index)
     tensors: list[torch.Tensor | None] = [None] * len(values)
     for dtype, chosen in indexes.items():
         made = _vector(array("d", [float(values[index] or 0) for index in chosen]), dtype, device)
@@ -257,6 +257,6 @@ def _device(obj: Any, weight: Any) -> torch.device:
     return device
 
 
-def _promoted(names: tuple[str, ...], of_integers: torch.dtype | None = None) -> torch.dtype:
+def _promote(names: tuple[str, ...], of_integers: torch.dtype | None = None) -> torch.dtype:
     floating = [FLOATS[name] for name in names if name in FLOATS]
     return reduce(torch.promote_types, floating) if floating else of_integers or torch.get_default_dtype()

@@ -257,7 +257,7 @@ class Agreement:
         if set(heads) == {head}:
             return [memoryview(payload)] * self.world_size
         sizes = [_HEAD.unpack(received)[0] for received in heads]
-        padded = _padded_size(sizes)
+        padded = _choose_padded_size(sizes)
         large = [position for position, size in enumerate(sizes) if size > padded]
         received_bytes = padded * self.world_size + sum(sizes[position] for position in large)
         if received_bytes > _MAX_GATHERED_BYTES:
@@ -287,7 +287,7 @@ class Agreement:
         return parts
 
 
-def _padded_size(sizes: Sequence[int]) -> int:
+def _choose_padded_size(sizes: Sequence[int]) -> int:
     """Return up to which size payloads are gathered: where all ranks receive the fewest bytes, broadcasts included."""
     left = sum(sizes) + len(sizes) * _BROADCAST_BYTES
     cost, best = left, 0

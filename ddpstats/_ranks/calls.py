@@ -97,15 +97,15 @@ class Channel:
                 if self._worker.unfinished:  # only its thread waits for a turn, for calls that were counted before
                     self._wake_worker()
         future = self.submit(work, timeout_sec)
-        with self._held_up():
+        with self._refusing_inside():
             return future.result()
 
     def _wake_worker(self) -> None:
-        with self._held_up(), self._turn:
+        with self._refusing_inside(), self._turn:
             self._turn.notify()
 
     @contextmanager
-    def _held_up(self) -> Iterator[None]:
+    def _refusing_inside(self) -> Iterator[None]:
         """Let `refuse_inside` raise on this thread meanwhile."""
         thread = threading.get_ident()
         try:
@@ -117,7 +117,7 @@ class Channel:
     def submit(self, work: Work[T], timeout_sec: float) -> Future[T]:
         """Run ``work`` in turn on the worker's thread; at once returns a future."""
         self.refuse_here()
-        with self._held_up():
+        with self._refusing_inside():
             return self._worker.submit(lambda: self._run_in_turn(work, timeout_sec))
 
     def _run_in_turn(self, work: Work[T], timeout_sec: float) -> T:

@@ -133,7 +133,7 @@ class GlooComm:
         # Kept to be the last to go: it ends without the GIL, which its threads may be waiting for; torch 2.6's group
         # would end it with the GIL.
         self._backend: Any
-        self._group, self._backend = _connected_group(store, ranks.index(rank), len(ranks), timeout_sec, watch)
+        self._group, self._backend = _connect_group(store, ranks.index(rank), len(ranks), timeout_sec, watch)
         self._sum, self._max = dist.AllreduceOptions(), dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -184,7 +184,7 @@ class GlooComm:
         self._backend = None
 
 
-def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: float, watch: Watch) -> tuple[Any, Any]:
+def _connect_group(store: BoundedStore, rank: int, size: int, timeout_sec: float, watch: Watch) -> tuple[Any, Any]:
     """Return the group and its backend, connected. Raises `CommFailed`."""
 
     def connect(raw: Any, prefix: str) -> tuple[Any, Any]:

@@ -99,14 +99,14 @@ def encode(tree: Any) -> bytearray:
     tensors: list[torch.Tensor] = []
     head = json.dumps(_describe(tree, (), tensors)).encode()
     start = _LENGTH.pack(len(head)) + head
-    start = start.ljust(_aligned(len(start)), b"\0")
+    start = start.ljust(_align(len(start)), b"\0")
     raw = list(map(_raw, tensors))
-    out, at = bytearray(len(start) + sum(_aligned(part.numel()) for part in raw)), len(start)
+    out, at = bytearray(len(start) + sum(_align(part.numel()) for part in raw)), len(start)
     out[:at] = start
     for part in raw:
         if part.numel():
             torch.frombuffer(out, dtype=torch.uint8, offset=at, count=part.numel()).copy_(part)
-        at += _aligned(part.numel())
+        at += _align(part.numel())
     return out
 
 
@@ -124,7 +124,7 @@ def decode(payload: bytes | bytearray | memoryview) -> Any:
         node = parse_json(bytes(payload[_LENGTH.size : _LENGTH.size + length]), strict=False)
     except ValueError:
         refuse("a head that is not JSON")
-    reader = _Tensors(payload, _aligned(_LENGTH.size + length))
+    reader = _Tensors(payload, _align(_LENGTH.size + length))
     tree = _build(node, reader, 0)
     if reader.at != len(payload):
         refuse(f"{len(payload) - reader.at} bytes too many")
@@ -179,7 +179,7 @@ class _Tensors:
         if dtype is None or not _is_shape(shape):
             refuse(f"a tensor of dtype {str(name)[:40]!r} and shape {str(shape)[:80]}")
         size = math.prod(shape) * dtype.itemsize
-        start, self.at = self.at, _aligned(self.at + size)
+        start, self.at = self.at, _align(self.at + size)
         if self.at > len(self._payload):
             refuse("tensors that end too early")
         if size == 0:
@@ -224,5 +224,5 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _aligned(offset: int) -> int:
+def _align(offset: int) -> int:
     return -(-offset // _ALIGN) * _ALIGN

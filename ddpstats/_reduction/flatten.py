@@ -234,7 +234,7 @@ def _visit(value: Any, path: Path, values: list[Any], leaves: list[LeafKey], tag
     """Append the leaves of ``value`` and the tags of its containers; a container without leaves has no tag."""
     described = _kind_and_items(value)
     if described is None:
-        leaves.append((path, _checked_op(value, path)))
+        leaves.append((path, _check_op(value, path)))
         values.append(value)
         return
     kind, items = described
@@ -246,7 +246,7 @@ def _visit(value: Any, path: Path, values: list[Any], leaves: list[LeafKey], tag
     count, tag = len(leaves), len(tags)
     steps: set[Step] = set()
     for key, child in items:
-        step = Index(key) if kind != DICT else _checked_key(key, path)
+        step = Index(key) if kind != DICT else _check_key(key, path)
         if step in steps:
             raise InvalidLeaf((*path, step), "two keys of this dict are equal once they are plain str or int")
         steps.add(step)
@@ -256,7 +256,7 @@ def _visit(value: Any, path: Path, values: list[Any], leaves: list[LeafKey], tag
         tags.insert(tag, (path, kind))
 
 
-def _checked_op(value: Any, path: Path) -> str:
+def _check_op(value: Any, path: Path) -> str:
     """Return the name of the leaf's op. Raises `InvalidLeaf` for a type that is no leaf."""
     inner = value.value if isinstance(value, Marker) else value
     if inner is None:
@@ -278,7 +278,7 @@ def is_numpy(value: Any) -> bool:
     return numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray))
 
 
-def _checked_key(key: Any, path: Path) -> Step:
+def _check_key(key: Any, path: Path) -> Step:
     if isinstance(key, str):
         return key if type(key) is str else str.__str__(key)
     if isinstance(key, int):
@@ -335,14 +335,14 @@ def decode(payload: str | bytes) -> Structure:
     kinds: dict[Path, str] = {}
     tags, leaves = list[Tag](), list[LeafKey]()
     for steps, tag in schema[0]:
-        path = _checked_path(steps, kinds)
+        path = _check_path(steps, kinds)
         if tag in CONTAINERS and path not in kinds:
             kinds[path] = tag
         elif tag not in DTYPE_TAGS:
             refuse(f"the tag {tag[:40]!r}")
         tags.append((path, tag))
     for steps, op in schema[1]:
-        path = _checked_path(steps, kinds)
+        path = _check_path(steps, kinds)
         if op not in OPS or path in kinds:
             refuse(f"a leaf of op {op[:40]!r}, which this rank does not know")
         leaves.append((path, op))
@@ -351,7 +351,7 @@ def decode(payload: str | bytes) -> Structure:
     return Structure(tuple(leaves), tuple(tags))
 
 
-def _checked_path(steps: list[str | int], kinds: Mapping[Path, str]) -> Path:
+def _check_path(steps: list[str | int], kinds: Mapping[Path, str]) -> Path:
     """Return the path of these steps; ``kinds`` has the containers that came before."""
     if len(steps) > MAX_DEPTH:
         refuse(f"a structure deeper than {MAX_DEPTH}")

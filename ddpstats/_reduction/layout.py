@@ -239,7 +239,7 @@ def _nest(layout: Layout, slots: list[int], kinds: dict[Path, str | None]) -> An
     return containers[()]
 
 
-def _ordered(node: _Container) -> Iterable[tuple[Step, Any]]:
+def _in_order(node: _Container) -> Iterable[tuple[Step, Any]]:
     items = node.children.items()
     return items if node.kind == DICT else sorted(items, key=lambda item: item[0])
 
@@ -248,14 +248,14 @@ def _slots_below(node: Any) -> Iterator[int]:
     if isinstance(node, int):
         yield node
         return
-    for _, child in _ordered(node):
+    for _, child in _in_order(node):
         yield from _slots_below(child)
 
 
 def _builder(node: Any) -> Builder:
     if isinstance(node, int):
         return next
-    keys, children = [key for key, _ in _ordered(node)], [child for _, child in _ordered(node)]
+    keys, children = [key for key, _ in _in_order(node)], [child for _, child in _in_order(node)]
     is_flat = all(isinstance(child, int) for child in children)
     builders, template = [_builder(child) for child in children], dict.fromkeys(keys)
 
@@ -265,13 +265,13 @@ def _builder(node: Any) -> Builder:
             made = template.copy()  # a quarter faster than making one from pairs
             made.update(zip(keys, held, strict=False))  # takes no more values than there are keys
             return made
-        filled = _filled(keys, list(islice(held, len(keys))))
+        filled = _fill(keys, list(islice(held, len(keys))))
         return filled if node.kind == LIST else tuple(filled)
 
     return build
 
 
-def _filled(positions: Sequence[Step], values: list[Any]) -> list[Any]:
+def _fill(positions: Sequence[Step], values: list[Any]) -> list[Any]:
     """Return ``values`` at their positions; one that no rank filled (an empty dict in a list, say) is None."""
     if not positions or positions[-1] == len(positions) - 1:
         return values

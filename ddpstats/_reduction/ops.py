@@ -47,14 +47,14 @@ class Op:
         OPS[self.name] = self
 
     def __reduce__(self) -> tuple[typing.Any, ...]:
-        return _registered, (self.name,)
+        return _find_op, (self.name,)
 
 
 OPS: dict[str, Op] = {}
 """Every op by its name."""
 
 
-def _registered(name: str) -> Op:
+def _find_op(name: str) -> Op:
     return OPS[name]
 
 

@@ -107,7 +107,7 @@ def _part_of(flat: Flat, weight: Any, per_rank: bool) -> Part:
     if per_rank and sums is None and not isinstance(weights, float):
         ops = flat.structure.ops
         own_values = array("d", [float(op.finish(value, 1.0)) for op, value in zip(ops, values, strict=True)])
-    sums = _scaled(values, weights) if sums is None else sums
+    sums = _scale(values, weights) if sums is None else sums
     return Part(flat.structure, sums, weights, total, is_finite, own_values)
 
 
@@ -232,7 +232,7 @@ def as_tensor(values: array[float]) -> torch.Tensor:
     return torch.frombuffer(values, dtype=torch.float64)
 
 
-def _scaled(values: array[float], weights: float | array[float]) -> array[float]:
+def _scale(values: array[float], weights: float | array[float]) -> array[float]:
     """Return ``values`` times ``weights``, which are positive."""
     if len(values) >= MANY:
         result = array("d", values)
@@ -320,20 +320,20 @@ def read_weight(weight: Any) -> tuple[float, list[float] | None]:
 def elements_of(value: Any) -> float | list[float]:
     """Return a scalar as float, a 1-d tensor or array of another length than 1 as a list of floats."""
     if isinstance(value, float):  # numpy's float64 too
-        return _checked(float(value))
+        return _check_size(float(value))
     if isinstance(value, torch.Tensor):
         is_plain = type(value) is torch.Tensor and value.layout is torch.strided and value.is_cpu
         if is_plain and value.numel() == 1 and value.is_floating_point() and not value.is_nested:
-            return _checked(value.item())
+            return _check_size(value.item())
         _refuse_tensor(value)
         items = list(map(float, _vector(value).tolist()))
     elif is_numpy(value):
         items = _numpy_elements(value)
     else:
-        return _checked(_number(value))
+        return _check_size(_number(value))
     if not math.hypot(*items) <= LARGEST:
         for item in items:
-            _checked(item)
+            _check_size(item)
     return items[0] if len(items) == 1 else items
 
 
@@ -360,7 +360,7 @@ def _number(value: Any) -> float:
     return number
 
 
-def _checked(value: float) -> float:
+def _check_size(value: float) -> float:
     if LARGEST < abs(value) < math.inf:
         raise ValueError(f"{value!r}; {_WRONG_VALUE}")
     return value
@@ -441,7 +441,7 @@ class Snapshot:
         self._copies = [_DeviceCopy(device, tensors) for device in dict.fromkeys(tensor.device for tensor in tensors)]
         off_host = {id(tensor): _OffHost(id(tensor), tensor.shape) for tensor in tensors}
 
-        def kept(value: Any) -> Any:
+        def keep_value(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 return off_host.get(id(value)) or (value.detach().clone() if value.is_cpu else value)
             if is_numpy(value):
@@ -452,7 +452,7 @@ class Snapshot:
                 return elements_of(value)
             return value
 
-        self._flat, self._weight = _map_values(flat, weight, kept)
+        self._flat, self._weight = _map_values(flat, weight, keep_value)
 
     def is_ready(self) -> bool:
         """Return whether `wait` would return at once."""
@@ -481,12 +481,12 @@ _ONE = torch.ones((), dtype=torch.float64, device="cpu")
 def _map_values(flat: Flat, weight: Any, change: Callable[[Any], Any]) -> tuple[Flat, Any]:
     """Return the stats and the weight with ``change`` of each value and of each marker's own weight."""
 
-    def changed(leaf: Any) -> Any:
+    def change_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Mean):
             return Mean(change(leaf.value), change(leaf.weight))
         return type(leaf)(change(leaf.value)) if isinstance(leaf, Marker) else change(leaf)
 
-    return Flat(flat.structure, list(map(changed, flat.leaves))), change(weight)
+    return Flat(flat.structure, list(map(change_leaf, flat.leaves))), change(weight)
 
 
 class _DeviceCopy:

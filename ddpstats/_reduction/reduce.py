@@ -162,7 +162,7 @@ class Reduction:
         divisor = total if weights is None else weights
         values: Any = array("d", sums) if selection.special else sums
         if self._divide:
-            values = _divided(values, divisor)
+            values = _divide_by(values, divisor)
         if selection.special:
             values = _finish(selection, list(values), sums, divisor, extremes)
         reduced = Reduced(total, selection, values, weights, agreement.world_size, columns)
@@ -311,7 +311,7 @@ def _finish(
 # -- vectors of float64: plain Python for few elements, torch for many -------------------------------------------------
 
 
-def _divided(sums: array[float], weights: float | array[float]) -> array[float]:
+def _divide_by(sums: array[float], weights: float | array[float]) -> array[float]:
     """Return ``sums``, which are overwritten where they are many, divided by ``weights``; NaN where the weight is 0."""
     if len(sums) >= MANY:
         # 0 / 0 is NaN on its own; an entry of weight 0 adds nothing, so its sum is 0.

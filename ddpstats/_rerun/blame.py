@@ -1,6 +1,6 @@
 """Find where a fault comes from: the rank that has it runs its step twice, a peer once, from the same state, in place.
 
-1. `hand_out`: the owner packs its micro-batches; every rank receives them once, and reads them with `handed_out`.
+1. `hand_out`: the owner packs its micro-batches; every rank receives them once, and reads them with `unpack_step`.
 2. `blame`: the owner runs them twice, its peers once, at the same time. All ranks gather what came of it.
 3. `cause_of`: not wrong each time on the owner: a transient fault of its hardware, or a race. Wrong each time, and
    right on a peer: hardware of the owner, or what only the owner holds outside of what was handed out. Wrong on a peer,
@@ -71,7 +71,7 @@ def hand_out(
 ) -> dict[int, dict[str, Any]]:
     """Return what ``pack`` returns on each of ``owners``, on every rank, or {"error": words}. Collective.
 
-    Its "step" is a `PackedStep`, and becomes bytes for `handed_out`. ``rank``: this one; ``most_bytes``: of tensors.
+    Its "step" is a `PackedStep`, and becomes bytes for `unpack_step`. ``rank``: this one; ``most_bytes``: of tensors.
     """
 
     def packed() -> dict[str, Any]:
@@ -87,7 +87,7 @@ def hand_out(
     return {owner: packets[owner] for owner in owners}
 
 
-def handed_out(packet: Mapping[str, Any], owner: int) -> PackedStep:
+def unpack_step(packet: Mapping[str, Any], owner: int) -> PackedStep:
     """Return the step of what `hand_out` returned of rank ``owner``. Raises `BundleError`."""
     return from_bytes(packet["step"], PackedStep, f"the step of rank {owner}")
 

@@ -278,7 +278,7 @@ def _read(stored: Callable[[], dict[str, Tensor]], kind: type[T], where: str) ->
         tensors = stored()
         text = tensors.pop(_JSON)
         _check_json(text)
-        tree = _resolved(parse_json(bytes(_bytes_of(text))), tensors, {})
+        tree = _resolve(parse_json(bytes(_bytes_of(text))), tensors, {})
         return msgspec.convert(tree, kind, dec_hook=_instance, str_keys=True)
     except (safetensors.SafetensorError, OSError, MemoryError, *_MALFORMED) as error:
         raise BundleError(
@@ -292,15 +292,15 @@ def _check_json(text: Tensor) -> None:
         raise ValueError(f"beside tensors it has {text.numel():,} bytes, and at most {_MAX_JSON_BYTES:,} are read")
 
 
-def _resolved(tree: Any, stored: Mapping[str, Tensor], resolved: dict[str, Tensor]) -> Any:
+def _resolve(tree: Any, stored: Mapping[str, Tensor], resolved: dict[str, Tensor]) -> Any:
     """Return the JSON with tensors in place of references."""
     if type(tree) is list:
-        return [_resolved(item, stored, resolved) for item in tree]
+        return [_resolve(item, stored, resolved) for item in tree]
     if type(tree) is not dict:
         return tree
     name = tree.get(_REFERENCE)
     if type(name) is not str:
-        return {key: _resolved(item, stored, resolved) for key, item in tree.items()}
+        return {key: _resolve(item, stored, resolved) for key, item in tree.items()}
     if name not in resolved:
         tensor = torch.view_as_complex(stored[name]) if tree.get("complex") is True else stored[name]
         order = tree.get("order", range(tensor.dim()))

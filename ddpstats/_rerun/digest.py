@@ -72,7 +72,7 @@ def _sums(flat: Tensor, chunks_at_once: int) -> Iterator[Tensor]:
     """Yield a sum per chunk: those of whole chunks together, and that of the rest."""
     multipliers = _of_words(flat.device)
     for words in _words(flat, _CHUNK_WORDS * chunks_at_once):
-        folded = _folded(words)
+        folded = _fold(words)
         whole = words.numel() // _CHUNK_WORDS * _CHUNK_WORDS
         if whole:
             yield folded[:whole].view(-1, _CHUNK_WORDS).mul_(multipliers).sum(1)
@@ -98,7 +98,7 @@ def _as_words(piece: Tensor) -> Tensor:
     return words
 
 
-def _folded(words: Tensor) -> Tensor:
+def _fold(words: Tensor) -> Tensor:
     folded = words >> _FOLD_BITS
     return folded.bitwise_and_(_FOLDED).bitwise_xor_(words)  # the shift copies the sign
 
@@ -125,16 +125,16 @@ def _many_of_chunks(device: torch.device, count: int) -> Tensor:
 
 def _odd_numbers(first: int, count: int) -> Tensor:
     """Return splitmix64 (Steele, Lea, Flood 2014) of ``count`` positions, each made odd."""
-    mixed = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device="cpu") * _signed(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
-    return (mixed ^ _shifted(mixed, 31)) | 1
+    mixed = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device="cpu") * _as_signed(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ _shift(mixed, 30)) * _as_signed(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ _shift(mixed, 27)) * _as_signed(0x94D049BB133111EB)
+    return (mixed ^ _shift(mixed, 31)) | 1
 
 
-def _shifted(words: Tensor, bits: int) -> Tensor:
+def _shift(words: Tensor, bits: int) -> Tensor:
     """Return the words shifted to the right, with zeros from the left."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(word: int) -> int:
+def _as_signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word

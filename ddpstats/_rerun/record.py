@@ -342,7 +342,7 @@ class StepWatch:
         if event is not None:
             self._channel.wait_until(event.query, "the step on the device", config.timeout_sec(None))
 
-    def _gathered(self, tree: Callable[[], Any], what: str) -> dict[int, Any]:
+    def _gather(self, tree: Callable[[], Any], what: str) -> dict[int, Any]:
         """Return every rank's tree, by global rank. Collective."""
         trees = gather_trees(tree, name=f"{self._method}: {what}", group=self._group)
         return dict(zip(self._ranks, trees, strict=True))
@@ -352,7 +352,7 @@ class StepWatch:
 
         ``advice``: as `refuse_differences`. Return each rank's ``settings`` and ``besides``, by global rank.
         """
-        trees = self._gathered(lambda: {"settings": settings, **besides}, "settings")
+        trees = self._gather(lambda: {"settings": settings, **besides}, "settings")
         own = {rank: tree["settings"] for rank, tree in trees.items()}
         refuse_differences(own, self._method.partition(".")[0], advice)
         self._agreed = True

@@ -125,7 +125,7 @@ class Runner:
             what = f"a tensor of shape {tuple(value.shape)}"
         raise ConfigError(f"{self._name} must return the loss, a tensor of one element, and it returned {what}")
 
-    def scaled(self, loss: Tensor, scale: float) -> Tensor:
+    def scale_loss(self, loss: Tensor, scale: float) -> Tensor:
         """Return ``loss`` times a GradScaler's ``scale``, to be differentiated. Raises `ConfigError`."""
         if not loss.requires_grad:
             raise ConfigError(
@@ -248,7 +248,7 @@ class Reruns:
                 batch = runner.batch(micro)
                 with runner.as_kept(micro):
                     loss = runner.loss(micro, batch)
-                    loss = runner.scaled(loss, 1.0 if micro.factor is not None else step.scale)
+                    loss = runner.scale_loss(loss, 1.0 if micro.factor is not None else step.scale)
                     compiled |= _has_compiled_part(loss)
                     gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, wanted, allow_unused=True)
                 losses.append(loss.detach() / step.scale)

@@ -194,7 +194,7 @@ class OperationTracer:
             if not (has_nan or has_inf):
                 self._clear(output)
             elif mark is None or (born_here and mark.origin.kind == PUT):
-                kind, shown = _kind(func, args, kwargs, inputs, born_here), _shown(args, kwargs, before)
+                kind, shown = _kind(func, args, kwargs, inputs, born_here), _arguments_before(args, kwargs, before)
                 stats = [tensor_stats(output)]
                 origin = NonfiniteOrigin(kind, self._operations, str(func), self.micro_batch, node, *site, shown, stats)
                 self._set(output, NonfiniteMark(origin))
@@ -311,7 +311,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return whole
 
 
-def _shown(args: Any, kwargs: Any, before: dict[int, dict[str, Any]]) -> list[dict[str, Any] | str]:
+def _arguments_before(args: Any, kwargs: Any, before: dict[int, dict[str, Any]]) -> list[dict[str, Any] | str]:
     """Return the arguments as they were: ``before`` has those that the operation has changed since."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if leaf is not None]
     return [(before.get(id(leaf)) or tensor_stats(leaf)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]

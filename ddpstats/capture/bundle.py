@@ -210,7 +210,7 @@ class Bundle:
         if not part.shards:
             return part.parameters
         files = dict.fromkeys(file for file in self.manifest.model_files.values() if file != name)
-        return _joined([part, *(self._load(file, ModelPart) for file in files)], str(self.path))
+        return _join([part, *(self._load(file, ModelPart) for file in files)], str(self.path))
 
     def _load(self, name: str, kind: type[T]) -> T:
         path, expected = self.path / name, self.manifest.files[name]
@@ -231,7 +231,7 @@ class Bundle:
         return content
 
 
-def _joined(parts: list[ModelPart], where: str) -> dict[str, Tensor]:
+def _join(parts: list[ModelPart], where: str) -> dict[str, Tensor]:
     """Return whole parameters. Of shards at the same offsets, as of replicas, the first one counts."""
     pieces: dict[str, dict[tuple[int, ...], tuple[Shard, Tensor]]] = {}
     joined: dict[str, Tensor] = {}
@@ -480,7 +480,7 @@ class BundleWriter:
     def write(self, source: PartSource) -> None:
         """Write this rank's files, and gather what the others wrote. Collective."""
         late_sizes = {"rank": 0, "model": 0, "digest": ""}
-        held = self._gathered(lambda: {**source.sizes(), "digest": source.digest()}, "what each rank holds", late_sizes)
+        held = self._gather(lambda: {**source.sizes(), "digest": source.digest()}, "what each rank holds", late_sizes)
         first: dict[str, int] = {}  # the lowest of the ranks whose parameters have the same bits writes them
         self.model_writers = {
             rank: first.setdefault(held[rank]["digest"] or f"rank {rank}", rank) for rank in sorted(held)
@@ -491,14 +491,14 @@ class BundleWriter:
             self._is_too_large = True
             return
         late = f"the file system did not answer rank {self._lowest} for {_MAX_SEC:.0f} s."
-        made = self._gathered(self._make_directory, "the bundle's directory", {"name": None, "error": late})
+        made = self._gather(self._make_directory, "the bundle's directory", {"name": None, "error": late})
         if made[self._lowest]["name"] is None:
             self._unwritten = made[self._lowest]["error"]
             return
         self.directory = self._dirpath / made[self._lowest]["name"]
         late_part = {"files": {}, "error": f"its part was not written within {_MAX_SEC:.0f} s"}
         try:
-            self._results = self._gathered(lambda: self._write_files(source), "the bundle's parts", late_part)
+            self._results = self._gather(lambda: self._write_files(source), "the bundle's parts", late_part)
         except RankMissing as error:
             self._finish_without(error)
             raise
@@ -522,7 +522,7 @@ class BundleWriter:
         problem = self._manifest_with(verdict.message)
         return _stopping(verdict, problem) if problem or self._missing() else verdict
 
-    def amended(self, verdict: CaptureVerdict) -> CaptureVerdict:
+    def amend(self, verdict: CaptureVerdict) -> CaptureVerdict:
         """Return ``verdict``, whose message replaces the one in the manifest. Collective."""
         problem = self._manifest_with(verdict.message)
         if problem and self._rank == self._lowest:
@@ -532,10 +532,10 @@ class BundleWriter:
     def _manifest_with(self, message: str) -> str:
         """Return what is wrong with the bundle, on every rank. Collective."""
         late = f"The bundle's manifest was not written within {_MAX_SEC:.0f} s."
-        problems: dict[int, str] = self._gathered(lambda: self._write_manifest(message), "the bundle's manifest", late)
+        problems: dict[int, str] = self._gather(lambda: self._write_manifest(message), "the bundle's manifest", late)
         return problems[self._lowest]
 
-    def _gathered(self, work: Callable[[], Any], what: str, late: Any) -> dict[int, Any]:
+    def _gather(self, work: Callable[[], Any], what: str, late: Any) -> dict[int, Any]:
         answers = gather_when_done(work, late, name=f"NaNCapture.check: {what}", group=self._group)
         return dict(zip(self._ranks, answers, strict=True))
 

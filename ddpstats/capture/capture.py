@@ -288,7 +288,7 @@ class NaNCapture(StepWatch):
 
     def _settle(self) -> CaptureVerdict:
         """Come to a verdict with all ranks, of which some saw something."""
-        trees = self._gathered(self._report, "what each rank saw")
+        trees = self._gather(self._report, "what each rank saw")
         _refuse_problems(trees)
         reports = {rank: msgspec.convert(tree["report"], Report) for rank, tree in trees.items()}
         self._scaler_skips += any(report.scale is not None for report in reports.values())
@@ -297,33 +297,33 @@ class NaNCapture(StepWatch):
             self._has_captured = False
             return verdict
         if self._has_captured:  # what follows from it would only push the first bundle out
-            verdict = self._decided(verdict, None, ["Not captured: the step before this one was."])
+            verdict = self._add_policy(verdict, None, ["Not captured: the step before this one was."])
         else:
-            verdict = self._captured(verdict)
+            verdict = self._write_capture(verdict)
         self._has_captured = True
         marks.publish(verdict.kind, verdict.message, step=verdict.step, ranks=tuple(map(int, verdict.culprit_ranks)))
         if self._rank == min(self._ranks):
             _logger.error("%s", verdict.message)
         return verdict
 
-    def _decided(self, verdict: CaptureVerdict, bundle: Path | None, notes: Sequence[str]) -> CaptureVerdict:
+    def _add_policy(self, verdict: CaptureVerdict, bundle: Path | None, notes: Sequence[str]) -> CaptureVerdict:
         """Add what to do, and the lines about the bundle."""
         message = "\n".join([verdict.message, *notes, _POLICY_TEXT[self._policy]])
         stop, skip = self._policy == "stop", self._policy != "continue"
         return replace(verdict, bundle=bundle, should_stop=stop, should_skip=skip, message=message)
 
-    def _captured(self, verdict: CaptureVerdict) -> CaptureVerdict:
+    def _write_capture(self, verdict: CaptureVerdict) -> CaptureVerdict:
         """Write a bundle, look for the cause, and say all of it."""
         writer = BundleWriter(self.dirpath, self._keep, self._max_bytes, self._group, self._channel, verdict)
         writer.write(self._source)
-        verdict = writer.finish(self._decided(verdict, writer.directory, writer.notes()))
+        verdict = writer.finish(self._add_policy(verdict, writer.directory, writer.notes()))
         if self._step_fn is None:
             return verdict
         reruns = Reruns(self._record, self._step_fn, "step_fn", lambda: scale_of(self._scaler) or 1.0)
-        cause = find_cause(reruns, self._norms(), self._gathered, self._rank, verdict, writer.model_writers)
+        cause = find_cause(reruns, self._norms(), self._gather, self._rank, verdict, writer.model_writers)
         if cause is None:
             return verdict
-        return writer.amended(replace(verdict, attribution=cause, message=f"{verdict.message}\n{cause}"))
+        return writer.amend(replace(verdict, attribution=cause, message=f"{verdict.message}\n{cause}"))
 
     def _norms(self) -> dict[str, torch.Tensor]:
         """Return norms by name; none of several micro-batches, where gradients may be reduced already."""

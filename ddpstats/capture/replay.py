@@ -87,7 +87,7 @@ def _replay(args: argparse.Namespace) -> dict[str, Any]:
     parameters = bundle.parameters(part.rank)
     index = bundle.manifest.ranks.index(part.rank)  # of a group that need not begin at rank 0
     with _in_job(index, part.world_size) as collectives:
-        factory, step = _imported("--model", args.model), _imported("--step", args.step)
+        factory, step = _import("--model", args.model), _import("--step", args.step)
         settings = _settings(args, part.device)  # on a device that torch may know from the program's own imports
         with _users_errors(f"--model {args.model}"):
             model = factory()
@@ -225,7 +225,7 @@ def _pieces(call: Collective, size: int) -> Iterable[tuple[Tensor, Tensor]]:
 # -- the user's code --------------------------------------------------------------------------------------------------
 
 
-def _imported(option: str, target: str) -> Callable[..., Any]:
+def _import(option: str, target: str) -> Callable[..., Any]:
     name, _, attribute = target.partition(":")
     if not (name and attribute):
         raise ConfigError(f"{option} {target!r}: a module and a name in it, as in package.module:function")
@@ -373,7 +373,7 @@ class Replay:
             loss = self._runner.loss(micro, batch)
             tensors["losses"][f"micro-batch {index}"] = loss.detach().clone().flatten()
             if has_backward:
-                self._runner.scaled(loss, self.part.scale).backward()  # type: ignore[no-untyped-call]
+                self._runner.scale_loss(loss, self.part.scale).backward()  # type: ignore[no-untyped-call]
         gradients = {name: value.grad for name, value in named.items() if value.grad is not None}
         if has_backward:
             norms = measure([gradients[name] if name in arrived else None for name in named])
@@ -421,18 +421,18 @@ class Replay:
         device, dtype = self._settings.device, WIDER.get(self._settings.precision)
         frozen, eval_modules = set(self.part.frozen), set(self.part.eval_modules)
 
-        def moved(value: Tensor) -> Tensor:
+        def move(value: Tensor) -> Tensor:
             """Return a copy: a step may change its module."""
             return value.detach().to(device, dtype if value.is_floating_point() else None, copy=True)
 
         for name, parameter in self.named_parameters().items():
             parameter.requires_grad_(False)  # which integers cannot be given to otherwise
-            _put_into(parameter, moved(self._parameters[name]))
+            _put_into(parameter, move(self._parameters[name]))
             can_have = parameter.is_floating_point() or parameter.is_complex()
             parameter.requires_grad_(can_have and name not in frozen)
             parameter.grad = None
         for name, buffer in self.named_buffers().items():
-            _put_into(buffer, moved(self.part.buffers.get(name, buffer)))
+            _put_into(buffer, move(self.part.buffers.get(name, buffer)))
         for name, module in self.model.named_modules():  # with both names of what torch.compile wrapped
             module.training = _plain_name(name) not in eval_modules
 

@@ -25,7 +25,7 @@ from ddpstats._base.device import widest_float
 from ddpstats._base.text import ranks_text, shorten
 from ddpstats._observe.gradient_norms import measure
 from ddpstats._observe.gradients import GradientWatch
-from ddpstats._rerun.blame import Cause, Gathered, blame, cause_of, from_rank_on, hand_out, handed_out
+from ddpstats._rerun.blame import Cause, Gathered, blame, cause_of, from_rank_on, hand_out, unpack_step
 from ddpstats._rerun.record import scale_of, walk
 from ddpstats._rerun.run import Rerun, Reruns
 from ddpstats._rerun.state import place_text
@@ -298,7 +298,7 @@ def find_cause(
         return f"Cause not found: rank {culprit} could not send the step: {packet['error']}"
 
     def run() -> dict[str, Any]:
-        rerun = reruns.run(handed_out(packet, culprit))
+        rerun = reruns.run(unpack_step(packet, culprit))
         finite = measure(rerun.gradients).isfinite().tolist()
         nonfinite = [name for name, is_finite in zip(reruns.names, finite, strict=True) if not is_finite]
         return {"nonfinite": nonfinite, "difference": _difference(packet, rerun, reruns.names)}

@@ -113,13 +113,13 @@ def uninstall() -> None:
 
 
 def _gather(original: Callable[..., Any], tensor: Any) -> Any:
-    return _combined(tensor, "accelerate.gather", _gathered) if _has_keys(tensor) else original(tensor)
+    return _combine(tensor, "accelerate.gather", _gather_leaves) if _has_keys(tensor) else original(tensor)
 
 
 def _reduce(original: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     if not _has_keys(tensor):
         return original(tensor, reduction, scale)
-    return _combined(tensor, f"accelerate.reduce, {reduction!r}", lambda leaves: _reduced(leaves, reduction))
+    return _combine(tensor, f"accelerate.reduce, {reduction!r}", lambda leaves: _reduce_leaves(leaves, reduction))
 
 
 def _gather_for_metrics(
@@ -129,7 +129,7 @@ def _gather_for_metrics(
     if use_gather_object or not isinstance(input_data, Mapping) or not _has_keys(input_data):
         return original(self, input_data, use_gather_object)
     samples = _samples_left(self.gradient_state)
-    return _combined(input_data, "accelerate.gather", lambda leaves: _gathered(leaves, samples))
+    return _combine(input_data, "accelerate.gather", lambda leaves: _gather_leaves(leaves, samples))
 
 
 def _has_keys(tree: Any) -> bool:
@@ -157,10 +157,10 @@ CombineLeaves = Callable[[list[Any]], Any]
 """Makes one leaf of the ranks' leaves (tensors on the CPU, numbers); None where their shapes do not fit."""
 
 
-def _combined(own: Any, call: str, combine: CombineLeaves) -> Any:
+def _combine(own: Any, call: str, combine: CombineLeaves) -> Any:
     matching = Matching(call, None, "Give each key one structure and fitting shapes on all ranks, or use other keys.")
     trees = matching.gather(lambda: _sendable(own, ()))
-    return _like(own, _united(matching, trees, (), combine), _state().device)
+    return _like(own, _unite(matching, trees, (), combine), _state().device)
 
 
 def _sendable(tree: Any, path: Path) -> Any:
@@ -170,7 +170,7 @@ def _sendable(tree: Any, path: Path) -> Any:
     if isinstance(tree, int | float):
         return pack(tree)
     if isinstance(tree, Mapping):
-        return {_sent_key(key): _sendable(item, (*path, _sent_key(key))) for key, item in tree.items()}
+        return {_key_to_send(key): _sendable(item, (*path, _key_to_send(key))) for key, item in tree.items()}
     if isinstance(tree, (list, tuple)):
         items = [_sendable(item, (*path, Index(index))) for index, item in enumerate(tree)]
         return items if isinstance(tree, list) else tuple(items)
@@ -181,20 +181,20 @@ def _sendable(tree: Any, path: Path) -> Any:
     )
 
 
-def _sent_key(key: Any) -> str | int:
+def _key_to_send(key: Any) -> str | int:
     """Return a key of another type (an Enum, a tuple) as its type and text."""
     return key if type(key) in (str, int) else f"{type(key).__name__} {key}"
 
 
-def _united(matching: Matching, trees: dict[int, Any], path: Path, combine: CombineLeaves) -> Any:
+def _unite(matching: Matching, trees: dict[int, Any], path: Path, combine: CombineLeaves) -> Any:
     """Return one tree of what the ranks hold under ``path``."""
     first = next(iter(trees.values()))
     fits = len({(isinstance(tree, dict), isinstance(tree, (list, tuple))) for tree in trees.values()}) == 1
     if fits and isinstance(first, dict):
-        return {key: _united(matching, below, (*path, key), combine) for key, below in unite(trees).items()}
+        return {key: _unite(matching, below, (*path, key), combine) for key, below in unite(trees).items()}
     if fits and isinstance(first, (list, tuple)):
         by_index = unite({rank: dict(enumerate(tree)) for rank, tree in trees.items()})
-        items = [_united(matching, below, (*path, Index(index)), combine) for index, below in by_index.items()]
+        items = [_unite(matching, below, (*path, Index(index)), combine) for index, below in by_index.items()]
         return items if isinstance(first, list) else tuple(items)
     leaf = combine(list(trees.values())) if fits else None
     if leaf is None:
@@ -221,7 +221,7 @@ def _like(own: Any, united: Any, device: torch.device) -> Any:
     if isinstance(united, torch.Tensor):
         return united.to(own.device if isinstance(own, torch.Tensor) else device)
     if isinstance(united, dict):
-        own_items = {_sent_key(key): (key, item) for key, item in (own or {}).items()}
+        own_items = {_key_to_send(key): (key, item) for key, item in (own or {}).items()}
         filled = {}
         for sent_key, item in united.items():
             key, own_item = own_items.get(sent_key, (sent_key, None))
@@ -238,7 +238,7 @@ def _like(own: Any, united: Any, device: torch.device) -> Any:
 # -- combining leaves -------------------------------------------------------------------------------------------------
 
 
-def _gathered(leaves: list[Any], samples: int | None = None) -> torch.Tensor | None:
+def _gather_leaves(leaves: list[Any], samples: int | None = None) -> torch.Tensor | None:
     """Concatenate in the order of ranks; ``samples`` of them unless each rank holds a number."""
     parts = [tensor if tensor.ndim else tensor[None] for tensor in map(_tensor, leaves)]
     # A rank without any sample often has torch.tensor([]), whatever shape and dtype the others have.
@@ -250,7 +250,7 @@ def _gathered(leaves: list[Any], samples: int | None = None) -> torch.Tensor | N
     return whole[:samples] if any(isinstance(leaf, torch.Tensor) for leaf in leaves) else whole
 
 
-def _reduced(leaves: list[Any], reduction: str) -> Any:
+def _reduce_leaves(leaves: list[Any], reduction: str) -> Any:
     """Reduce to a number where all are numbers, otherwise to a tensor."""
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         if reduction == "max":

@@ -246,13 +246,13 @@ class _Logged:
         return {flag: {key: markers.Any(self._flags[key][flag]) for key in keys} for flag in _FLAGS}
 
 
-def _logged_of(results: Any) -> _Logged | None:
+def _find_logged(results: Any) -> _Logged | None:
     """Return what belongs to a result collection of Lightning; None where Lightning reduces by itself."""
     return None if results is None else results.__dict__.get("_ddpstats")
 
 
 def _log(original: Callable[..., Any], self: Any, fx: str, name: str, value: Any, **settings: Any) -> None:
-    logged = _logged_of(self)
+    logged = _find_logged(self)
     reduce_fx = settings.get("reduce_fx", "mean")
     marker = _MARKERS.get(str(getattr(reduce_fx, "__name__", reduce_fx)).lower())
     is_ours = settings.get("sync_dist") and settings.get("sync_dist_group") is None and isinstance(value, torch.Tensor)
@@ -298,7 +298,7 @@ def _call_callback_hooks(original: Callable[..., Any], trainer: Any, hook_name: 
 
 def _call_module_hook(original: Callable[..., Any], trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     output = original(trainer, hook_name, *args, **kwargs)
-    logged = _logged_of(trainer._results) if hook_name in _POINTS else None
+    logged = _find_logged(trainer._results) if hook_name in _POINTS else None
     if logged is not None and (hook_name != "on_train_batch_end" or logged.any_has_late_hook):
         _combine(trainer, hook_name)
     return output
@@ -342,7 +342,7 @@ def _has_late_hook(trainer: Any) -> bool:
 def _combine(trainer: Any, hook_name: str) -> None:
     """Combine what was logged since the last time, and log it on this rank. Collective, one reduction."""
     results = trainer._results
-    logged = _logged_of(results)
+    logged = _find_logged(results)
     if logged is None:
         return
     on_step = hook_name == "on_train_batch_end"

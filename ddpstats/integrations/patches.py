@@ -235,7 +235,7 @@ def install(*names: str) -> Installed:
     """
     patched: list[str] = []
     left: dict[str, str] = {}
-    for name in _known("install", names):
+    for name in _check_names("install", names):
         if not any(map(_is_importable, _PACKAGES[name])):
             left[name] = f"not installed: {pip_command(name)}"
             continue
@@ -259,7 +259,7 @@ def uninstall(*names: str) -> Uninstalled:
     """
     restored: list[str] = []
     left: dict[str, str] = {}
-    for name in _known("uninstall", names) if names else filter(_is_patched, _PACKAGES):
+    for name in _check_names("uninstall", names) if names else filter(_is_patched, _PACKAGES):
         if not _is_patched(name):
             left[name] = "it was not patched"
             continue
@@ -271,7 +271,7 @@ def uninstall(*names: str) -> Uninstalled:
     return Uninstalled(tuple(restored), left)
 
 
-def _known(function: str, names: tuple[str, ...]) -> list[str]:
+def _check_names(function: str, names: tuple[str, ...]) -> list[str]:
     """Return the libraries that ``names`` stand for, each once."""
     unknown = [name for name in names if name not in (*_PACKAGES, *_ALIASES)]
     if unknown or not names:

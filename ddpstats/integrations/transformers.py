@@ -186,15 +186,15 @@ def attach_window(trainer: Any, flush: Callable[[], dict[str, float]]) -> None:
         if "total_flos" in logs:  # the last row of training, whose metrics train() returns
             rest = flush()
             if rest:
-                log(_joined({}, rest), *args, **kwargs)
+                log(_join({}, rest), *args, **kwargs)
         elif "loss" in logs and trainer.control.should_log:  # neither evaluation nor what a user logs
-            logs = _joined(logs, flush())
+            logs = _join(logs, flush())
         log(logs, *args, **kwargs)
 
     trainer.log = log_with_window
 
 
-def _joined(logs: dict[str, float], scalars: dict[str, float]) -> dict[str, float]:
+def _join(logs: dict[str, float], scalars: dict[str, float]) -> dict[str, float]:
     taken = sorted(scalars.keys() & {*logs, "epoch", "step"})
     if taken:
         raise ConfigError(

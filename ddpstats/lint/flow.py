@@ -152,27 +152,27 @@ class FlowWalk:
         exit_ = leaving[0] or leaving[1]
         if exit_ is not None and not all(leaving):
             stays = leaving.index(None)
-            missed = self._missed(later, exit_)
+            missed = self._find_missed(later, exit_)
             runs[stays] = [*runs[stays], *missed]
             return self._differ(runs, origin, node.test, exit_ if missed else None)
         if self._differ(runs, origin, node.test):
             return True
         for inner in () if exit_ else (each for side in sides for each in exits(side)):
-            if missed := self._missed_sometimes(later, inner):
+            if missed := self._find_missed_sometimes(later, inner):
                 self._report_skip(inner, missed[0], origin.why)
                 return True
         return False
 
-    def _missed(self, later: _Later, exit_: ast.stmt) -> list[CollectiveCall]:
+    def _find_missed(self, later: _Later, exit_: ast.stmt) -> list[CollectiveCall]:
         """Return the collectives behind an exit, without those whose conditions exclude the exit's."""
         excluding = {(text, not holds) for text, holds in self._conditions.get(exit_, ())}
         behind = later.get(type(exit_), ())
         return [each for each in behind if excluding.isdisjoint(self._conditions.get(each.call, ()))]
 
-    def _missed_sometimes(self, later: _Later, exit_: ast.stmt) -> list[CollectiveCall]:
-        """Do as `_missed`, but a rank that begins an endless loop's turn again only comes later."""
+    def _find_missed_sometimes(self, later: _Later, exit_: ast.stmt) -> list[CollectiveCall]:
+        """Do as `_find_missed`, but a rank that begins an endless loop's turn again only comes later."""
         only_later = isinstance(exit_, ast.Continue) and later.get(ast.Continue) == later.get(ast.While)
-        return [] if only_later else self._missed(later, exit_)
+        return [] if only_later else self._find_missed(later, exit_)
 
     def _is_made_behind(self, node: ast.If, file: str) -> bool:
         """Return whether one rank makes the file before the next collective: a rank that looks later sees it."""
@@ -302,7 +302,7 @@ class FlowWalk:
         if ops and not retries and risky[0].lineno <= ops[-1].call.lineno:
             self._accuse(SWALLOWED_ERROR, ops[-1], f"{why}, and line {handler.lineno} goes on")
         for exit_ in () if ops else exits(handler.body):
-            if (missed := self._missed_sometimes(later, exit_)) and not _LEADS.match(missed[0].op):
+            if (missed := self._find_missed_sometimes(later, exit_)) and not _LEADS.match(missed[0].op):
                 self._report_skip(exit_, missed[0], why)
                 return
 

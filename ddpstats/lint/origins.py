@@ -242,7 +242,7 @@ class Origins:
         kept = [end for synced, end in ends if synced] or [end for _, end in ends]
         for name in {name for end in kept for name in end}:
             old = self._variables.get(name)
-            self._variables.set(name, _joined([end.get(name, old) or ValueOrigin() for end in reversed(kept)]))
+            self._variables.set(name, _join([end.get(name, old) or ValueOrigin() for end in reversed(kept)]))
 
     def _expression(self, part: ast.AST) -> None:
         """Take in what a part of an expression changes."""
@@ -314,7 +314,7 @@ class Origins:
             others = (value for value, origin in zip(node.values, origins, strict=True) if origin is None)
             if isinstance(node.op, ast.Or) and any(map(is_of_rank, origins)) and not all(map(is_about_world, others)):
                 return None  # it may hold on the other ranks as well
-            return _combined(origins)
+            return _combine(origins)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             return self.of_condition(node.operand)
         called = node.func if isinstance(node, ast.Call) else node.value if isinstance(node, ast.Subscript) else None
@@ -340,7 +340,7 @@ class Origins:
         if isinstance(node, (ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.IfExp, ast.Tuple, ast.List, ast.Set, ast.Starred)):
             parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
             computes = isinstance(node, ast.BinOp)  # with a length: a number of steps, from the size of a data set
-            return _combined([None if computes and _is_length(part) else self.of(part) for part in parts])
+            return _combine([None if computes and _is_length(part) else self.of(part) for part in parts])
         return None
 
     def _of_name(self, node: ast.Name | ast.Attribute) -> Origin:
@@ -375,7 +375,7 @@ class Origins:
         for side, origin in zip(sides, origins, strict=True) if not isinstance(operator, (ast.Eq, ast.NotEq)) else ():
             if origin is None and _LOSS.fullmatch(last_name(side)) and self._is_seen_made(side):
                 return Differs(DATA_BRANCH, f"`{text_of(side)}` is this rank's own loss")
-        return _combined(origins)
+        return _combine(origins)
 
     def _may_be_no_rank(self, side: ast.expr) -> bool:
         """Return whether it is negative, or a constant that is, or one of a class of another file."""
@@ -452,7 +452,7 @@ class Origins:
         is_method = on is not None and dotted(on) not in ("torch", "np", "numpy", "math")
         if on is not None and is_method and name in _NUMBERS:
             return self._of_own_value(on, text)
-        origin = _combined([self.of(source) for source in ([on] if on is not None and is_method else call.args)])
+        origin = _combine([self.of(source) for source in ([on] if on is not None and is_method else call.args)])
         if name in _THROUGH:
             return origin
         known = is_method or full.startswith(("torch.", "numpy.", "math.")) or hasattr(builtins, full)
@@ -534,16 +534,16 @@ def is_of_rank(origin: Origin) -> bool:
     return isinstance(origin, Differs) and origin.rule == RANK_BRANCH
 
 
-def _combined(origins: Iterable[Origin]) -> Origin:
+def _combine(origins: Iterable[Origin]) -> Origin:
     known = list(origins)
     differing = next((origin for origin in known if isinstance(origin, Differs)), None)
     return differing if differing else SAME if known and all(origin == SAME for origin in known) else None
 
 
-def _joined(values: Sequence[ValueOrigin]) -> ValueOrigin:
+def _join(values: Sequence[ValueOrigin]) -> ValueOrigin:
     """Return what a variable is behind ways on which it has these values."""
     origins, models, made = zip(*values, strict=True)
-    return ValueOrigin(_combined(origins), any(models), all(made))
+    return ValueOrigin(_combine(origins), any(models), all(made))
 
 
 def _names_entries(node: ast.expr) -> bool:

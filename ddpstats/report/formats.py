@@ -93,11 +93,11 @@ def _keys(keys: Sequence[ReportRow]) -> Iterator[str]:
     differing = [key for key in keys if key["missing_ranks"] or key["fewer_ranks"]]
     with_values = [key for key in keys if any(cell["series"] for cell in key["by_rank"].values())]
     heading = f"{count_of(len(keys), 'keys')}, {len(differing)} different between ranks:"
-    yield from _listed(heading, differing, lambda cell: count_of(cell["count"], "times"))
-    yield from _listed("Last values by rank:", with_values, _last)
+    yield from _list_keys(heading, differing, lambda cell: count_of(cell["count"], "times"))
+    yield from _list_keys("Last values by rank:", with_values, _last)
 
 
-def _listed(heading: str, keys: Sequence[ReportRow], words_of: Callable[[ReportRow], str]) -> Iterator[str]:
+def _list_keys(heading: str, keys: Sequence[ReportRow], words_of: Callable[[ReportRow], str]) -> Iterator[str]:
     if keys:
         yield f"\n{heading}"
     for key in keys[:_SHOWN_KEYS]:
@@ -140,7 +140,7 @@ def _page_data(recorded: Recorded, report: ReportRow) -> dict[str, Any]:
     times = [event.started for record in recorded.records for event in record.events] + [mark.time for mark in marks]
     began, ended = min(times, default=0.0), max(times, default=0.0)
     return {
-        "report": strict_json({**report, "keys": list(map(_thinned_key, report["keys"]))}),
+        "report": strict_json({**report, "keys": list(map(_thin_key, report["keys"]))}),
         "began": began,
         "seconds": ended - began,
         "messages": message_pairs(recorded.records),
@@ -179,12 +179,12 @@ def _call(event: Event) -> dict[str, Any]:
     return {**fields, "call": call, "site": event.site, "source": event.source, "message": event.is_message}
 
 
-def _thinned_key(key: ReportRow) -> dict[str, Any]:
-    cells = {rank: {**cell, "series": _thinned(cell["series"])} for rank, cell in key["by_rank"].items()}
+def _thin_key(key: ReportRow) -> dict[str, Any]:
+    cells = {rank: {**cell, "series": _thin(cell["series"])} for rank, cell in key["by_rank"].items()}
     return {**key, "by_rank": cells}
 
 
-def _thinned(series: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+def _thin(series: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
     """Return of very many the first and the last, each that is not finite, and each stretch's least and largest."""
     size = -(-len(series) // (_SHOWN_VALUES // 2))
     if size <= 2:

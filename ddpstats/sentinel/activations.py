@@ -59,7 +59,7 @@ class Checkpoints:
     def __init__(
         self, module: nn.Module, selection: Sequence[Selector] | None, value_of: Callable[[Tensor], Tensor]
     ) -> None:
-        chosen, self.warnings = _default(module) if selection is None else (_selected(module, selection), ())
+        chosen, self.warnings = _default(module) if selection is None else (_select(module, selection), ())
         self.names = list(chosen)
         self.in_float16 = False
         self._value_of = value_of
@@ -95,7 +95,7 @@ class Checkpoints:
         return taken
 
     @contextlib.contextmanager
-    def redirected(self) -> Iterator[NumberedTensors]:
+    def redirect(self) -> Iterator[NumberedTensors]:
         """Put values into the list that is yielded, and not into that of `take`: for a step that is run again."""
         self._rerun_values = []
         try:
@@ -109,7 +109,7 @@ class Checkpoints:
             handle.remove()
         self._handles, self._micro_batches = [], []
 
-    def _arrived(self, index: int, gradient: Tensor) -> None:
+    def _keep_gradient(self, index: int, gradient: Tensor) -> None:
         """Keep a gradient's value. Between two operators of the backward pass every call here is cold, and counts."""
         if torch.is_grad_enabled():  # a backward pass with create_graph=True records
             gradient = gradient.detach()
@@ -161,7 +161,7 @@ class _GradientHook:
         checkpoints = self.checkpoints()
         # It is None where only another output of the same operator was used.
         if gradient is not None and checkpoints is not None and checkpoints.is_open:
-            checkpoints._arrived(self.index, gradient)
+            checkpoints._keep_gradient(self.index, gradient)
 
 
 def _first_wanting_gradient(output: Any) -> Tensor | None:
@@ -171,18 +171,18 @@ def _first_wanting_gradient(output: Any) -> Tensor | None:
 
 def _default(module: nn.Module) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
     """Return the norm layers; of a model without any the layers that have a matrix, with a warning."""
-    leaves = [child for child in _called(module).values() if _is_leaf(child)]
+    leaves = [child for child in _find_called(module).values() if _is_leaf(child)]
     norms = [child for child in leaves if _is_norm(child)]
     if norms:
-        return _named(module, norms), ()
-    with_matrix = _named(module, [child for child in leaves if any(map(_is_matrix, child.parameters()))])
+        return _name_modules(module, norms), ()
+    with_matrix = _name_modules(module, [child for child in leaves if any(map(_is_matrix, child.parameters()))])
     return with_matrix, (
         f"the model has no norm layer: the gradients of the outputs of all {len(with_matrix)} layers with a weight "
         "matrix are looked at instead; checkpoints=[...] chooses others, by name, class or function",
     )
 
 
-def _called(module: nn.Module) -> dict[str, nn.Module]:
+def _find_called(module: nn.Module) -> dict[str, nn.Module]:
     """Return modules that are called with activations: neither containers, nor what makes a weight of other weights.
 
     A shared module has all of its names.
@@ -194,7 +194,7 @@ def _called(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _named(module: nn.Module, children: Iterable[nn.Module]) -> dict[str, nn.Module]:
+def _name_modules(module: nn.Module, children: Iterable[nn.Module]) -> dict[str, nn.Module]:
     """Return each of some modules under its first name, in the order of ``named_modules``."""
     chosen = set(map(id, children))
     return {name: child for name, child in module.named_modules() if id(child) in chosen}
@@ -212,20 +212,20 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, nn.UninitializedParameter) or parameter.dim() >= 2  # a lazy layer makes one, mostly
 
 
-def _selected(module: nn.Module, selection: Any) -> dict[str, nn.Module]:
+def _select(module: nn.Module, selection: Any) -> dict[str, nn.Module]:
     if isinstance(selection, str) or not isinstance(selection, Sequence) or not selection:
         raise ConfigError(
             f"checkpoints={selection!r} is not understood; legal values: None for the norm layers, or a list of module "
             "names, module classes and functions of a name and a module"
         )
-    modules, chosen = _called(module), list[nn.Module]()
+    modules, chosen = _find_called(module), list[nn.Module]()
     for selector in selection:
         matches = [child for name, child in modules.items() if _fits(selector, name, child)]
         if not matches:
             shown = getattr(selector, "__qualname__", repr(selector))
             raise ConfigError(f"checkpoints: {shown} fits none of the model's {len(modules)} modules that are called")
         chosen += matches
-    return _named(module, chosen)
+    return _name_modules(module, chosen)
 
 
 def _fits(selector: Any, name: str, module: nn.Module) -> bool:

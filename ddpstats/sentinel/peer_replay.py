@@ -4,9 +4,9 @@
 
 1. Each rank has digests of the gradients of its first micro-batch of the step, taken before the reduce
    (`LocalGradients`). At the first time it also runs that micro-batch twice itself: does the step repeat itself bit for
-   bit? `measured` says what that comes to: bits are compared, or norms, with room for noise. All-zero gradients are no
-   evidence. Where a part of the step is compiled, or that is not known, norms are compared, with room for ``limit``: a
-   program may get other graphs at any time, on one rank only, and they round otherwise.
+   bit? `measure_noise` says what that comes to: bits are compared, or norms, with room for noise. All-zero gradients
+   are no evidence. Where a part of the step is compiled, or that is not known, norms are compared, with room for
+   ``limit``: a program may get other graphs at any time, on one rank only, and they round otherwise.
 2. As many ranks as fit into `MOST_BYTES` hand out their micro-batch (all of them where batches are small), beginning
    with another rank each time, and those buffers that differ between ranks. The next rank runs it, and all gather what
    came of it.
@@ -49,7 +49,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from ddpstats._base.text import holders_lines, ranks_text, shorten
 from ddpstats._observe.gradient_norms import NO_GRADIENT as NO_NORM, held_values, is_sparse, measure
 from ddpstats._observe.gradients import GradientWatch
-from ddpstats._rerun.blame import Cause, Gathered, attempt, blame, cause_of, from_rank_on, hand_out, handed_out
+from ddpstats._rerun.blame import Cause, Gathered, attempt, blame, cause_of, from_rank_on, hand_out, unpack_step
 from ddpstats._rerun.digest import digests
 from ddpstats._rerun.record import PackedStep, tensor_bytes
 from ddpstats._rerun.run import BatchChanged, Reruns
@@ -320,7 +320,7 @@ class PeerReplay(Detector):
         _refuse(offers)
         self._note_compiled(offers.values())
         if self._noise is None:
-            self._noise, text = measured(offers, self._limit, self._compiled)
+            self._noise, text = measure_noise(offers, self._limit, self._compiled)
             self._warn(text)
         differing = _differing_buffers([offer["buffers"] for offer in offers.values()])
         owners = _chosen(offers, differing, self._turn)
@@ -335,7 +335,7 @@ class PeerReplay(Detector):
         checkers = {owner: from_rank_on(self._ranks, owner)[1 % len(self._ranks)] for owner in owners}
         checked = [owner for owner, checker in checkers.items() if checker == self._rank]
         answers = gathered(
-            lambda: attempt(lambda: {str(owner): self._run(handed_out(packets[owner], owner)) for owner in checked}),
+            lambda: attempt(lambda: {str(owner): self._run(unpack_step(packets[owner], owner)) for owner in checked}),
             "what came of them",
         )
         _refuse(answers)
@@ -353,7 +353,7 @@ class PeerReplay(Detector):
             return None
         owner, runs = next(iter(doubted.items()))
         peers = tuple(rank for rank in from_rank_on(self._ranks, owner)[1:3] if rank != owner)
-        again = blame(gathered, self._rank, owner, peers, lambda: self._run(handed_out(packets[owner], owner)))
+        again = blame(gathered, self._rank, owner, peers, lambda: self._run(unpack_step(packets[owner], owner)))
         _refuse(again)
         runs += [Run(rank, "again", _digests(run)) for rank, tree in again.items() for run in tree["runs"]]
         judgement = judge(owner, runs, self._is_same, is_common=2 * len(doubted) > len(owners) > 1)
@@ -487,7 +487,7 @@ def _refuse(trees: Mapping[int, dict[str, Any]]) -> None:
 # -- noise, and who is wrong: pure functions of what was gathered -----------------------------------------------------
 
 
-def measured(offers: Mapping[int, Mapping[str, Any]], limit: float, compiled: bool) -> tuple[float | None, str]:
+def measure_noise(offers: Mapping[int, Mapping[str, Any]], limit: float, compiled: bool) -> tuple[float | None, str]:
     """Return by how much of the largest one norms may differ, and a warning; None where no rank gave a ``distance``.
 
     1. Most ranks' steps repeat themselves: bits are compared. A rank whose step does not may be wrong.
@@ -631,8 +631,8 @@ def explain_alarm(
         return {"step": reruns.pack(micro_batches)}
 
     def run() -> dict[str, Any]:
-        with checkpoints.redirected() as values:
-            reruns.run(handed_out(packet, owner))
+        with checkpoints.redirect() as values:
+            reruns.run(unpack_step(packet, owner))
         floats = [(index, float(value)) for index, value in values]  # (checkpoint, value)
         return {"values": floats, "bad": is_abnormal(values) if rank == owner else None}
 

@@ -366,7 +366,7 @@ class Replicas:
         self._model, self._ignore = model, tuple(ignore)
         self._inner = unwrapped(model)
         self._units: list[Unit] | None = None
-        sharded = len(_sharded(self._inner))
+        sharded = len(_find_sharded(self._inner))
         text = f"{sharded} sharded parameters are not compared with replicas: each rank holds another part of them."
         self.warnings = (text,) if sharded else ()
 
@@ -375,7 +375,7 @@ class Replicas:
 
         Without it buffers are left out.
         """
-        for unit in self._hooked_units():
+        for unit in self._find_units():
             unit.expect()
 
     def compare(self, gathered: Gathered) -> Divergence | None:
@@ -413,8 +413,8 @@ class Replicas:
 
     def _parts(self) -> dict[str, list[TensorEntry]]:
         """Return what this rank holds. Buffers are parts by themselves: a rank without a forward pass has no copies."""
-        ignored = _sharded(self._inner)
-        for unit in self._hooked_units():
+        ignored = _find_sharded(self._inner)
+        for unit in self._find_units():
             names = unit.ignored()
             ignored.update(id(parameter) for name, parameter in unit.module.named_parameters() if name in names)
         named = [
@@ -424,7 +424,7 @@ class Replicas:
         ]
         state = [entry_of("parameter", name, parameter) for name, parameter in named]
         parts = {"state": state + [entry for name, parameter in named for entry in gradient_entries(name, parameter)]}
-        for number, unit in enumerate(self._hooked_units()):
+        for number, unit in enumerate(self._find_units()):
             if unit.copies is not None:
                 kept = {name: copy for name, copy in unit.copies.items() if not self._is_left_out(name)}
                 parts[f"buffers {number}"] = [entry_of("buffer", name, copy) for name, copy in kept.items()]
@@ -433,7 +433,7 @@ class Replicas:
     def _is_left_out(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignore)
 
-    def _hooked_units(self) -> list[Unit]:
+    def _find_units(self) -> list[Unit]:
         """Return the units, made at the first use: DistributedDataParallel may be put around the model after us."""
         if self._units is None:
             prefixes = {id(module): f"{name}." if name else "" for name, module in self._inner.named_modules()}
@@ -480,7 +480,7 @@ def _summary(entries: Sequence[TensorEntry]) -> dict[str, Any]:
     return {"signature": int.from_bytes(hashed, "little"), "digest": int(digest)}
 
 
-def _sharded(model: nn.Module) -> set[int]:
+def _find_sharded(model: nn.Module) -> set[int]:
     """Return the identities of the parameters of which each rank holds another part."""
     sharded = {id(parameter) for parameter in model.parameters() if is_sharded(parameter)}
     # FSDP's first version shards plain tensors. It is there only if the program has loaded it.

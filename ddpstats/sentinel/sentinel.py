@@ -353,7 +353,7 @@ class Sentinel(StepWatch):
         try:
             if disagreeing:
                 self._agree()
-            self.verdict = verdict = self._judged(bool(suspecting))
+            self.verdict = verdict = self._judge(bool(suspecting))
         finally:
             self._conclude(verdict)
         self._step += 1
@@ -372,7 +372,7 @@ class Sentinel(StepWatch):
         if self._record is not None:
             self._record.clear()
 
-    def _judged(self, is_suspected: bool) -> SentinelVerdict:
+    def _judge(self, is_suspected: bool) -> SentinelVerdict:
         """Return the verdict. Collective, but in mode 0, where the other ranks could not raise this one's problem."""
         if not self._detectors and self._problem is not None:
             raise self._problem
@@ -382,8 +382,8 @@ class Sentinel(StepWatch):
                 raise self._problem
             return self._evidence
 
-        trees = self._gathered(suspicions, "what each rank saw") if is_suspected else {}
-        exam = Exam(self._step, self._gathered, is_suspected)
+        trees = self._gather(suspicions, "what each rank saw") if is_suspected else {}
+        exam = Exam(self._step, self._gather, is_suspected)
         for index, detector in enumerate(self._detectors):
             exam.evidence = {rank: tree[index] for rank, tree in trees.items()}
             exam.findings += detector.findings(exam)

@@ -129,7 +129,7 @@ def read_settings(
         upper_thresh = from_environ(_UPPER_NAMES, _pair_in, rule.upper_thresh, legal)
     if sigma_thresh is None:
         sigma_thresh = from_environ(_SIGMA_NAMES if detector == "v2" else (), _pair_in, _SIGMA, legal)
-    upper, sigma = _checked("upper_thresh", upper_thresh), _checked("sigma_thresh", sigma_thresh)
+    upper, sigma = _check("upper_thresh", upper_thresh), _check("sigma_thresh", sigma_thresh)
     return SentinelSettings(mode, detector, upper, sigma, rule.min_steps), notes
 
 
@@ -139,7 +139,7 @@ def _pair_in(text: str) -> ThresholdPair | None:
     return (first, second) if _LARGEST > first > second >= _SMALLEST else None
 
 
-def _checked(argument: str, pair: Any) -> ThresholdPair:
+def _check(argument: str, pair: Any) -> ThresholdPair:
     is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(type(part) in (int, float) for part in pair)
     if not is_pair or not _LARGEST > pair[0] > pair[1] > 0:
         legal = f"two numbers above 0 and below {_LARGEST:g}, the first one larger"
@@ -216,7 +216,7 @@ def _compare_v2(values: Tensor, seen: Tensor, state: State, settings: SentinelSe
     return error, warning, (torch.fmin(low, learned), torch.fmax(high, learned))
 
 
-def _squared_maximum(gradient: Tensor) -> Tensor:
+def _square_of_maximum(gradient: Tensor) -> Tensor:
     if gradient.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=gradient.device)
     low, high = torch.aminmax(gradient)  # a norm of order infinity is ten times slower on the CPU
@@ -277,7 +277,7 @@ RULES: Mapping[str, Rule] = {
             ERROR: [f"A grad-norm spike may happen: param name [{{checkpoint}}], abnormal {_V3_VALUES}"],
             WARNING: [f"A value is suspect, and not learnt from: param name [{{checkpoint}}], {_V3_VALUES}"],
         },
-        _squared_maximum,
+        _square_of_maximum,
         _compare_v3,
     ),
 }

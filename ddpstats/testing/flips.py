@@ -132,7 +132,7 @@ class Fault:
             return False
         return step >= flip.step if flip.sticky else step == flip.step and self._stuck_at is None
 
-    def checked(self, tensor: Tensor) -> Tensor:
+    def check_bit(self, tensor: Tensor) -> Tensor:
         """Return ``tensor``. Raises `ConfigError` where its numbers have no such bit."""
         width = 8 * tensor.dtype.itemsize
         if tensor.dtype.is_complex or self.flip.bit >= width:
@@ -146,7 +146,7 @@ class Fault:
             tensor = stored_values(tensor) if tensor.layout is torch.sparse_coo else tensor.values()
         if tensor.numel() == 0:
             return
-        flat_index = torch.tensor(self.flip.element % self.checked(tensor).numel())
+        flat_index = torch.tensor(self.flip.element % self.check_bit(tensor).numel())
         index = tuple(map(int, torch.unravel_index(flat_index, tensor.shape)))
         element = tensor.detach()[index]
         before = float(element.item())
@@ -158,14 +158,14 @@ class Fault:
         after = float(element.item())
         self._injector.applied.append(AppliedFlip(self.flip, self._injector._step, self.rank, index, before, after))
 
-    def struck(self, tensor: Tensor) -> Tensor:
+    def flip_copy(self, tensor: Tensor) -> Tensor:
         """Return a copy with the bit flipped, through which gradients pass as through ``tensor``."""
         copied = tensor.clone()
         self.strike(copied)
         return copied
 
-    def struck_if_due(self, gradient: Tensor) -> Tensor | None:
-        return self.struck(gradient) if self.is_due() else None
+    def strike_if_due(self, gradient: Tensor) -> Tensor | None:
+        return self.flip_copy(gradient) if self.is_due() else None
 
 
 class _FlipHook(ModuleHook):
@@ -189,33 +189,33 @@ def in_weight(fault: Fault) -> None:
         if fault.is_due():
             fault.strike(weight())
 
-    fault.checked(weight())
+    fault.check_bit(weight())
     fault.before_forward(fault.module, before_forward, prepend=True)
 
 
 def in_activation(fault: Fault) -> None:
     def after_forward(inputs: Any, output: Any) -> Any:
-        return _with_first_tensor(output, fault.struck) if fault.is_due() else None
+        return _with_first_tensor(output, fault.flip_copy) if fault.is_due() else None
 
     fault.after_forward(fault.module.get_submodule(fault.flip.name), after_forward)
 
 
 def in_activation_gradient(fault: Fault) -> None:
-    def hooked(tensor: Tensor) -> Tensor:
+    def add_hook(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
-            tensor.register_hook(fault.struck_if_due)  # type: ignore[no-untyped-call]  # goes with the graph
+            tensor.register_hook(fault.strike_if_due)  # type: ignore[no-untyped-call]  # goes with the graph
         return tensor
 
     def after_forward(inputs: Any, output: Any) -> None:
         if fault.is_due():
-            _with_first_tensor(output, hooked)
+            _with_first_tensor(output, add_hook)
 
     fault.after_forward(fault.module.get_submodule(fault.flip.name), after_forward)
 
 
 def in_gradient(fault: Fault) -> None:
-    parameter: Any = fault.checked(fault.module.get_parameter(fault.flip.name))
-    fault.keep(parameter.register_hook(fault.struck_if_due))
+    parameter: Any = fault.check_bit(fault.module.get_parameter(fault.flip.name))
+    fault.keep(parameter.register_hook(fault.strike_if_due))
 
 
 def in_reduced_gradient(fault: Fault) -> None:
@@ -233,7 +233,7 @@ def in_reduced_gradient(fault: Fault) -> None:
             # for at that time comes after it.
             queue(lambda: queue(lambda: reduced(parameter)))
 
-    parameter: Any = fault.checked(fault.module.get_parameter(fault.flip.name))
+    parameter: Any = fault.check_bit(fault.module.get_parameter(fault.flip.name))
     fault.keep(parameter.register_post_accumulate_grad_hook(arrived))
 
 

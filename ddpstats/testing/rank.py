@@ -55,7 +55,7 @@ def main(rank: int, world_size: int, store_port: int, control: Connection) -> No
                 os.environ.clear()
                 os.environ.update(environ)
             sys.stdout.flush()  # the parent may kill this process
-            control.send(RankAnswer(_pickled(outcome), _group_state(world_size)))
+            control.send(RankAnswer(_pickle(outcome), _group_state(world_size)))
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -80,7 +80,7 @@ def _call(request: bytes) -> Any:
     return fn(*args, **kwargs)
 
 
-def _pickled(outcome: RankOutcome) -> bytes:
+def _pickle(outcome: RankOutcome) -> bytes:
     """Pickle an outcome, or a `RankUnpicklable` in place of what pickle does not carry unchanged.
 
     An exception whose `__init__` builds its message pickles well and comes back with the message built twice, or does

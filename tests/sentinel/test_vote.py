@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpstats import ConfigError
-from ddpstats.sentinel.peer_replay import ReplayJudgement, Run, judge, measured
+from ddpstats.sentinel.peer_replay import ReplayJudgement, Run, judge, measure_noise
 
 LIMIT = 1e-2
 
@@ -18,21 +18,21 @@ def offer(distance: float | None, *, repeats: bool = False) -> dict[str, Any]:
 
 
 def test_no_noise_is_measured_where_no_rank_could_measure() -> None:
-    assert measured({0: offer(None), 1: offer(None)}, LIMIT, compiled=False) == (None, "")
+    assert measure_noise({0: offer(None), 1: offer(None)}, LIMIT, compiled=False) == (None, "")
 
 
 def test_bits_are_compared_where_most_ranks_repeat_themselves() -> None:
     offers = {0: offer(0.0), 1: offer(0.5, repeats=True), 2: offer(0.0), 3: offer(None)}
-    assert measured(offers, LIMIT, compiled=False) == (0.0, "")
+    assert measure_noise(offers, LIMIT, compiled=False) == (0.0, "")
 
 
 def test_noise_of_most_ranks_is_measured() -> None:
-    room, text = measured({0: offer(1e-6), 1: offer(2e-6)}, LIMIT, compiled=False)
+    room, text = measure_noise({0: offer(1e-6), 1: offer(2e-6)}, LIMIT, compiled=False)
     assert room == 8 * 2e-6
     assert "differ by up to 2.0e-06 of the largest one" in text
     assert "with room for 1.6e-05" in text
-    assert measured({0: offer(1e-6, repeats=True)}, LIMIT, compiled=False)[0] == 8 * 1e-6
-    assert measured({0: offer(5e-3)}, LIMIT, compiled=False)[0] == LIMIT
+    assert measure_noise({0: offer(1e-6, repeats=True)}, LIMIT, compiled=False)[0] == 8 * 1e-6
+    assert measure_noise({0: offer(5e-3)}, LIMIT, compiled=False)[0] == LIMIT
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_noise_of_most_ranks_is_measured() -> None:
 )
 def test_a_replay_unlike_the_step_is_an_error_of_replay_fn(distance: float, repeats: bool, words: str) -> None:
     with pytest.raises(ConfigError, match=rf"not the step that was trained[\s\S]*{words}"):
-        measured({0: offer(distance, repeats=repeats), 1: offer(distance, repeats=repeats)}, LIMIT, compiled=False)
+        measure_noise({0: offer(distance, repeats=repeats), 1: offer(distance, repeats=repeats)}, LIMIT, compiled=False)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_in_a_compiled_program_what_may_be_rounding_is_neither_noise_nor_another
     distances: list[float | None],
 ) -> None:
     offers = {rank: offer(distance, repeats=True) for rank, distance in enumerate(distances)}
-    assert measured(offers, LIMIT, compiled=True) == (0.0, "")
+    assert measure_noise(offers, LIMIT, compiled=True) == (0.0, "")
 
 
 def test_in_a_compiled_program_what_most_ranks_repeat_beyond_rounding_is_another_step() -> None:
     with pytest.raises(ConfigError, match="not the step that was trained"):
-        measured({0: offer(2e-2, repeats=True), 1: offer(3e-2, repeats=True)}, LIMIT, compiled=True)
+        measure_noise({0: offer(2e-2, repeats=True), 1: offer(3e-2, repeats=True)}, LIMIT, compiled=True)
 
 
 def judged(*runs: tuple[int, str]) -> ReplayJudgement:
