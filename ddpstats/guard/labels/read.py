@@ -437,7 +437,7 @@ def _names_along(route: Route, frames: Sequence[FrameType]) -> list[tuple[Step, 
     frame, plain = frames[0], route.variables
     if len(plain) == 2 and len(frames) == 1 and frame.f_code.co_flags & _CO_OPTIMIZED:  # mostly, and in few steps
         values = frame.f_locals
-        key, container = values.get(plain[0]), values.get(plain[1])
+        key, container = values.get(plain[0]), values.get(plain[1], dict.get(frame.f_globals, plain[1]))
         if _SNAPSHOTS and sys.getrefcount(values) <= _OWN_REFERENCES:
             values.clear()
         text = key_text(key) if type(key) is str and type(container) is dict else None
