@@ -50,7 +50,9 @@ def _head() -> list[str]:
         f"Written by `scripts/guard_table.py`: every cell was run, with torch {torch.__version__} on gloo. The "
         "programs are in `tests/guard/scenarios.py`, each beside a legal twin. *wrong, silent*: all ranks went on, "
         f"with numbers that mean nothing. *hang*: still running after {_LIMIT_SEC:.0f} s (torch's own timeout is 30 "
-        "minutes). DETAIL is `TORCH_DISTRIBUTED_DEBUG=DETAIL`.",
+        "minutes). Where only the limit of a wait ends a scenario, as where two ranks wait in two groups, the guard's "
+        f"is {scenarios.LIMIT_SEC:.0f} s here (`timeout_sec`), and in a program that of its process group. DETAIL is "
+        "`TORCH_DISTRIBUTED_DEBUG=DETAIL`.",
         "",
         "| scenario | plain torch | DETAIL | DETAIL on the legal twin | ddpstats strict | step | record, `report` | "
         "legal twin under ddpstats |",

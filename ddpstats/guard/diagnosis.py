@@ -482,8 +482,9 @@ def _missing(group: str, words: str, by_rank: ByRank, seq: int, missing: tuple[i
     lines += _table(_parties(events), events)
     for rank in missing:
         status = by_rank[rank]
-        lines.append(f"  {ranks_text([rank])}: {_whereabouts(status, seq)}")
-        if status.stack and not status.dead and status.left is None and status.waits_in is None:
+        is_here = status.waits_in is None or status.waits_in[0] == group
+        lines.append(f"  {ranks_text([rank])}: {_whereabouts(status, seq, group)}")
+        if status.stack and not status.dead and status.left is None and is_here:
             lines += [f"      {line}" for line in status.stack.splitlines()]
     lines.append(_last_agreed(by_rank, seq))
     waits = [by_rank[rank].waits_in for rank in missing if not by_rank[rank].dead]
@@ -513,8 +514,8 @@ _LARGER_TIMEOUT = (
 )
 
 
-def _whereabouts(status: RankStatus, seq: int = 1) -> str:
-    """Say where a rank is that is not in number ``seq``."""
+def _whereabouts(status: RankStatus, seq: int = 1, group: str = "") -> str:
+    """Say where a rank is that is not in number ``seq`` of ``group``."""
     last = f"; its last known collective was {status.last}" if status.last else "; no collective of it is known"
     if status.is_silent and seq > 1:  # what its watchdog wrote is older than what the others agreed on with it
         last = ""
@@ -527,6 +528,8 @@ def _whereabouts(status: RankStatus, seq: int = 1) -> str:
         state = f"ran no Python for {status.slept_sec:.0f} s: stopped, or in a call that holds the GIL"
     elif status.waits_in is not None and status.waits_in[0].endswith(MESSAGES):
         state = "waits for a message"
+    elif status.waits_in is not None and status.waits_in[0] == group:  # where it compares what is behind it
+        state = "waits for the other ranks"
     elif status.waits_in is not None:
         number = f"number {status.waits_in[1]} of group {status.waits_in[0]!r}"
         if (status.last or "").startswith(f"{number}, "):

@@ -602,6 +602,7 @@ _SPLIT = (
 
 # -- why: the micro-batch of an alarm ---------------------------------------------------------------------------------
 
+NOT_HARDWARE = "software or data, not hardware."
 _RTOL = 1e-2
 _ATOL = 1e-6  # of the largest value: what should cancel to nothing does so up to noise
 
@@ -660,7 +661,7 @@ def _explanation(owner: int, peer: int, answers: Mapping[int, Mapping[str, Any]]
     if cause is Cause.UNDECIDED:
         return again + "; there is no other rank to distinguish hardware from software."
     if difference is None:
-        return f"{again}, and so it does on rank {peer}: software or data, not hardware."
+        return f"{again}, and so it does on rank {peer}: {NOT_HARDWARE}"
     index, value, peer_value = difference
     return (
         f"{again}, and on rank {peer} it does not: hardware of rank {owner}, or something that only "

@@ -180,7 +180,7 @@ class Divergence:
         if not split.majority:
             lines.append(
                 f"There is no majority among {len(split.groups)} sides, so which one is right is not known: a third "
-                "replica or replay_every_steps would decide."
+                "replica would decide, or peer replay (replay_every_steps) where it finds a fault."
             )
         return "\n".join(lines)
 

@@ -36,7 +36,7 @@ from ddpstats._rerun.state import place_text
 from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel.activations import Checkpoints, Selector
 from ddpstats.sentinel.matmul import MatmulChecksum
-from ddpstats.sentinel.peer_replay import MOST_NOISE, PeerReplay
+from ddpstats.sentinel.peer_replay import MOST_NOISE, NOT_HARDWARE, PeerReplay
 from ddpstats.sentinel.replicas import ReplicaDigests
 from ddpstats.sentinel.thresholds import RULES, SentinelSettings, Thresholds, read_settings
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelVerdict
@@ -405,10 +405,10 @@ class Sentinel(StepWatch):
             where = f" on {ranks_text(first.culprit_ranks)}" if first.culprit_ranks else ""
             lines.append(f"The first alarm was at step {first.step}{where}; this may follow from it.")
         if mode >= 2 and culprits and len(culprits) < len(self._where):
-            lines.append(
-                f"No rank has applied this step. Test the device of {ranks_text(culprits)}, or go on without it, from "
-                "this step or a checkpoint before it."
-            )
+            is_hardware = not any(note.endswith(NOT_HARDWARE) for note in verdict.notes)
+            advice = f"Test the device of {ranks_text(culprits)}, or go on without it, from this step or a checkpoint"
+            in_data = f"Look at the batch of {ranks_text(culprits)}, and at what the model makes of it"
+            lines.append(f"No rank has applied this step. {f'{advice} before it' if is_hardware else in_data}.")
         return lines
 
     def _alarm(self, verdict: SentinelVerdict) -> SentinelAlarm | None:

@@ -122,7 +122,7 @@ def test_two_ranks_are_two_sides(two_ranks: RankPool) -> None:
     assert Split.of(divergence.held).groups == ((0,), (1,))
     assert "rank 0 against rank 1" in divergence.message
     assert "One flipped bit: the hardware of one of these ranks is the first suspect." in divergence.message
-    assert "a third replica or replay_every_steps would decide" in divergence.message
+    assert "a third replica would decide, or peer replay" in divergence.message
 
 
 @pytest.mark.parametrize("meddle", ["noise", "learning_rate"])

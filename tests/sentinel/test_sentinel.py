@@ -236,6 +236,8 @@ def test_an_alarm_that_a_peer_gets_too_is_software_or_data(three_ranks: RankPool
     step, _, culprits, text = alarm_of(trained(three_ranks, plan))
     assert (step, culprits) == (2, (1,))
     assert "and so it does on rank 2: software or data, not hardware" in text
+    assert "No rank has applied this step. Look at the batch of rank 1" in text
+    assert "Test the device" not in text
 
 
 # -- all ranks alike --------------------------------------------------------------------------------------------------

@@ -285,5 +285,7 @@ class _Safely:
 
 
 def _text_of(frame: FrameType) -> str:
-    file, line = os.path.abspath(frame.f_code.co_filename), frame.f_lineno
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    if not file.startswith("<"):  # as "<frozen runpy>" does, which is no file
+        file = os.path.abspath(file)
     return f"File {file}, line {line}, in {frame.f_code.co_name},\n    {linecache.getline(file, line).strip()}"
