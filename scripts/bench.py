@@ -67,7 +67,7 @@ MEASUREMENTS = [
     *(Measurement(sentinel, 2, 60, step_ms) for step_ms in (100, 800)),
     *(Measurement(sentinel_memory, 1, 0, layer) for layer in ("layer 2", "layer 3")),
     Measurement(checks, 2, 150, 100),
-    *(Measurement(dump, 1, 40, what) for what in ("statistics", "tensors")),
+    *(Measurement(dump, 1, 40, what) for what in ("statistics", "async", "tensors")),
     Measurement(dump_idle, 1, 40),
     *(Measurement(dump_by_msprobe, 1, 15, kind) for kind in ("L0", "L1", "mix", "mix, tensors")),
     *(Measurement(integration, 2, 10, name) for name in ("lightning", "torchmetrics", "torcheval", "accelerate")),

@@ -39,16 +39,17 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "mix, tensors, async": {**_TENSORS, "async_dump": True, "tensor": {"list": ["."]}},
 }
 _LIMITS = {"L0": 1.4, "L1": 1.5, "mix": 1.9}
+_KINDS = {
+    "statistics": ("L0", "L1", "mix", "mix, md5"),
+    "async": ("L0", "L1", "mix", "L0, async", "L1, async", "mix, async"),
+    "tensors": ("mix, tensors", "mix, tensors, async"),
+}
 
 
 def dump(seconds: float, what: str) -> list[Row]:
-    """Return a step of each kind as times of a plain one, and asynchronous ones as times of synchronous ones.
-
-    ``what``: "statistics" or "tensors".
-    """
-    with_tensors = what == "tensors"
-    names = [name for name in _CONFIGS if ("tensors" in name) == with_tensors]
-    most = "mix, tensors" if with_tensors else "mix"
+    """Return a step of each kind as times of a plain one, and asynchronous ones as times of synchronous ones."""
+    names = _KINDS[what]
+    pairs = [name for name in names if f"{name}, async" in names]
     with tempfile.TemporaryDirectory() as scratch:
 
         def variant(name: str, until_stop: bool = False) -> Variant:
@@ -56,15 +57,17 @@ def dump(seconds: float, what: str) -> list[Row]:
             return _step(path, StatsDump({"dump_path": str(path), **_CONFIGS[name]}), _training(), until_stop)
 
         variants = {"plain": _step(Path(scratch), None, _training()), **{name: variant(name) for name in names}}
-        for kind in (most, f"{most}, async"):
+        for kind in pairs[-1:]:
             variants[f"{kind}, until stop"] = variant(kind, True)
-        if with_tensors:
+            variants[f"{kind}, async, until stop"] = variant(f"{kind}, async", True)
+        if what == "tensors":
             variants["torch.save of these tensors alone"] = _saving(Path(scratch) / "saved")
         times = take_turns(variants, seconds)
-    rows = [Row(f"{_WHAT}: plain", [1e3 * sample for sample in times["plain"]], unit="ms")]
+    rows = [Row(f"{_WHAT}, {what}: plain", [1e3 * sample for sample in times["plain"]], unit="ms")]
     for name in list(variants)[1:]:
-        rows.append(Row(f"{_WHAT}: {name} / plain", ratios(times, name, "plain"), _LIMITS.get(name)))
-    for kind, until in (*((name, "") for name in names if f"{name}, async" in names), (most, ", until stop")):
+        if name not in _LIMITS or what == "statistics":  # otherwise for the rows below
+            rows.append(Row(f"{_WHAT}: {name} / plain", ratios(times, name, "plain"), _LIMITS.get(name)))
+    for kind, until in (*((name, "") for name in pairs), *((name, ", until stop") for name in pairs[-1:])):
         samples = ratios(times, f"{kind}, async{until}", f"{kind}{until}")
         rows.append(Row(f"{_WHAT}: {kind}{until}, async / sync", samples, 1.0))
     return rows
