@@ -273,7 +273,7 @@ _EXACT = (torch.float32, torch.float64)
 _MASK = torch.uint8  # of a bool tensor; to convert one takes too much memory
 _FEW = 32  # Python has measured so few before torch has begun
 _FEWER = 1 << 16  # elements, of which both ends are sooner known from one pass
-_CACHED = 1 << 18  # elements for each thread: 1 MiB of float32 stays in its cache
+_CACHED = 1 << 18  # elements for each thread: 1 MiB of float32 stays in its cache; a longer dot product is less exact
 _SMALLEST_SQUARE = 1e-30  # a float32 below has few bits left: the squares may have been lost
 
 
