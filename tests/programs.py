@@ -2,7 +2,8 @@
 
 A fork runs what ``python ARGUMENTS`` runs, and ends as that ends. Two things differ: what an interpreter becomes while
 it starts (options, ``sitecustomize``, PYTHONHASHSEED), and /proc, which shows the server's environment. A program that
-is about one of these is started with ``fresh=True``.
+is about one of these is started with ``fresh=True``. What a fork starts by ``sys.executable`` or multiprocessing is
+forked, too (`tests.forked_python`): torchrun's ranks, for example.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import multiprocessing.process
+import multiprocessing.spawn
 import os
 import re
 import runpy
@@ -39,6 +41,7 @@ class Program:
         arguments: what follows ``python`` on the command line.
         environ: all environment variables. It can import what can be imported here.
         prefix: a command that starts the interpreter, such as ``ip netns exec NAME``; implies ``fresh``.
+        fresh_children: whether what a fork starts by ``sys.executable`` are interpreters, which /proc shows as such.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Program:
         cwd: str | Path = ".",
         fresh: bool = False,
         prefix: Sequence[str] = (),
+        fresh_children: bool = False,
     ) -> None:
         self.arguments = list(arguments)
         self._files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `kill`
@@ -61,8 +65,11 @@ class Program:
             command = [*prefix, sys.executable, *arguments]
             self._process = subprocess.Popen(command, env=own, stdout=out, stderr=err, cwd=cwd, start_new_session=True)
         else:
+            from tests import forked_python  # which imports this module
+
+            executable = sys.executable if fresh_children else forked_python.path()
             self._process = forkserver.Fork(
-                *(_become, self.arguments, paths), environ=own, stdout=out, stderr=err, cwd=cwd
+                *(become, self.arguments, paths, executable), environ=own, stdout=out, stderr=err, cwd=cwd
             )
             self._process.start()
         assert self._process.pid is not None
@@ -244,8 +251,10 @@ def _watch(programs: Sequence[Program], limit_sec: float) -> None:
 # -- in the fork ------------------------------------------------------------------------------------------------------
 
 
-def _become(arguments: Sequence[str], paths: Sequence[str]) -> None:
-    """Run what ``python ARGUMENTS`` runs, and end as it ends."""
+def become(arguments: Sequence[str], paths: Sequence[str], executable: str) -> None:
+    """Run what ``EXECUTABLE ARGUMENTS`` runs, and end as it ends."""
+    sys.executable = executable
+    multiprocessing.spawn.set_executable(executable)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("ddpstats", "tests")]:
         del sys.modules[name]  # the program imports what it uses
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # a program is no worker of another
@@ -273,7 +282,8 @@ def _run_as_main(arguments: Sequence[str], paths: Sequence[str]) -> None:
         del main[name]
     sys.path[:] = paths
     first, *rest = arguments
-    if first == "-m":
+    if first.startswith("-m"):
+        rest[:0] = [first[2:]] if first[2:] else []
         sys.argv[:] = rest
         sys.path.insert(0, os.getcwd())
         runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ddpstats
+from tests import forked_python
 from tests.needs import ROOT, needs
 from tests.programs import reserved_port
 
@@ -314,7 +315,7 @@ sys.exit(int(sys.argv[2]) if rank == 1 else 0)
 def test_exit_status_is_that_of_the_failed_rank(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = launch("2", str(script), str(tmp_path), "7", "--lr=1", "two words", PYTHON=sys.executable)
+    done = launch("2", str(script), str(tmp_path), "7", "--lr=1", "two words", PYTHON=forked_python.path())
     assert done.returncode == 7, done.stderr
     for rank in "01":
         assert (tmp_path / rank).read_text() == "2 1 7 --lr=1 two words"
@@ -336,7 +337,7 @@ def test_two_launchers_with_one_rendezvous_make_one_job(tmp_path: Path) -> None:
         local = {"PET_LOCAL_ADDR": "127.0.0.1"}  # this machine's name need not resolve
         by_torchruns_names = {f"PET_{name}": value for name, value in settings.items()}
         hosts = [
-            start("1", str(script), str(tmp_path), "0", PYTHON=sys.executable, **local, **names)
+            start("1", str(script), str(tmp_path), "0", PYTHON=forked_python.path(), **local, **names)
             for names in (settings, by_torchruns_names)
         ]
         for done in [finish(host) for host in hosts]:

@@ -25,9 +25,8 @@ import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import reduction
+from multiprocessing import connection, reduction
 from multiprocessing.context import ForkServerProcess
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ddpstats._base import config
@@ -87,24 +86,9 @@ class Fork(ForkServerProcess):
 
     def run(self) -> None:
         """Call the function, in the new process, and end as an interpreter ends."""
-        os.setsid()
-        _die_with_parent()
-        gc.freeze()  # no collection is to look at what the server imported
-        for standard_fd, stream in enumerate(self._streams, 1):
-            received_fd = stream.detach()
-            os.dup2(received_fd, standard_fd)
-            os.close(received_fd)
-        os.chdir(self._cwd)
-        os.environ.clear()
-        os.environ.update(self._environ)
-        multiprocessing.set_start_method(None, force=True)
-        tempfile.tempdir = None  # the server may have looked for the directory of another TMPDIR
-        if (torch := sys.modules.get("torch")) is not None:
-            torch.default_generator.seed()  # every process draws other numbers
-            if self._environ.get("OMP_NUM_THREADS", "").isdecimal():
-                torch.set_num_threads(int(self._environ["OMP_NUM_THREADS"]))
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        begin([stream.detach() for stream in self._streams], self._environ, self._cwd, parent.sentinel)
         try:
             super().run()
         finally:
@@ -136,26 +120,47 @@ def _state_for_the_server() -> Iterator[None]:
             multiprocessing.set_start_method(None, force=True)
 
 
-def _die_with_parent() -> None:
-    """Have the end of the parent, which alone holds the pipe's other end, end this process and its process group.
+def begin(streams: Sequence[int], environ: Mapping[str, str], cwd: str, parent_fd: int) -> None:
+    """Make this fork of a server a process with a session, streams, an environment and a directory of its own.
+
+    It ends with its parent: ``parent_fd`` is a pipe whose other end the parent alone holds.
+    """
+    os.setsid()
+    _die_at_the_end_of(parent_fd)
+    gc.freeze()  # no collection is to look at what the server imported
+    for standard_fd, received_fd in enumerate(streams, 1):
+        os.dup2(received_fd, standard_fd)
+        os.close(received_fd)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    multiprocessing.set_start_method(None, force=True)
+    tempfile.tempdir = None  # the server may have looked for the directory of another TMPDIR
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()  # every process draws other numbers
+        if environ.get("OMP_NUM_THREADS", "").isdecimal():
+            torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _die_at_the_end_of(pipe_fd: int) -> None:
+    """Have the end of the process that holds the pipe's other end end this process and its process group.
 
     ``prctl(PR_SET_PDEATHSIG)`` would follow the thread that asked for the fork, which may end long before the parent
     does, and would spare the children of this process.
     """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    pipe_fd = parent.sentinel
     if sys.platform == "linux":
         # The kernel sends SIGKILL once the last writer is gone: that needs neither a thread nor the interpreter lock.
         fcntl.fcntl(pipe_fd, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe_fd, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(pipe_fd, fcntl.F_SETFL, fcntl.fcntl(pipe_fd, fcntl.F_GETFL) | os.O_ASYNC)
     else:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    if not parent.is_alive():  # it died before any of this was in place
+        threading.Thread(target=_end_with, args=(pipe_fd,), daemon=True).start()
+    if connection.wait([pipe_fd], 0):  # it ended before any of this was in place
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _end_with(parent: BaseProcess) -> None:
-    parent.join()
+def _end_with(pipe_fd: int) -> None:
+    connection.wait([pipe_fd])
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -120,7 +120,7 @@ def start(tmp_path: Path, mark: str) -> Iterator[Start]:
 
     def start(*arguments: str, **settings: str) -> Program:
         environ = {**os.environ, MARK: mark, "TMPDIR": str(scratch), **settings}
-        started.append(Program(arguments, environ))
+        started.append(Program(arguments, environ, fresh_children=True))
         return started[-1]
 
     yield start

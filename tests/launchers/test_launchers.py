@@ -28,11 +28,11 @@ def outputs_of(
     environs: Sequence[Mapping[str, str]],
     prefixes: Sequence[Sequence[str]] = ((), ()),
 ) -> list[str]:
-    """Run the commands at the same time, and return what each writes."""
+    """Run the commands at the same time, with ranks that are interpreters, and return what each writes."""
     common = {**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}
     with contextlib.ExitStack() as stack:
         programs = [
-            stack.enter_context(Program(command, {**common, **environ}, prefix=prefix))
+            stack.enter_context(Program(command, {**common, **environ}, prefix=prefix, fresh_children=True))
             for command, environ, prefix in zip(commands, environs, prefixes, strict=False)
         ]
         return [done.stdout + done.stderr for done in [program.finish(LIMIT_SEC) for program in programs]]

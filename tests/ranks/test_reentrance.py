@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from ddpstats import StatsReducer, any_rank
 from ddpstats.errors import ConfigError, RankMissing
 from ddpstats.testing import RankPool
+from tests import programs
 
 LIMIT_SEC = 60.0
 TIMEOUT_SEC = 30.0
@@ -247,4 +246,5 @@ thread.join()
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [INTERRUPTED, FORKED, IN_A_HANDLER_BEHIND_ANOTHER_THREAD], ids=range(3))
 def test_a_turn_is_given_back_whatever_interrupts_it(script: str) -> None:
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT_SEC)
+    done = programs.run(["-c", script], timeout=LIMIT_SEC)
+    assert done.returncode == 0, done.stderr
