@@ -334,7 +334,7 @@ def generated(calls: int, per_call: int) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_generated_names_do_not_grow_memory_for_ever() -> None:
-    for early, late in run_ranks(generated, 2, 400, 25, timeout_sec=120).values():
+    for early, late in run_ranks(generated, 2, 240, 25, timeout_sec=120).values():
         assert late < early * 1.1, (early, late)
 
 

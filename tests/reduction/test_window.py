@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 import ddpstats
 from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsWindow, Sum
-from ddpstats._reduction import read
+from ddpstats._reduction import read, window as window_module
 from ddpstats.errors import ConfigError, InvalidStats, NonFiniteStat, SchemaConflict
 from ddpstats.testing import RankPool
 from tests import programs
@@ -323,26 +323,27 @@ def test_modes_of_torch_around_an_add(way: str, request: pytest.FixtureRequest) 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_adds() -> None:
+    """Between two moments at which all of the eight structures have as many rows."""
+    structures, rows = 7, window_module._MOST_ROWS  # and the one of every other add, which is folded as often
     with StatsWindow() as window:
 
         def add(times: int) -> None:
             for i in range(times):
                 window.add({f"k{j}": t([1.0]) for j in range(5)}, weight=2)
-                window.add({"a": 1.0, "m": Max(2.0), f"x{i % 7}": 1e200}, weight=2)
+                window.add({"a": 1.0, "m": Max(2.0), f"x{i % structures}": 1e200}, weight=2)
 
         add(2_000)
         gc.collect()
         tracemalloc.start()
-        add(2_500)
+        add(1_500)
+        gc.collect()
         before = tracemalloc.get_traced_memory()[0]
-        add(30_000)
+        add(structures * rows)
         gc.collect()
         grown = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
-        assert window.adds == 69_000
-        assert (
-            grown < 2_500_000
-        )  # what the rows of eight structures may hold; those of 60,000 adds hold three times that
+        assert window.adds == 2 * (3_500 + structures * rows)
+        assert grown < 500_000  # the rows of so many adds hold three and a half million
         assert window.flush().values["a"] == 1.0
 
 
