@@ -86,6 +86,7 @@ set_up() { # LEVEL; sets $python to one that has ddpstats, torch and what the le
       if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_venv; fi
       python=$venv/bin/python
       say "installing torch and what else is needed into $venv (once; minutes, longer on a slow network)"
+      install --constraint "$root/constraints.txt" --upgrade pip # that of Python 3.11 takes three times as long
       install_level "$1" --constraint "$root/constraints.txt" --no-compile ${PYTHONDONTWRITEBYTECODE:+--compile} setuptools
       install --no-deps --no-build-isolation --editable "$root"
       for ((level = 0; level <= $1; level++)); do sources >"$venv/set-up-$level"; done

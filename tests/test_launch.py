@@ -261,7 +261,8 @@ def test_verb_on_a_bare_machine_sets_up_what_it_needs_once(tmp_path: Path) -> No
     asked, settings = bare_machine(tmp_path)
     for _ in range(2):
         assert launch("demo", **settings).returncode == 0
-    torch, *_, own, first, second = asked.read_text().splitlines()
+    pip, torch, *_, own, first, second = asked.read_text().splitlines()
+    assert re.fullmatch(r"-m pip install --constraint .*/constraints\.txt --upgrade pip", pip)
     assert torch.startswith("-m pip install --constraint")
     assert "torch>=2.6" in asked.read_text()
     assert own.endswith(f"--editable {LAUNCH.parents[1]}")
