@@ -106,7 +106,10 @@ case $verb in
     unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the package
     level=2 options=(--numprocesses 4 --dist worksteal) # also on two cores: some tests do nothing but wait for a timeout
     case ${1:-} in
-      --all) shift ;;
+      --all)
+        shift
+        options[1]=6 # of these, more wait
+        ;;
       --nightly)
         shift
         options+=(-o "testpaths=tests benchmarks" -o faulthandler_timeout=0 --hypothesis-profile nightly)

@@ -105,7 +105,7 @@ NAMED = " -m pytest --numprocesses 0"
         (["-x", "-k", "tests"], 1, f"{QUICK} -x -k tests"),
         (["tests/base", "-x"], 1, f"{NAMED} tests/base -x"),
         (["tests/base/test_paths.py::test_x[a::b]"], 1, f"{NAMED} tests/base/test_paths.py::test_x[a::b]"),
-        (["--all", "-x"], 2, f"{WORKERS} -x"),
+        (["--all", "-x"], 2, " -m pytest --numprocesses 6 --dist worksteal -x"),
         (["--nightly"], 2, NIGHTLY),
         (["--nightly", "benchmarks"], 2, f"{NIGHTLY} benchmarks"),
     ],
