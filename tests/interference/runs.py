@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,20 @@ class Comparison:
     did: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
-def compared(name: str, steps: int, directory: str, disturb: Callable[[Program], None] | None = None) -> Comparison:
-    """Train plainly, then in all `WAYS`. ``disturb`` is what a watcher that disturbs would do in each step."""
+def compared(
+    name: str,
+    steps: int,
+    directory: str,
+    disturb: Callable[[Program], None] | None = None,
+    ways: Sequence[str] = tuple(WAYS),
+) -> Comparison:
+    """Train plainly, then in each of the `WAYS`. ``disturb`` is what a watcher that disturbs would do in each step."""
     comparison = Comparison()
     with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         plain, _ = _train(name, steps, None, None)
-        for way, (mode, together) in WAYS.items():
+        for way in ways:
+            mode, together = WAYS[way]
             path = Path(directory) / mode
             found, comparison.did[way] = _train(name, steps, (path, mode, together), disturb)
             comparison.differences[way] = _differences(plain, found)
