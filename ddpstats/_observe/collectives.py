@@ -179,7 +179,7 @@ def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not waited:
         if torch.compiler.is_compiling():
             return original_wait(self, *args, **kwargs)
-        for subscriber in _subscribers:
+        for subscriber in tuple(_subscribers):
             waited = subscriber.waiting(self, bool(args or kwargs)) or waited
     try:
         result = waited or original_wait(self, *args, **kwargs)
@@ -215,7 +215,7 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
         call.is_on_host = keys is _CPU  # by the first tensor, which a barrier has as well
         if timeout_at:
             call.limit = args[timeout_at]
-        for subscriber in _subscribers:
+        for subscriber in tuple(_subscribers):
             subscriber.before(call)
         if timeout_at and call.timeout_ms is not None and not 0 <= args[timeout_at] <= call.timeout_ms:
             args = (*args[:timeout_at], call.timeout_ms, *args[timeout_at + 1 :])
@@ -227,7 +227,7 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
             raise
         boxed = result[-1] if type(result) is tuple else result
         work = None if boxed is None else unbox_work(boxed)
-        for subscriber in _subscribers:
+        for subscriber in tuple(_subscribers):
             subscriber.after(call, work)
         return result
 
@@ -271,14 +271,14 @@ def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
     call.limit = options.timeout // _MILLISECOND  # now: torch copies the options, which the program may then change
     call.blocking = not getattr(options, "asyncOp", True)
     backend = backend_of(self, HOST)  # raises torch's error where the group has none
-    for subscriber in _subscribers:
+    for subscriber in tuple(_subscribers):
         subscriber.before(call)
     if call.timeout_ms is not None and not 0 <= call.limit <= call.timeout_ms:
         own, options = options, _AllreduceOptions()  # the caller's stay as they are
         options.reduceOp, options.asyncOp = own.reduceOp, own.asyncOp
         options.timeout = timedelta(milliseconds=call.timeout_ms)
     work = backend.allreduce(tensors, options)
-    for subscriber in _subscribers:
+    for subscriber in tuple(_subscribers):
         if subscriber.after(call, work):
             _last_done = weakref.ref(work)
     return work

@@ -128,19 +128,20 @@ class Watching(Subscriber):
     def after(self, call: Collective, work: Any) -> bool:
         """Wait for a blocking collective, so that a rank that never comes is named."""
         # The program does not wait for a device here, either.
-        if self.comparing is None or self.state.silent or work is None or not call.is_on_host:
+        issued = call.subscriber_state  # None of a call that began before this guard
+        if issued is None or self.comparing is None or self.state.silent or work is None or not call.is_on_host:
             return False
         if call.blocking:
-            return self.comparing.verdicts.wait_for(work, call.subscriber_state)
+            return self.comparing.verdicts.wait_for(work, issued)
         # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
         # tensors alive. It is settled with the next one of its group. Of a message gloo says only to the rank that
         # waits whether it is done.
-        for key, (known, issued) in list(self._works.items()):
-            if not issued.entry[0].is_message and known.is_completed():
+        for key, (known, earlier) in list(self._works.items()):
+            if not earlier.entry[0].is_message and known.is_completed():
                 self._works.pop(key, None)
         if len(self._works) >= _KEPT_WORKS:
             self._works.pop(next(iter(list(self._works))), None)
-        self._works[id(work)] = work, call.subscriber_state
+        self._works[id(work)] = work, issued
         return False
 
     def waiting(self, work: Any, limited: bool) -> bool:
@@ -168,7 +169,8 @@ class Watching(Subscriber):
     def has_waited(self, work: Any, error: RuntimeError | None) -> None:
         """Note that the program's own wait for ``work``, with a timeout that it gave, has failed; it may wait again."""
         if error is not None and (known := self._works.get(id(work))) is not None:
-            self._unfinished.append(known)
+            unfinished = [other for other in self._unfinished if other[0] is not work and not other[0].is_completed()]
+            self._unfinished = [*unfinished, known]
 
     # -- describing ---------------------------------------------------------------------------------------------------
 
@@ -248,6 +250,7 @@ class Watching(Subscriber):
             self.session.close()
         self.recording.close()
         self._works.clear()
+        self._unfinished.clear()
 
     def disown(self) -> None:
         """Let go of everything: this process was forked from the guarded one, which goes on."""

@@ -398,9 +398,8 @@ def test_guard_that_compared_nothing_says_why(script: Any, tmp_path: Path, mode:
     directory = str(tmp_path / "records")
     done = on_ranks(script(HEAD, LEGAL), "", ranks=1, DDPSTATS_GUARD=mode, DDPSTATS_RECORD_DIR=directory)
     assert done.statuses == [0]
-    why = "the program runs on one rank" if mode == "step" else "mode 'record' compares nothing while it runs"
-    assert f"5 collectives seen, nothing was compared: {why}" in done.stderr
-    assert ("`ddpstats report DIR` does" in done.stderr) == (mode == "record")
+    line = "5 collectives seen, nothing was compared: the program runs on one rank"
+    assert (line in done.stderr) == (mode == "step")  # a guard that is to record, and did, has nothing to warn of
 
 
 INITIALIZED = """

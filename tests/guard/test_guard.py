@@ -320,6 +320,7 @@ def test_guard_that_only_records_warns_where_it_has_recorded_nothing(
     code = f"logging.root.setLevel('INFO')\nfor _ in range({collectives}): dist.barrier()"
     output = _python(_ONE_RANK + code, DDPSTATS_GUARD="record", DDPSTATS_RECORD_DIR=str(tmp_path / "records"))
     assert output.startswith(f"{level}:ddpstats:collective guard, mode record: {collectives} collective")
+    assert ("mode 'record' compares nothing while it runs; `ddpstats report DIR` does" in output) == (collectives > 0)
 
 
 def test_group_that_outlives_the_packages_names_ends_silently() -> None:

@@ -67,6 +67,17 @@ def test_a_rank_that_waits_in_another_group_may_have_skipped_the_call_or_have_th
     assert "a rank skipped a call, or the order is swapped between groups" in finding.message
 
 
+def test_a_rank_that_compares_behind_its_last_collective_is_where_its_stack_says() -> None:
+    """As in `guard.step()`, after a collective that this rank skipped."""
+    last = "number 4 of group '0', all_reduce(float32[1], sum), at train.py:3"
+    other = status(1, 4, 4, last=last, stack="train.py:9 in main")
+    finding = find("0", "the default group", [status(0, 5, 5), other], overdue=5)
+    assert finding is not None
+    assert finding.missing == (1,)
+    assert f"  rank 1: waits for the other ranks; its last known collective was {last}\n" in finding.message
+    assert "\n      train.py:9 in main\n" in finding.message
+
+
 @pytest.mark.parametrize("stack", [None, "train.py:7 in load"])
 def test_rank_without_a_status_is_missing_where_the_others_wait(stack: str | None) -> None:
     gone = RankStatus(1, last="number 2 of group '0'", dead=stack is None, stack=stack)
