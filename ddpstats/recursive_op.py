@@ -73,8 +73,8 @@ def recursive_average(
     return _nest(averaged, _tensors(averaged, obj, weight)), _total(averaged, weight)
 
 
+# One path of `average_with_weights`: its name as in `Reduced.flat`, its value, and what is known of it.
 LeafAverage = tuple[Path, str, torch.Tensor | None, Entry]
-"""One path of `average_with_weights`: its name as in `Reduced.flat`, its value, and what is known of it."""
 
 
 @breaks_graph

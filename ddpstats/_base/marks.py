@@ -35,8 +35,8 @@ class Mark:
 VALUES = "values"  # the kind of mark that holds what a rank put into a reduction
 
 Listener = Callable[[Mark], None]
+# Without one, values of ranks need not be computed.
 listeners: list[Listener] = []
-"""Without one, values of ranks need not be computed."""
 
 
 def publish(kind: str, text: str = "", **known: Any) -> None:

@@ -55,8 +55,8 @@ _EXIT_SEC = 10.0  # how long a process that ends waits for reductions that were 
 
 T = TypeVar("T")
 Work = Callable[[Agreement], T]
+# Makes the connection to the other ranks, within so many seconds; raises `CommFailed`, and what its watch raises.
 Connect = Callable[[float, Watch], Comm]
-"""Makes the connection to the other ranks, within so many seconds; raises `CommFailed`, and what its watch raises."""
 
 
 class Reentered(ConfigError):
@@ -265,8 +265,8 @@ class Channel:
 
 # -- which channel ----------------------------------------------------------------------------------------------------
 
+# In place of a group: this process only, whatever groups exist.
 ALONE = object()
-"""In place of a group: this process only, whatever groups exist."""
 
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
 _alone: dict[int, Channel] = {}  # by this process's rank
@@ -283,8 +283,8 @@ def _close_all() -> None:
 
 atexit.register(_close_all)
 
+# The default group of the process that this one was forked from, if there was one.
 _inherited: weakref.ref[dist.ProcessGroup] | None = None
-"""The default group of the process that this one was forked from, if there was one."""
 
 
 def _in_fork() -> None:

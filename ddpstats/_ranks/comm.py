@@ -41,8 +41,8 @@ from ddpstats._ranks.gloo import (
 from ddpstats._ranks.store import STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError
 
+# Called between two slices of a wait; returns why it is pointless to wait on, or None.
 Watch = Callable[[], str | None]
-"""Called between two slices of a wait; returns why it is pointless to wait on, or None."""
 
 ReduceOp = Literal["sum", "max"]
 

@@ -22,11 +22,11 @@ from ddpstats.errors import InvalidStats, ProtocolMismatch
 
 PROTOCOL_VERSION = 7
 
+# The kind of a gather's calls: they have no stats, and a name that says what is gathered.
 GATHER = "gather"
-"""The kind of a gather's calls: they have no stats, and a name that says what is gathered."""
 
+# The kind of calls that ask questions: no stats, and a name that is the call in words.
 ASK = "ask"
-"""The kind of calls that ask questions: no stats, and a name that is the call in words."""
 
 AGREED_BYTES = 8
 _MAX_ERROR_CHARS, _MAX_PATH_CHARS = 2000, 1000
@@ -103,8 +103,8 @@ class Status(NamedTuple):
     body: str = ""
 
 
+# Each distinct status with the global ranks that sent it, in the order of the ranks.
 Statuses = Sequence[tuple[Status, tuple[int, ...]]]
-"""Each distinct status with the global ranks that sent it, in the order of the ranks."""
 
 
 def encode_status(status: Status) -> bytes:

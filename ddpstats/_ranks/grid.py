@@ -21,8 +21,8 @@ import torch.distributed as dist
 from ddpstats._ranks.comm import Comm, CommFailed, GlooComm, ReduceOp, Watch, as_tensor, group_ranks
 from ddpstats._ranks.store import BoundedStore
 
+# From here on a call in a grid takes less time than in one ring (docs/scale.md).
 GRID_FROM_RANKS = 16
-"""From here on a call in a grid takes less time than in one ring (docs/scale.md)."""
 _LONGEST_SIDE = 16
 _HOPS_TO_BEGIN = 3  # of one more collective: its own cost is small, but each group has three threads
 

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# Errors of a request: the store is gone or silent, or holds bytes that ddpstats did not write.
 STORE_ERRORS = (RuntimeError, OSError, ValueError)
-"""Errors of a request: the store is gone or silent, or holds bytes that ddpstats did not write."""
 
 GLANCE_SEC = 0.5  # limit of a request that is repeated where the store is silent
 LIMIT_SEC = 10.0  # limit of a request whose caller names none

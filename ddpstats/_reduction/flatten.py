@@ -25,11 +25,11 @@ from ddpstats._base.text import dtype_name
 from ddpstats._ranks.exchange import InvalidLeaf, refuse
 from ddpstats._reduction.ops import MEAN, NONE, OPS, Marker, Op
 
+# The path of a leaf and the name of its op; "none" for a leaf that is None.
 LeafKey = tuple[Path, str]
-"""The path of a leaf and the name of its op; "none" for a leaf that is None."""
 
+# The path of a container and its kind; or the path of leaves ("()" for all of them) and their dtype.
 Tag = tuple[Path, str]
-"""The path of a container and its kind; or the path of leaves ("()" for all of them) and their dtype."""
 
 DICT, LIST, TUPLE = "dict", "list", "tuple"
 CONTAINERS = (DICT, LIST, TUPLE)
@@ -40,8 +40,8 @@ DTYPE_TAGS = (*FLOATS, "default")
 MAX_DEPTH = 100
 _MAX_KEY_BITS = 1024
 
+# How values are read: all Python numbers; all tensors; a mix of the two; or leaf by leaf (markers, numpy, None).
 Reading = Literal["numbers", "tensors", "plain", "general"]
-"""How values are read: all Python numbers; all tensors; a mix of the two; or leaf by leaf (markers, numpy, None)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

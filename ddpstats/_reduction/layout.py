@@ -30,8 +30,8 @@ from ddpstats.errors import SchemaConflict
 PRESENT, NONFINITE, IS_NONE = 1, 1 << 17, 1 << 34
 _COUNT = (1 << 17) - 1
 
+# A layout may have this many slots, or twice as many as ranks hold, before what no rank holds is dropped.
 _KEPT_UNUSED = 1024
-"""A layout may have this many slots, or twice as many as ranks hold, before what no rank holds is dropped."""
 _SHOWN_CONFLICTS = 5
 
 # -- 1. layout --------------------------------------------------------------------------------------------------------
@@ -136,8 +136,8 @@ def _as_range(slots: Any) -> Any:
 
 # -- 3. select --------------------------------------------------------------------------------------------------------
 
+# Takes as many values as a result has leaves, in order, and nests them.
 Builder = Callable[[Iterator[Any]], Any]
-"""Takes as many values as a result has leaves, in order, and nests them."""
 
 
 class _Container(NamedTuple):
@@ -283,8 +283,8 @@ def _fill(positions: Sequence[Step], values: list[Any]) -> list[Any]:
 
 # -- 4. agree ---------------------------------------------------------------------------------------------------------
 
+# Each distinct structure with the global ranks that hold it, in the order of the ranks.
 Held = Sequence[tuple[Structure, tuple[int, ...]]]
-"""Each distinct structure with the global ranks that hold it, in the order of the ranks."""
 
 _MAPPING, _SEQUENCE = "mapping", "sequence"
 

@@ -50,8 +50,8 @@ class Op:
         return _find_op, (self.name,)
 
 
+# Every op by its name.
 OPS: dict[str, Op] = {}
-"""Every op by its name."""
 
 
 def _find_op(name: str) -> Op:
@@ -68,8 +68,8 @@ MIN = Op("min", _total, elements="min", over="min")
 MAX = Op("max", _total, elements="max", over="max")
 ANY = Op("any", lambda total, weight: total > 0, elements="max", is_flag=True)
 ALL = Op("all", lambda total, weight: total == weight, elements="min", is_flag=True)
+# Of a leaf that is None: it has no value, and no weight.
 NONE = Op("none", lambda total, weight: math.nan)
-"""Of a leaf that is None: it has no value, and no weight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,15 +30,15 @@ from ddpstats._reduction.flatten import INTERCHANGEABLE, NUMBERS, Flat, Structur
 from ddpstats._reduction.ops import NONE, OPS, Marker, Mean, Op, identity
 from ddpstats.errors import ConfigError
 
+# The smallest and the largest weight, and the largest finite value.
 LIGHTEST, HEAVIEST, LARGEST = 1e-100, 1e100, 1e200
-"""The smallest and the largest weight, and the largest finite value."""
 
 _WRONG_WEIGHT = f"a weight is 0, or between {LIGHTEST:g} and {HEAVIEST:g}; only the ratios of weights count in a mean"
 _WRONG_VALUE = f"a finite value is at most {LARGEST:g} in size; scale it"
 
 _is_cpu = attrgetter("is_cpu")
+# Below this many elements a list comprehension beats the fixed cost of torch calls (measured on torch 2.13, CPU).
 MANY = 256
-"""Below this many elements a list comprehension beats the fixed cost of torch calls (measured on torch 2.13, CPU)."""
 
 
 class Part(NamedTuple):
@@ -114,15 +114,14 @@ def _part_of(flat: Flat, weight: Any, per_rank: bool) -> Part:
 # -- all leaves at once -----------------------------------------------------------------------------------------------
 
 
+# The leaves of one call as numbers:
+#
+# 1. What each leaf alone comes to, over its elements; before ``Op.finish`` where there are no sums.
+# 2. The weights: one for all leaves, or one each; 1 for every op other than the mean.
+# 3. The weight of the call.
+# 4. Whether there is no NaN or infinity among the sums.
+# 5. The sums: value times weight, summed element by element; None where they are the product of the first two.
 Row: TypeAlias = "tuple[array[float], float | array[float], float, bool, array[float] | None]"
-"""The leaves of one call as numbers:
-
-1. What each leaf alone comes to, over its elements; before ``Op.finish`` where there are no sums.
-2. The weights: one for all leaves, or one each; 1 for every op other than the mean.
-3. The weight of the call.
-4. Whether there is no NaN or infinity among the sums.
-5. The sums: value times weight, summed element by element; None where they are the product of the first two.
-"""
 
 
 def read_row(flat: Flat, weight: Any) -> Row:

@@ -34,11 +34,11 @@ from ddpstats._reduction.read import MANY, Part, PartOnDevice, as_tensor
 from ddpstats._reduction.result import Columns, Reduced, nonfinite_error
 from ddpstats.errors import InvalidStats, ProtocolMismatch
 
+# Of all ranks' values together, with ``per_rank``: 4,096 ranks with 7,281 slots each.
 MAX_GATHERED_BYTES = 1 << 28
-"""Of all ranks' values together, with ``per_rank``: 4,096 ranks with 7,281 slots each."""
 
+# How often a call is tried again after ranks have agreed on another layout.
 _MAX_ROUNDS = 4
-"""How often a call is tried again after ranks have agreed on another layout."""
 
 _COLUMN_BYTES = 9  # a float64, and whether there is one
 

@@ -22,8 +22,8 @@ from ddpstats._rerun.codec import from_bytes, to_bytes
 from ddpstats._rerun.record import PackedStep, tensor_bytes
 from ddpstats.errors import ConfigError
 
+# Every rank's tree by global rank. Collective: called with what makes this rank's tree, and what it is.
 Gathered = Callable[[Callable[[], Any], str], dict[int, Any]]
-"""Every rank's tree by global rank. Collective: called with what makes this rank's tree, and what it is."""
 
 MOST_BYTES = 256 << 20  # of what one rank hands out to all
 _RUNS = 2

@@ -58,13 +58,13 @@ _DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+# Written as pairs of floats: not each version of safetensors has a name for them.
 _COMPLEX = (torch.complex64, torch.complex128)
-"""Written as pairs of floats: not each version of safetensors has a name for them."""
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _KEY_TYPES = (type(None), bool, int, float, complex, str, bytes, tuple)
 _ARRAY_KINDS = "biufcMmUS"
+# What rebuilding a value raises that no capture wrote.
 _MALFORMED = (LookupError, ValueError, TypeError, RuntimeError, ArithmeticError, AttributeError, AssertionError)
-"""What rebuilding a value raises that no capture wrote."""
 
 
 class CannotStore(Exception):

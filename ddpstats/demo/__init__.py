@@ -25,8 +25,8 @@ WEIGHT = 8.0
 
 Stats = Mapping[str, Sequence[float]]
 
+# The stats of one rank, the averages over all ranks that it got, by name, and its number of collectives.
 RankReport = Mapping[str, Any]
-"""The stats of one rank, the averages over all ranks that it got, by name, and its number of collectives."""
 
 _BATCHES: tuple[Stats, Stats] = (
     {"l1_loss": [0.057], "snr_loss": [-1.052, -3.037, -2.041]},

@@ -16,8 +16,8 @@ from typing import Any
 from ddpstats._base import config
 from ddpstats._base.text import VerbReport, count_of, holders_lines, shorten, stdout_to_stderr
 
+# What a rank reports: sections of names and values, which are texts, or numbers of milliseconds.
 Facts = dict[str, dict[str, Any]]
-"""What a rank reports: sections of names and values, which are texts, or numbers of milliseconds."""
 
 ALL_REDUCE = "all_reduce of 8 bytes"
 CLOCK = "clock ahead of rank 0's"

@@ -169,7 +169,7 @@ class Watching(Subscriber):
     def has_waited(self, work: Any, error: RuntimeError | None) -> None:
         """Note that the program's own wait for ``work``, with a timeout that it gave, has failed; it may wait again."""
         if error is not None and (known := self._works.get(id(work))) is not None:
-            unfinished = [other for other in self._unfinished if other[0] is not work and not other[0].is_completed()]
+            unfinished = [pair for pair in self._unfinished if pair[0] is not work and not pair[0].is_completed()]
             self._unfinished = [*unfinished, known]
 
     # -- describing ---------------------------------------------------------------------------------------------------

@@ -153,8 +153,8 @@ def _samples_left(gradient_state: Any) -> int | None:
 
 # -- every rank's tree, combined --------------------------------------------------------------------------------------
 
+# Makes one leaf of the ranks' leaves (tensors on the CPU, numbers); None where their shapes do not fit.
 CombineLeaves = Callable[[list[Any]], Any]
-"""Makes one leaf of the ranks' leaves (tensors on the CPU, numbers); None where their shapes do not fit."""
 
 
 def _combine(own: Any, call: str, combine: CombineLeaves) -> Any:

@@ -56,9 +56,9 @@ from ddpstats.integrations.patches import Patches, in_place_of
 
 __all__ = ["DdpstatsCallback", "DdpstatsNaNCapture", "install", "step", "uninstall"]
 
+# The distributions that have Lightning's modules, and the package above these. Installing the first brings the second,
+# and a program may use either.
 ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-"""The distributions that have Lightning's modules, and the package above these. Installing the first brings the second,
-and a program may use either."""
 
 
 def _import_copies() -> dict[str, ModuleType]:
@@ -79,13 +79,14 @@ def _import_copies() -> dict[str, ModuleType]:
 
 
 _COPIES = _import_copies()
+# A callback to the trainers of every copy.
 Callback: Any = type("Callback", tuple(copy.Callback for copy in _COPIES.values()), {})
-"""A callback to the trainers of every copy."""
 _patches = {library: Patches(library) for library in _COPIES}
+# The users of the patches: 0 for `install`, a callback's id for its trainer.
 _users: set[int] = set()
-"""The users of the patches: 0 for `install`, a callback's id for its trainer."""
 
 _RESULT = "trainer.connectors.logger_connector.result"
+# Below each of `ROOTS`.
 _RELIED_ON = (
     f"{_RESULT}:_ResultCollection.log",
     f"{_RESULT}:_ResultCollection.update_metrics(self, key, value, batch_size)",
@@ -102,7 +103,6 @@ _RELIED_ON = (
     "loops.evaluation_loop:_EvaluationLoop._is_sequential",
     "utilities.data:extract_batch_size(batch)",
 )
-"""Below each of `ROOTS`."""
 
 
 def install() -> None:
@@ -189,13 +189,13 @@ _MARKERS: dict[str, Any] = {
 }
 _POINTS = ("on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
 _STARTS = {"on_train_start": "train", "on_validation_start": "validation", "on_test_start": "test"}
+# The hook under whose name Lightning keeps the combined values.
 _FX = "ddpstats"
-"""The hook under whose name Lightning keeps the combined values."""
+# A key is "NAME in HOOK", in evaluations with several loaders "NAME in HOOK of loader INDEX".
 _LOADER = " of loader "
-"""A key is "NAME in HOOK", in evaluations with several loaders "NAME in HOOK of loader INDEX"."""
+# Settings of a key that hold for all ranks where one has them: shown by loggers, shown in the progress bar, on_step
+# and on_epoch in one, the loader's number in its name, a result in float64.
 _FLAGS = ("logger", "prog_bar", "forked", "suffixed", "float64")
-"""Settings of a key that hold for all ranks where one has them: shown by loggers, shown in the progress bar, on_step
-and on_epoch in one, the loader's number in its name, a result in float64."""
 
 
 class _Logged:

@@ -14,8 +14,8 @@ from ddpstats.errors import ConfigError
 
 __all__ = ["write_window"]
 
+# The package of a trainer's class -> the module of this package that attaches a window to it.
 _MODULES = {"lightning": "lightning", "pytorch_lightning": "lightning", "transformers": "transformers"}
-"""The package of a trainer's class -> the module of this package that attaches a window to it."""
 
 
 def write_window(trainer: Any, window: StatsWindow, *, prefix: str = "", per_rank: bool = False) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from ddpstats._base import config
 from ddpstats.errors import ConfigError
 
+# What can be patched: name of the distribution and of the extra -> packages to import, of which one is enough.
 _PACKAGES = {
     "accelerate": ("accelerate",),
     "espnet": ("espnet2",),
@@ -26,7 +27,6 @@ _PACKAGES = {
     "torcheval": ("torcheval",),
     "torchmetrics": ("torchmetrics",),
 }
-"""What can be patched: name of the distribution and of the extra -> packages to import, of which one is enough."""
 
 _ALIASES = {"pytorch_lightning": "lightning"}
 

@@ -55,11 +55,11 @@ _RELIED_ON = (
 _SINGLE = ""  # the one member where a bare metric is synced
 
 
+# One metric of one rank: its class, and its states by name.
 Member = tuple[str, dict[str, Any]]
-"""One metric of one rank: its class, and its states by name."""
 
+# By name and global rank.
 MembersByRank = dict[str, dict[int, Member]]
-"""By name and global rank."""
 
 
 def install() -> None:
@@ -181,8 +181,8 @@ def _merge(metric: Any, others: list[Member]) -> Any:
 
 # -- do they fit together? --------------------------------------------------------------------------------------------
 
+# Where tensors differ in a way that some metrics can merge, and each rank's words for them.
 Doubt = tuple[Path, dict[int, str]]
-"""Where tensors differ in a way that some metrics can merge, and each rank's words for them."""
 
 
 def _doubts(matching: Matching, members: MembersByRank) -> dict[str, Doubt]:

@@ -67,14 +67,14 @@ _RELIED_ON = (
     "torchmetrics:utilities.distributed.gather_all_tensors",
 )
 
+# What a rank sends of one metric; see `_entry`.
 MetricEntry = dict[str, Any]
-"""What a rank sends of one metric; see `_entry`."""
 
+# By member, global rank, and path of a metric inside of the member (empty: the member itself).
 MetricsOfMembers = dict[str, dict[int, dict[str, MetricEntry]]]
-"""By member, global rank, and path of a metric inside of the member (empty: the member itself)."""
 
+# By the id of a metric and its group: the ranks' entries, while its collection computes.
 _gathered: dict[tuple[int, Any], dict[int, MetricEntry]] = {}
-"""By the id of a metric and its group: the ranks' entries, while its collection computes."""
 
 
 def install() -> None:
@@ -295,8 +295,8 @@ def _is_shared(group: Any) -> bool:
 
 # -- what ranks send of a metric --------------------------------------------------------------------------------------
 
+# What a collection reads of a member to name the entries of a dict that it gives.
 _NAMING = ("prefix", "postfix", "_from_collection")
-"""What a collection reads of a member to name the entries of a dict that it gives."""
 
 
 def _heading(metric: Any, member: Any) -> MetricEntry:

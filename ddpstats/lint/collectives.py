@@ -79,8 +79,8 @@ _ASKS_FOR_RANK = re.compile(r"rank|main_process|master|zero")
 _OWN_RESULTS = re.compile("gather|reduce|scatter|all_to_all|barrier")  # of torch's: not the same on all ranks
 _ONLY_ONE_RANK = re.compile(r"(rank_?(zero|0)|main_process|master|on_main)(_only|_process)?(_fn)?|main_only")
 
+# Names of functions that make their arguments equal on all ranks, or return what is.
 SYNCED = re.compile(r"(?i)all_?reduce|broadcast|bcast|_reduce$|reduce_|sync|agree|gather|across")
-"""Names of functions that make their arguments equal on all ranks, or return what is."""
 
 _MOST_OPS = 100  # of one function, which others call in turn
 
@@ -89,8 +89,8 @@ _WORDS = _LIBRARIES.union(
     ("torch.distributed", "import distributed", "sync_dist"),
     *(_WRAPPED, _METHODS, _METHODS_OF_NAMED, _FUNCTIONS["torch.nn.parallel"]),
 )
+# Bytes that a file has where it calls a collective itself.
 MAY_HOLD = re.compile("|".join(map(re.escape, sorted(_WORDS))).encode())
-"""Bytes that a file has where it calls a collective itself."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,11 +42,10 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _MAKES_EVEN = re.compile(r"(?i) % |pad|drop|trunc|even|divisible|multiple|ceil")
 
 
+# The collectives that a rank misses which leaves a block, by what it leaves with.
+#
+# For `ast.While`, those of a turn, in a loop that only an exit ends.
 _Later = dict[type[ast.stmt], tuple[CollectiveCall, ...]]
-"""The collectives that a rank misses which leaves a block, by what it leaves with.
-
-For `ast.While`, those of a turn, in a loop that only an exit ends.
-"""
 
 
 def _behind(later: _Later, rest: Sequence[CollectiveCall]) -> _Later:

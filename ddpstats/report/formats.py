@@ -39,8 +39,8 @@ _LONGEST_SEC = 1e-3
 _TEMPLATE = Path(__file__).with_name("page.html")
 
 ReportRow = Mapping[str, Any]  # of a list of a report, or the report as `report_of` returns it
+# A number for all events that differ in nothing but their own number and time, and one of them.
 _NumberedEvents = dict[tuple[object, ...], tuple[int, Event]]
-"""A number for all events that differ in nothing but their own number and time, and one of them."""
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

@@ -112,8 +112,8 @@ def _distinct(of_records: Sequence[Mark], beside: Sequence[Mark]) -> list[Mark]:
 
 # -- keys -------------------------------------------------------------------------------------------------------------
 
+# Rank -> name, time and, as far as known, value of each of its uses; of all ranks that take part.
 _Uses = Mapping[int, Sequence[tuple[str, float, "float | None"]]]
-"""Rank -> name, time and, as far as known, value of each of its uses; of all ranks that take part."""
 
 
 def _keys(records: Sequence[RankRecord], groups: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -132,13 +132,13 @@ def _peer_replay(setup: Setup) -> Detector | None:
     return PeerReplay(setup.model, setup.reruns, setup.ranks, setup.rank, limit, every_steps, raises=raises)
 
 
+# Functions that make the detectors of a sentinel that is on; None for a detector that is not asked for.
 DETECTORS: list[Callable[[Setup], Detector | None]] = [
     Thresholds,
     _replica_digests,
     _peer_replay,
     lambda setup: setup.matmul,  # the last one: it opens after an alarm of any other
 ]
-"""Functions that make the detectors of a sentinel that is on; None for a detector that is not asked for."""
 
 
 def _check_groups(model: nn.Module, ranks: Sequence[int]) -> None:

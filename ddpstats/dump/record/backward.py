@@ -125,8 +125,8 @@ class _Share(NamedTuple):
     position: int
 
 
+# By the node that is hooked.
 _Shares = dict[Any, list[_Share]]
-"""By the node that is hooked."""
 
 
 def watch_backward(recorder: Recorder, forward: OpenEntry, before: Before, result: Any) -> None:

@@ -72,6 +72,7 @@ class Call:
 
 # -- functions of torch -----------------------------------------------------------------------------------------------
 
+# Questions, conversions to Python, and what changes no value.
 _SKIPPED = frozenset((
     "__get__", "__set__", "__delete__", "__repr__", "__str__", "__format__", "__len__", "__bool__", "__int__",
     "__float__", "__index__", "__complex__", "__contains__", "__hash__", "__dir__", "__iter__", "__reduce_ex__",
@@ -87,7 +88,6 @@ _SKIPPED = frozenset((
     "is_storage", "is_tensor", "get_default_dtype", "set_printoptions", "manual_seed", "seed", "initial_seed",
     "get_rng_state", "set_rng_state", "broadcast_shapes", "grad",
 ))  # fmt: skip
-"""Questions, conversions to Python, and what changes no value."""
 
 
 @cache

@@ -305,8 +305,8 @@ def device_numbers(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.stack([number.to(wide) for number in (*numbers, *_others(values, shape))])
 
 
+# The statistics of the first rows are measured together; behind them come those of rows with a ``measure``.
 _TOGETHER = 7
-"""The statistics of the first rows are measured together; behind them come those of rows with a ``measure``."""
 
 
 def _others(values: Tensor, shape: Sequence[int]) -> list[Tensor]:
