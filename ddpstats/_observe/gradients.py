@@ -144,7 +144,8 @@ class GradientWatch:
         if task not in micro.tasks:
             self._note_task(micro, task)
         micro.waiting.append(index)
-        if micro.at_once or _has_foreign_hooks(parameter) or is_sparse(parameter.grad):
+        has_foreign_hooks = not all(isinstance(hook, _ArrivalHook) for hook in accumulated_hooks(parameter).values())
+        if micro.at_once or has_foreign_hooks or is_sparse(parameter.grad):
             self._measure(micro, [micro.waiting.pop()])
 
     def _note_task(self, micro: BackwardNorms, task: int) -> None:
@@ -203,10 +204,6 @@ def _put_first(hooks: Any, number: int) -> None:
     """Let a hook run before the others, which may reduce the gradient, or take it away: they run in this order."""
     for key in [key for key in hooks if key != number]:
         hooks[key] = hooks.pop(key)
-
-
-def _has_foreign_hooks(parameter: Tensor) -> bool:
-    return not all(isinstance(hook, _ArrivalHook) for hook in accumulated_hooks(parameter).values())
 
 
 def replicas_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]:

@@ -71,6 +71,7 @@ class GuardState:
     silent: bool = False  # a mismatch was warned of: nothing is compared any more
     waits: dict[int, tuple[str, int]] = field(default_factory=dict)  # thread -> the (group, number) that it waits in
     collectives: int = 0
+    warnings: int = 0  # that ranks combine values under different names
     steps: int = 0
     past: Tally = field(default_factory=Tally)  # of sessions that are over
     recording: Recording = field(default_factory=lambda: Recording(None))

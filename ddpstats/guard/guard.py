@@ -37,7 +37,7 @@ import torch.distributed as dist
 from ddpstats._base import config
 from ddpstats._base.config import check_choice, check_count
 from ddpstats._base.lazy import breaks_graph
-from ddpstats._base.text import first_line
+from ddpstats._base.text import count_of, first_line
 from ddpstats._observe import collectives, groups
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard.compare import StepQuestion
@@ -293,6 +293,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         verdict = "" if state.verdict is None else in_short(state.verdict)
         verdict = "a mismatch that was warned of" if state.silent else verdict
         is_amiss, line = last_line(self.counters, self._nothing(), verdict)
+        if state.warnings:
+            line = f"{line} {count_of(state.warnings, 'warnings of names that differ')}, which are not compared again."
         return logging.WARNING if is_amiss else logging.INFO, line
 
     def say_end(self) -> None:

@@ -62,9 +62,7 @@ class Watching(Subscriber):
     def begin(self) -> Session:
         """Connect: on entering, at the first collective, or at the first one of another process group."""
         if self.session is not None:
-            self.session.close()
-            self._works.clear()
-            self._unfinished.clear()
+            self._end_session(self.session)
             self._known.clear()
             self.ring = Ring(RING_EVENTS)  # numbers begin again
             self.how_left = None
@@ -247,8 +245,11 @@ class Watching(Subscriber):
     def close(self) -> None:
         """Local and idempotent."""
         if self.session is not None:
-            self.session.close()
+            self._end_session(self.session)
         self.recording.close()
+
+    def _end_session(self, session: Session) -> None:
+        session.close()
         self._works.clear()
         self._unfinished.clear()
 
@@ -287,11 +288,12 @@ class Watching(Subscriber):
 
     def take_verdict(self, finding: GuardFinding) -> None:
         """Take a verdict: labels that may differ are not compared on their lines any more, on any rank."""
-        if finding.kind == DOUBT and self.session is not None and self.session.rank == min(finding.by_rank):
-            log.warning("%s", finding.message)
         events = self.ring.silence(finding.group, finding.doubts)
         self._silenced.update(e.evidence_source.chain for e in events if isinstance(e.evidence_source, Inferred))
         if finding.kind == DOUBT:  # of two lines in swapped order one warning is enough
+            self.state.warnings += 1
+            if self.session is not None and self.session.rank == min(finding.by_rank):
+                log.warning("%s", finding.message)
             named = list(finding.by_rank.values())
             self._silenced.update(product({event.label for event in named}, {str(event.site) for event in named}))
         for event in list(self._known.values()):

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from ddpstats._base.files import LATEST_TIME_SEC, bounded_lines, explain_version, open_regular, parse_json
 from ddpstats._base.marks import Mark
@@ -174,12 +176,10 @@ def checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def checked_group(entry: Mapping[str, Any]) -> dict[str, Any]:
-    ranks, words = entry.get("ranks"), entry.get("words", entry["new_group"])
-    if not isinstance(ranks, list) or not ranks or not all(type(rank) is int for rank in ranks):
-        raise ValueError("a group without ranks")
+    ranks = msgspec.convert(entry.get("ranks"), Annotated[list[int], msgspec.Meta(min_length=1)])
     if len(set(ranks)) != len(ranks):
         raise ValueError("a group that has a rank twice")
-    return {"ranks": ranks, "words": line_of(words)}
+    return {"ranks": ranks, "words": line_of(entry.get("words", entry["new_group"]))}
 
 
 def raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -198,10 +198,7 @@ def raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed(line: bytes) -> dict[str, Any]:
-    entry = parse_json(line)
-    if not isinstance(entry, dict):
-        raise ValueError("not a record")
-    return entry
+    return msgspec.convert(parse_json(line), dict[str, Any])
 
 
 # -- marks ------------------------------------------------------------------------------------------------------------
@@ -209,37 +206,33 @@ def parsed(line: bytes) -> dict[str, Any]:
 
 def mark_as_dict(mark: Mark) -> dict[str, Any]:
     """Return a mark as a line of a record, or of a report, holds it."""
-    values = {name: _finite_or_str(value) for name, value in mark.values.items()}
+    values = {
+        name: value if value is None or math.isfinite(value) else str(value) for name, value in mark.values.items()
+    }
     optional = {"step": mark.step, "ranks": list(mark.ranks), "text": mark.text, "values": values}
     held = {key: value for key, value in optional.items() if value or value == 0}
     return {"mark": mark.kind, "time": mark.time, **held}
 
 
+_Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+
+
+class _MarkLine(msgspec.Struct):
+    """A mark as a line of a record holds it."""
+
+    mark: str
+    time: Annotated[float, msgspec.Meta(ge=0, lt=LATEST_TIME_SEC)]
+    text: str = ""
+    step: int | None = None
+    ranks: tuple[int, ...] = ()
+    values: dict[str, _Finite | bool | Literal["nan", "inf", "-inf"] | None] = {}
+
+
 def mark_from_dict(content: Mapping[str, Any]) -> Mark:
     """Read what `mark_as_dict` wrote. Raises ValueError for anything that it does not write."""
-    kind, text, step = content.get("mark"), content.get("text", ""), content.get("step")
-    when: Any = content.get("time")
-    ranks, values = content.get("ranks", []), content.get("values", {})
-    if not isinstance(kind, str) or not isinstance(text, str) or not isinstance(values, dict):
-        raise ValueError("a mark without kind, text or values")
-    if type(when) not in (int, float) or not 0 <= when < LATEST_TIME_SEC or type(step) not in (int, type(None)):
-        raise ValueError("a mark without time or step")
-    if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
-        raise ValueError("a mark without ranks")
-    read_values = {name: _read_number(value) for name, value in values.items()}
-    return Mark(kind, text, float(when), step, tuple(ranks), read_values)
-
-
-def _finite_or_str(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(float(value))
-
-
-def _read_number(value: Any) -> float | None:
-    if value is None:
-        return None
-    if value in ("nan", "inf", "-inf") or (type(value) in (float, int, bool) and abs(value) <= sys.float_info.max):
-        return float(value)
-    raise ValueError("a mark whose value is no number")
+    line = msgspec.convert(content, _MarkLine)
+    values = {name: None if value is None else float(value) for name, value in line.values.items()}
+    return Mark(line.mark, line.text, line.time, line.step, line.ranks, values)
 
 
 # -- diagnosis of the records of all ranks -----------------------------------------------------------------------------

@@ -74,10 +74,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"there is no file {args.script}. Give the path of the program, or -m and a module's name.")
     if args.guard == "record" and args.record_dir is None:
         raise ConfigError("--guard record needs --record-dir DIR, where the records are written")
-    if args.nproc is None and args.watch:
-        raise ConfigError("--watch is for --nproc N. With torchrun, say --watch-dir DIR, and run `ddpstats watch DIR`.")
-    if args.watch and args.guard == "off":
-        raise ConfigError("--watch reads what a guard records, and --guard off has none. Leave one of them out.")
+    if args.watch and (args.nproc is None or args.guard == "off"):
+        advice = "With torchrun, say --watch-dir DIR, and run `ddpstats watch DIR`."
+        raise ConfigError(f"--watch is for --nproc N, and for a guard that is not off. {advice}")
     if args.nproc is not None and (args.nproc < 1 or "TORCHELASTIC_RUN_ID" in os.environ):
         raise ConfigError("--nproc starts N ranks, at least one, and not in a rank of torchrun's. Leave --nproc out.")
     return _run_here(args) if args.nproc is None else _launch(args)

@@ -252,7 +252,7 @@ def test_watch_without_ranks_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["run", "--watch", str(script)]) == 2
     assert "--watch is for --nproc N" in capsys.readouterr().err
     assert cli.main(["run", "--watch", "--nproc", "2", "--guard", "off", str(script)]) == 2
-    assert "--guard off has none" in capsys.readouterr().err
+    assert "for a guard that is not off" in capsys.readouterr().err
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
