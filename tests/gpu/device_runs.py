@@ -65,13 +65,13 @@ def averaged(device: str, dtype: torch.dtype) -> Any:
 
 
 def without_waiting(device: str) -> Any:
-    """Nothing but our one copy may make the host wait for the device; and how many copies there are."""
+    """No call may make the host wait for the device: it is asked whether the one copy has arrived. Count the copies."""
     reducer = ddpstats.StatsReducer()
     dtypes = [torch.float32, torch.half] * 4
     stats = {f"loss_{i}": t(float(i), device=device, dtype=dtype) for i, dtype in enumerate(dtypes)}
     for _ in range(2):  # what is set up the first time may wait
         reducer(stats)
-    with accelerator.no_waits(device, events=1):
+    with accelerator.no_waits(device):
         found = reducer(stats).values
     is_noticed = accelerator.is_noticed(device, stats["loss_0"].item)
     copies = accelerator.copies_to_host(device, lambda: reducer(stats))
