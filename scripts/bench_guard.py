@@ -65,7 +65,7 @@ def guard(seconds: float, size: str) -> list[Row]:
 @contextlib.contextmanager
 def _strict_over_the_store() -> Iterator[None]:
     """Enter a guard that compares as between hosts: without shared memory."""
-    with mock.patch.object(notes_shm._Shared, "of", side_effect=OSError), collective_guard("strict"):
+    with mock.patch.object(notes_shm._SharedMemory, "of", side_effect=OSError), collective_guard("strict"):
         yield
 
 

@@ -191,7 +191,7 @@ def playing_hosts(tally: Tally) -> Iterator[None]:
     def refuse(*args: Any) -> Any:
         raise OSError("no memory is shared between hosts")
 
-    with mock.patch.object(ProcessId, "mine", process), mock.patch.object(notes_shm._Shared, "of", refuse):
+    with mock.patch.object(ProcessId, "mine", process), mock.patch.object(notes_shm._SharedMemory, "of", refuse):
         yield
 
 

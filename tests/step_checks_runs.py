@@ -83,7 +83,7 @@ def train(plan: Plan) -> Outcome:
     torch.manual_seed(100 + rank())
     with contextlib.ExitStack() as stack:
         if plan.over_the_store:
-            stack.enter_context(mock.patch.object(notes_shm._Shared, "of", side_effect=OSError("none here")))
+            stack.enter_context(mock.patch.object(notes_shm._SharedMemory, "of", side_effect=OSError("none here")))
         try:
             checks = Checks(plan, model, optimizer, stack)
             for step in range(plan.steps):

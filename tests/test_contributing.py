@@ -60,6 +60,20 @@ def test_every_room_is_named_and_there_is_no_other() -> None:
     assert named == there - {"__init__.py", "__pycache__"}
 
 
+def test_no_two_types_of_the_package_have_one_name() -> None:
+    """A leading underscore makes no other name. A type is a class, or a name in CamelCase for what annotations say."""
+    homes: dict[str, set[str]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        names = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        names += [name for node in tree.body if not isinstance(node, ast.ClassDef) for name in _bound(node)]
+        for name in names:
+            if re.fullmatch(r"_*[A-Z]\w*[a-z]\w*", name):
+                homes.setdefault(name.lstrip("_"), set()).add(str(file.relative_to(PACKAGE)))
+    assert {"Event", "Structure"} <= homes.keys()
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
 def test_files_and_folders_to_open_are_there() -> None:
     rows = [line for line in section("To change X, open Y").splitlines() if line.startswith("| ")][1:]
     for row in rows:

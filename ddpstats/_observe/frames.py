@@ -88,11 +88,11 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 # -- stacks -----------------------------------------------------------------------------------------------------------
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 _step_callers: set[CodeType] = set()
 
 
-def calls_step(function: Function) -> Function:
+def calls_step(function: FunctionT) -> FunctionT:
     """Decorate a function that calls a step of the program: frames further out are not the step's."""
     _step_callers.add(function.__code__)
     return function

@@ -101,11 +101,11 @@ def part_of(store: Any, prefix: str) -> Any:
     if hasattr(kind, "clone"):
         return kind(prefix, store)
 
-    class Part(kind):  # type: ignore[misc]
+    class ClonablePrefixStore(kind):  # type: ignore[misc]
         def clone(self) -> Any:
             return part_of(store.clone() if hasattr(store, "clone") else _client_of(store), prefix)
 
-    return Part(prefix, store)
+    return ClonablePrefixStore(prefix, store)
 
 
 def _client_of(server: Any) -> Any:

@@ -86,7 +86,7 @@ class DumpConfig:
 
 
 @dataclass(frozen=True)
-class _Key:
+class _Setting:
     """A key and how it is read: ``read`` raises ValueError for a value that is not ``legal``; null is the default."""
 
     read: Callable[[Any], Any]
@@ -94,9 +94,9 @@ class _Key:
     legal: str
 
 
-def _choice(*legal: str, default: str = "", why: str = "") -> _Key:
+def _choice(*legal: str, default: str = "", why: str = "") -> _Setting:
     words = "one of " + ", ".join(map(repr, legal)) + why
-    return _Key(lambda value: legal[legal.index(value)], default or legal[0], words)
+    return _Setting(lambda value: legal[legal.index(value)], default or legal[0], words)
 
 
 def _list(value: Any) -> list[Any]:
@@ -156,24 +156,24 @@ _NAMES = "a list of names, of parts of names such as 'Functional.linear.3', or o
 _NUMBERS = 'a list of whole numbers from 0 and of ranges such as "2-5" (of at most 1,000,000); [] is all'
 
 
-def _only(legal: Any, words: str) -> _Key:
+def _only(legal: Any, words: str) -> _Setting:
     """A key of msprobe with the one value at which ddpstats does the same without it."""
-    return _Key(lambda value: None if value == legal else _refuse(), None, words)
+    return _Setting(lambda value: None if value == legal else _refuse(), None, words)
 
 
-_SECTION_KEY = _Key(lambda value: value if isinstance(value, Mapping) else _refuse(), {}, "an object")
+_SECTION_KEY = _Setting(lambda value: value if isinstance(value, Mapping) else _refuse(), {}, "an object")
 _KEYS = {
     "task": _choice("statistics", "tensor", why=": ddpstats has no other task"),
-    "dump_path": _Key(
+    "dump_path": _Setting(
         lambda value: Path(value) if isinstance(value, (str, Path)) and str(value) else _refuse(),
         None,
         f"the path of a directory, as in {EXAMPLE}",
     ),
-    "rank": _Key(_numbers, None, _NUMBERS),
-    "step": _Key(_numbers, None, _NUMBERS),
+    "rank": _Setting(_numbers, None, _NUMBERS),
+    "step": _Setting(_numbers, None, _NUMBERS),
     "level": _choice("L0", "L1", "mix", default="L1", why=": L2 needs the profiler of the device"),
-    "async_dump": _Key(lambda value: value if isinstance(value, bool) else _refuse(), False, "true or false"),
-    "async_max_bytes": _Key(
+    "async_dump": _Setting(lambda value: value if isinstance(value, bool) else _refuse(), False, "true or false"),
+    "async_max_bytes": _Setting(
         lambda value: value if type(value) is int and value > 0 else _refuse(),
         ASYNC_MAX_BYTES,
         "a whole number of bytes above 0",
@@ -185,12 +185,14 @@ _KEYS = {
     "tensor": _SECTION_KEY,
 }
 _SECTION = {
-    "scope": _Key(
+    "scope": _Setting(
         _scope, None, "[first, last], two full names such as 'Functional.linear.0.forward', or [] for everything"
     ),
-    "list": _Key(_names, (), _NAMES),
-    "tensor_list": _Key(_names, (), _NAMES),
-    "data_mode": _Key(_data_mode, ALL_MODES, "['all'], or a list of some of 'forward', 'backward', 'input', 'output'"),
+    "list": _Setting(_names, (), _NAMES),
+    "tensor_list": _Setting(_names, (), _NAMES),
+    "data_mode": _Setting(
+        _data_mode, ALL_MODES, "['all'], or a list of some of 'forward', 'backward', 'input', 'output'"
+    ),
     "summary_mode": _choice("statistics", "md5", why=": 'md5' adds a checksum, and only msprobe has xor"),
     "slice": _only([], "left out: ddpstats describes whole tensors"),
     "request_id": _only("", "left out: ddpstats does not know requests"),
@@ -233,7 +235,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, object]) -> DumpCo
 
 
 def _values(
-    where: str, prefix: str, settings: Mapping[str, Any], keys: Mapping[str, _Key], unknown: list[str]
+    where: str, prefix: str, settings: Mapping[str, Any], keys: Mapping[str, _Setting], unknown: list[str]
 ) -> dict[str, Any]:
     """Return a value for every key; names that are no key are added to ``unknown``. Raises `ConfigError`."""
     unknown += [f"{prefix}{name}" for name in settings.keys() - keys.keys()]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "infinity": math.inf, "-infinity": -math.inf}
 
-Comparison = Literal["relative", "equal"]
+ComparisonRule = Literal["relative", "equal"]
 
 
 def number(value: Any) -> float | None:
@@ -68,7 +68,7 @@ class Statistic:
 
     key: str
     read: Callable[[Any], Any] = number
-    compared: Comparison = "relative"
+    compared: ComparisonRule = "relative"
     shown: str = ""
     measure: Callable[[Tensor], Tensor] | None = None
 
@@ -91,6 +91,6 @@ STATISTICS = [
 ]
 
 
-def keys(compared: Comparison | None = None) -> tuple[str, ...]:
+def keys(compared: ComparisonRule | None = None) -> tuple[str, ...]:
     """Return the keys of all statistics, or of those that are compared in one way."""
     return tuple([row.key for row in STATISTICS if compared is None or row.compared == compared])

@@ -541,10 +541,10 @@ def _whereabouts(status: RankStatus, seq: int = 1, group: str = "") -> str:
 # -- messages between two ranks ---------------------------------------------------------------------------------------
 
 # A sender, which of its messages, the receiver, which of its messages: the two sides of one message.
-Pair = tuple[int, int, int, int]
+MessagePair = tuple[int, int, int, int]
 
 
-def pair_messages(messages: Mapping[int, Sequence[Event]]) -> tuple[list[Pair], list[tuple[int, int]]]:
+def pair_messages(messages: Mapping[int, Sequence[Event]]) -> tuple[list[MessagePair], list[tuple[int, int]]]:
     """Return the messages that both ranks know of, and (rank, which of its messages) of those that only one knows of.
 
     A message whose number is 0 is in neither: see `MessageNumbers`.

@@ -2,7 +2,8 @@
 
 A `Signature` holds what ranks must have in common; its fingerprint is stable across processes, hosts and runs (never
 Python's own `hash`). An `Event` is one occurrence: where in the program, under which label, as which of its group.
-While the program runs there is one for all calls that are equal, and of each call its number and time (`Entry`).
+While the program runs there is one for all calls that are equal, and of each call its number and time
+(`NumberedEvent`).
 """
 
 from __future__ import annotations
@@ -373,10 +374,10 @@ class MessageNumbers:
 
 
 # The event that all equal calls share, with the number and the time of one of them.
-Entry = tuple[Event, int, float]
+NumberedEvent = tuple[Event, int, float]
 
 
-def event_of(entry: Entry) -> Event:
+def event_of(entry: NumberedEvent) -> Event:
     event, seq, started = entry
     return dataclasses.replace(event, seq=seq, started=started)
 
@@ -385,7 +386,7 @@ class Ring:
     """The newest calls, oldest first."""
 
     def __init__(self, capacity: int) -> None:
-        self._entries: deque[Entry] = deque(maxlen=capacity)
+        self._entries: deque[NumberedEvent] = deque(maxlen=capacity)
         self.append = self._entries.append
 
     def of(self, group: str) -> list[Event]:

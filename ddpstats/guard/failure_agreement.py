@@ -57,7 +57,7 @@ class OwnRank(Protocol):
 AnnouncedBy = Callable[[str, int], list[Event]]
 
 
-class _Verdict(NamedTuple):
+class _VerdictOnAlarm(NamedTuple):
     """A verdict that this rank's watchdog has read, and the alarm that it is on."""
 
     number: int
@@ -79,7 +79,7 @@ class FailureAgreement:
         self.members, self.rank, self.store = members, members.rank, members.store
         self.verdicts = 0  # so far
         self._lock = threading.Lock()  # of that number
-        self._read: _Verdict | None = None
+        self._read: _VerdictOnAlarm | None = None
         self.has_unread = False  # a verdict that the watchdog has read, and no other thread has come to
         self.own, self._announced_by, self._is_reachable = own, announced_by, is_reachable
         self.is_lost = False  # the store does not answer any more
@@ -175,7 +175,7 @@ class FailureAgreement:
                 self.has_unread = False
         return finding
 
-    def _read_verdict(self, number: int) -> _Verdict | None:
+    def _read_verdict(self, number: int) -> _VerdictOnAlarm | None:
         known = self._read
         return known if known is not None and known.number == number else None
 
@@ -317,7 +317,7 @@ class FailureAgreement:
         payload = self.store.find(f"verdict/{number}")
         if payload is not None:
             with self._lock:
-                self._read = _Verdict(number, alarm, payload)
+                self._read = _VerdictOnAlarm(number, alarm, payload)
                 self.has_unread = self.verdicts == number
 
     def is_watchdog(self) -> bool:

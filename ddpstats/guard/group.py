@@ -28,7 +28,7 @@ from ddpstats._ranks.comm import attempt_prefix, bounded_part, refuse_fake
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import GLANCE_SEC, LIMIT_SEC, STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
-from ddpstats.guard.event import Entry, Event, MessageNumbers, decode
+from ddpstats.guard.event import Event, MessageNumbers, NumberedEvent, decode
 from ddpstats.guard.failure_agreement import FailureAgreement, OwnRank
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.printing import GIVEN_UP, MESSAGES_SEEN, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
@@ -140,7 +140,7 @@ class IssuedCall:
     """
 
     group: Group
-    entry: Entry
+    entry: NumberedEvent
     is_on_host: bool
     timeout_ms: int | None
     issued: float

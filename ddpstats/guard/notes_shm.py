@@ -52,7 +52,7 @@ _RANK_WORDS = _MESSAGES_AT + _MESSAGES_KEPT * _HEAD_WORDS
 _RANK_BYTES = _RANK_WORDS * _WORD_BYTES
 
 # Called now and then by a rank that waits; raises to end the wait.
-Watch = Callable[[], None]
+LookMeanwhile = Callable[[], None]
 
 
 class Exchange:
@@ -65,13 +65,13 @@ class Exchange:
         """Open the shared memory, and say where this rank lives. Waits for no other rank."""
         self.store, self._index, self._size = bounded(store), index, size
         self._in_store = StoreNotes(self.store, index, size)
-        self._shared: _Shared | None = None
+        self._shared: _SharedMemory | None = None
         self.is_quick = self._are_hosts_known = False
         machine = ProcessId.mine().machine
         self._mapped = f"mapped/{machine.hex()}"
         with suppress(OSError, AttributeError, ValueError):  # no memfd on this system, another user's process, or gone
             if machine != _NOWHERE:
-                self._shared = _Shared.of(self.store, machine, index, size)
+                self._shared = _SharedMemory.of(self.store, machine, index, size)
                 self.store.add(self._mapped, 1)
         self.store.add("met", 1)
 
@@ -114,7 +114,7 @@ class Exchange:
             os.sched_yield()
         return notes
 
-    def wait(self, seq: int, watch: Watch) -> list[Note]:
+    def wait(self, seq: int, watch: LookMeanwhile) -> list[Note]:
         """Return all ranks' notes; waits until they are there, or ``watch`` raises."""
         poll_sec, looked = 2e-5, time.monotonic()
         longest_sec = _LONGEST_POLL_SEC if self.is_quick else shared_poll(_LONGEST_POLL_SEC, self._size)
@@ -166,7 +166,7 @@ class Exchange:
             self._shared, self.is_quick = None, False
 
 
-class _Shared:
+class _SharedMemory:
     """Shared memory of the ranks of one host."""
 
     def __init__(self, file: io.FileIO, index: int, size: int) -> None:
@@ -178,7 +178,7 @@ class _Shared:
         self.neighbours = {(index - 1) % size, (index + 1) % size}
 
     @classmethod
-    def of(cls, store: Any, machine: bytes, index: int, size: int) -> _Shared:
+    def of(cls, store: Any, machine: bytes, index: int, size: int) -> _SharedMemory:
         """Return the memory of this group on this machine: the first rank to come makes it, the others open it.
 
         Raises OSError, ValueError or AttributeError where that is not possible.

@@ -42,7 +42,7 @@ _PRINTER_SEC = 2.0  # for the rank that prints the verdict whole, before another
 
 
 @dataclass
-class _Verdict:
+class _VerdictToPrint:
     """``has_printer_ended``: False where that is not known, as of a rank of another host."""
 
     error: DdpstatsError
@@ -54,14 +54,14 @@ class _Verdict:
     lock: Any = field(default_factory=threading.RLock)  # of the thread that prints; the others wait until it has
 
 
-_newest: _Verdict | None = None
+_newest: _VerdictToPrint | None = None
 _original_hook: Callable[..., Any] | None = None
 
 
 def print_once(error: DdpstatsError, rank: int, printer: int, has_printer_ended: Callable[[], bool]) -> None:
     """From now on ``error``, which this ``rank`` is about to raise, is printed whole by rank ``printer`` alone."""
     global _newest, _original_hook
-    _newest = _Verdict(error, rank, printer, has_printer_ended)
+    _newest = _VerdictToPrint(error, rank, printer, has_printer_ended)
     if _original_hook is None:  # once: a process group that is made later wraps the hook that it finds
         _original_hook, sys.excepthook = sys.excepthook, _excepthook
 
@@ -86,7 +86,7 @@ def print_verdict(error: BaseException, show: Callable[[], object], is_early: bo
     return True
 
 
-def _print(verdict: _Verdict, show: Callable[[], object]) -> None:
+def _print(verdict: _VerdictToPrint, show: Callable[[], object]) -> None:
     is_printer = verdict.rank == verdict.printer
     line = f"{in_short(verdict.error)} The output of rank {verdict.printer} has it in full."
     with sigterm_deferred():

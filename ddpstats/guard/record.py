@@ -24,7 +24,7 @@ from ddpstats.guard.diagnosis import (
     LEFT,
     NOTHING,
     GuardFinding,
-    Pair,
+    MessagePair,
     RankStatus,
     find,
     message_mismatch,
@@ -295,7 +295,7 @@ def _not_through(records: Sequence[RankRecord]) -> GuardFinding | None:
     return unmatched(event, rank.rank, words, _status_of(peer.rank, event.group, peer))
 
 
-def message_pairs(records: Sequence[RankRecord]) -> list[Pair]:
+def message_pairs(records: Sequence[RankRecord]) -> list[MessagePair]:
     """Return the two sides of each message that both ranks recorded, by their index among a rank's events."""
     messages = {record.rank: record.messages for record in records}
     pairs = pair_messages(_messages_of(records))[0]

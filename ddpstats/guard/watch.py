@@ -155,7 +155,7 @@ class Records:
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
+class RankLine(NamedTuple):
     """One rank. ``behind``: how many collectives of some group another rank has issued, and this one has not yet."""
 
     rank: int
@@ -169,7 +169,7 @@ class Picture(NamedTuple):
     """All that is shown. ``late``: ranks that are waited for. ``news``: a change of it is shown at once."""
 
     heading: str
-    rows: list[Row]
+    rows: list[RankLine]
     remarks: list[str]
     late: list[int]
     news: object
@@ -199,14 +199,14 @@ def picture_of(ranks: Sequence[RankNow]) -> Picture:
     return Picture(heading, rows, remarks[:_MOST_REMARKS], late, news)
 
 
-def _row(rank: RankNow, groups: Sequence[str], furthest: Mapping[str, int]) -> Row:
+def _row(rank: RankNow, groups: Sequence[str], furthest: Mapping[str, int]) -> RankLine:
     event, now = rank.event, time.time()
     behind = max((furthest[name] - rank.groups.get(name, 0) for name in groups), default=0)
     if event is None:
-        return Row(rank.rank, rank.steps, behind, rank.state, "")
+        return RankLine(rank.rank, rank.steps, behind, rank.state, "")
     waits_since = rank.waits_since if rank.state == "waits" else None
     since = f"(last began {now - event.started:.0f} s ago)" if waits_since is None else f"for {now - waits_since:.0f} s"
-    return Row(rank.rank, rank.steps, behind, f"{rank.state} {since}", event.in_full())
+    return RankLine(rank.rank, rank.steps, behind, f"{rank.state} {since}", event.in_full())
 
 
 def lines_of(picture: Picture) -> list[str]:
@@ -244,7 +244,7 @@ def table_of(picture: Picture) -> Any:
         return Text(printable([str(text)]), no_wrap=True, overflow="ellipsis")
 
     table = Table(box=None, padding=(0, 1, 0, 0), expand=True)
-    for name in Row._fields:
+    for name in RankLine._fields:
         table.add_column(one_line(name.replace("_", " ")), max_width=30 if name == "state" else None)
     for row in sorted(picture.rows, key=lambda row: row.rank not in picture.late):
         table.add_row(*map(one_line, row), style="bold red" if row.rank in picture.late else None)

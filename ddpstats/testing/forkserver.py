@@ -121,7 +121,7 @@ def _state_for_the_server() -> Iterator[None]:
 
 
 def begin(streams: Sequence[int], environ: Mapping[str, str], cwd: str, parent_fd: int) -> None:
-    """Make this fork of a server a process with a session, streams, an environment and a directory of its own.
+    """Make this fork of a server a process with a session, streams, an environment and a directory.
 
     It ends with its parent: ``parent_fd`` is a pipe whose other end the parent alone holds.
     """

@@ -9,13 +9,23 @@ from typing import Any
 import pytest
 
 from ddpstats.dump.analyze import DumpEntry, RankDump
-from ddpstats.dump.analyze.compare import GROWTH, NONFINITE, Comparer, Mode, Row, Shared, Side, Verdict, difference
+from ddpstats.dump.analyze.compare import (
+    GROWTH,
+    NONFINITE,
+    CompareMode,
+    Comparer,
+    LeafRow,
+    LeafVerdict,
+    Shared,
+    Side,
+    difference,
+)
 from tests.dump.hand_made import forward, tensor
 
 NAN, INF = math.nan, math.inf
 
 
-def rows(*entries: Any, mode: Mode = "statistics", tolerance: float = 0.5) -> list[Row]:
+def rows(*entries: Any, mode: CompareMode = "statistics", tolerance: float = 0.5) -> list[LeafRow]:
     """Compare entries; of two, the sides are called A and B."""
     labels = ["A", "B"] if len(entries) == 2 else [f"rank {rank}" for rank in range(len(entries))]
     dump = RankDump(Path("dump.json"), None, None, {}, complete=True)
@@ -24,7 +34,7 @@ def rows(*entries: Any, mode: Mode = "statistics", tolerance: float = 0.5) -> li
     return Comparer(mode, tolerance).rows(sides, Shared(dict.fromkeys(labels, "x"), values))
 
 
-def of_inputs(a: Any, b: Any, mode: Mode = "statistics", tolerance: float = 0.5) -> Verdict:
+def of_inputs(a: Any, b: Any, mode: CompareMode = "statistics", tolerance: float = 0.5) -> LeafVerdict:
     (row,) = rows(forward([a]), forward([b]), mode=mode, tolerance=tolerance)
     return row.verdict
 

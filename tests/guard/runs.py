@@ -32,14 +32,14 @@ def over_the_store(name: str, mode: str, bad: bool) -> Ending:
     def refuse(*args: Any) -> Any:
         raise OSError("no shared memory here")
 
-    with mock.patch.object(notes_shm._Shared, "of", refuse):
+    with mock.patch.object(notes_shm._SharedMemory, "of", refuse):
         return probe(name, mode, bad)
 
 
 def waits_for_another_operation() -> tuple[str, bool]:
     """Without shared memory, each rank waits for ever. What is raised, and whether that comes soon."""
     began, tensor = time.monotonic(), torch.ones(1)
-    with mock.patch.object(notes_shm._Shared, "of", side_effect=OSError("no shared memory here")):
+    with mock.patch.object(notes_shm._SharedMemory, "of", side_effect=OSError("no shared memory here")):
         try:
             with collective_guard("step", timeout_sec=60):
                 if dist.get_rank() == 0:
@@ -54,7 +54,7 @@ def waits_for_another_operation() -> tuple[str, bool]:
 def passes_what_others_wait_in(then: str) -> tuple[str, str, bool]:
     """Without shared memory, gloo lets rank 1 pass with a smaller tensor, and the others wait for ever."""
     began, size = time.monotonic(), 4 if dist.get_rank() == 1 else 5
-    with mock.patch.object(notes_shm._Shared, "of", side_effect=OSError("no shared memory here")):
+    with mock.patch.object(notes_shm._SharedMemory, "of", side_effect=OSError("no shared memory here")):
         try:
             with collective_guard("step", timeout_sec=30) as guard:
                 dist.all_reduce(torch.ones(1))

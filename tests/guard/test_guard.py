@@ -179,7 +179,7 @@ def test_rank_that_writes_into_shared_memory_alone_is_not_absent() -> None:
 
 def test_notes_that_all_ranks_have_passed_are_deleted_from_the_store() -> None:
     store: Any = bounded(HashStore())
-    with mock.patch.object(notes_shm._Shared, "of", side_effect=OSError("none between hosts")):
+    with mock.patch.object(notes_shm._SharedMemory, "of", side_effect=OSError("none between hosts")):
         ranks = [Exchange(store, index, 2) for index in range(2)]
     for seq in range(1, NOTES_KEPT + 2):
         for rank in ranks:

@@ -386,8 +386,8 @@ def test_small_terminal_shows_the_late_rank_and_the_alarm() -> None:
     from rich.live import Live
 
     last = "number 4812 of group '0', all_reduce(float32[25557032], sum) '(gradients)', at train.py:214 in train"
-    rows = [watch.Row(rank, 120, 0, "waits for 31 s", last) for rank in range(15)]
-    rows.append(watch.Row(15, 120, 1, "runs (last began 33 s ago)", last))
+    rows = [watch.RankLine(rank, 120, 0, "waits for 31 s", last) for rank in range(15)]
+    rows.append(watch.RankLine(15, 120, 1, "runs (last began 33 s ago)", last))
     remarks = [
         "ALARM: step 118: the gradients of rank 1 are not finite",
         "ALARM: long" + " s" * 900,

@@ -46,8 +46,8 @@ def test_notes_are_those_that_were_asked_for_while_another_thread_posts() -> Non
     posts = [(5, [fifth, fifth]), *itertools.repeat((6, [sixth, sixth]), 9)]
     with io.FileIO(os.memfd_create("notes"), "r+") as file:
         file.truncate(2 * notes_shm._RANK_BYTES)
-        shared, peer = notes_shm._Shared(file, 0, 2), notes_shm._Shared(file, 1, 2)
+        shared, peer = notes_shm._SharedMemory(file, 0, 2), notes_shm._SharedMemory(file, 1, 2)
         shared.write(5, fifth)
         peer.write(5, fifth)
-        with mock.patch.object(notes_shm._Shared, "_posted", mock.PropertyMock(side_effect=posts), create=True):
+        with mock.patch.object(notes_shm._SharedMemory, "_posted", mock.PropertyMock(side_effect=posts), create=True):
             assert shared.read_all(5) == [fifth, fifth]

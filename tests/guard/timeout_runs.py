@@ -105,7 +105,10 @@ def note_on_absence(mode: GuardMode, absent: int, without_memory: tuple[int, ...
     group, note = dist.new_group(timeout=timedelta(seconds=LIMIT_SEC)), ""
     store, refused = dist.distributed_c10d._get_default_store(), OSError("no shared memory here")
     has_none = dist.get_rank() in without_memory
-    with mock.patch.object(notes_shm._Shared, "of", side_effect=refused) if has_none else nullcontext(), _guard(mode):
+    with (
+        mock.patch.object(notes_shm._SharedMemory, "of", side_effect=refused) if has_none else nullcontext(),
+        _guard(mode),
+    ):
         dist.all_reduce(torch.ones(1), group=group)
         if dist.get_rank() != absent:
             try:

@@ -53,15 +53,15 @@ from ddpstats.errors import DumpError
 if TYPE_CHECKING:
     from ddpstats.dump.analyze.tensors import Closeness
 
-Mode = Literal["tensor", "md5", "statistics"]
-Difference = tuple[float | None, float | None]
-Values = Mapping[str, DumpLeaf]
+CompareMode = Literal["tensor", "md5", "statistics"]
+StatisticDifference = tuple[float | None, float | None]
+LeavesByName = Mapping[str, DumpLeaf]
 
-MODES: tuple[Mode, ...] = ("tensor", "md5", "statistics")  # what says most is first
+MODES: tuple[CompareMode, ...] = ("tensor", "md5", "statistics")  # what says most is first
 KEPT_ROWS = 1000
 _FIRST_ENTRIES = 200  # show what a dump holds
 _CHECKSUM = re.compile(r'"md5":\s*"')
-COMPARED: dict[Mode, str] = {"tensor": "elements", "md5": "checksum", "statistics": "statistics"}
+COMPARED: dict[CompareMode, str] = {"tensor": "elements", "md5": "checksum", "statistics": "statistics"}
 NONFINITE = "NaN or infinity on one side only"
 GROWTH = "the error of Max grows, from below 0.01 in all inputs to above 0.1"
 NOTHING = 2  # the status of a comparison of nothing: a success would be taken for equal dumps
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LeafVerdict:
     """The result of comparing a tensor or value of a side with the reference's.
 
     Attributes:
@@ -136,7 +136,7 @@ class Verdict:
     compared: str
     unequal: bool
     message: str = ""
-    errors: Mapping[str, Difference] = field(default_factory=dict)
+    errors: Mapping[str, StatisticDifference] = field(default_factory=dict)
     closeness: Closeness | None = None
 
     @property
@@ -146,7 +146,7 @@ class Verdict:
 
 
 @dataclass
-class Row:
+class LeafRow:
     """A tensor or value X on all sides.
 
     Attributes:
@@ -165,7 +165,7 @@ class Row:
     sides: tuple[str, str]
     groups: list[list[str]]
     culprits: list[str]
-    verdict: Verdict
+    verdict: LeafVerdict
     highlight: str = ""
     parent: str | list[str] | None = None
     stack: Sequence[str] = ()
@@ -212,9 +212,9 @@ class Comparison:
     unequal_tensors: int = 0
     failed_tensors: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[LeafRow] = field(default_factory=list)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: LeafRow) -> None:
         unequal, failed = row.verdict.unequal, row.verdict.failed
         if row.verdict.compared not in ("", "value"):
             count(self.compared, row.verdict.compared)
@@ -227,7 +227,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Findings:
+class CompareFindings:
     """The result; ``--json`` prints ``asdict`` of it.
 
     Attributes:
@@ -238,7 +238,7 @@ class Findings:
     """
 
     status: int
-    mode: Mode
+    mode: CompareMode
     tolerance: float
     exact: bool
     lacking: dict[str, list[int]]
@@ -258,7 +258,7 @@ class Side:
     dump: RankDump
 
 
-def compare(args: argparse.Namespace) -> Findings:
+def compare(args: argparse.Namespace) -> CompareFindings:
     """Compare what the arguments choose, and write the table."""
     from ddpstats.dump.analyze.report import write_table
 
@@ -275,7 +275,7 @@ def compare(args: argparse.Namespace) -> Findings:
     else:
         tasks = _pair_ranks(ranks[0], ranks[1], lacking)
     dumps = [side.dump for sides in tasks for side in sides]
-    mode: Mode = args.mode or ("tensor" if args.tensor else _mode_of(dumps))
+    mode: CompareMode = args.mode or ("tensor" if args.tensor else _mode_of(dumps))
     comparer = Comparer(mode, TOLERANCE if args.tolerance is None else args.tolerance)
     comparisons = []
     for sides in tasks:
@@ -304,7 +304,7 @@ def compare(args: argparse.Namespace) -> Findings:
     is_different = bool(lacking) or any(each.unequal if exact else each.failed for each in comparisons)
     is_empty = not any(each.compared or each.unequal for each in comparisons)
     missing = [f"{step / name} has no dump" for step in steps for name in ranks_without_dump(step)]
-    return Findings(
+    return CompareFindings(
         1 if is_different else NOTHING if is_empty else 0,
         mode,
         comparer.tolerance,
@@ -359,7 +359,7 @@ def _pair_ranks(
     return [[Side("A", a), Side("B", by_rank_b[rank])] for rank, a in by_rank_a.items() if rank in by_rank_b]
 
 
-def _mode_of(dumps: Sequence[RankDump]) -> Mode:
+def _mode_of(dumps: Sequence[RankDump]) -> CompareMode:
     """Return the most that all dumps hold, as far as their first entries show."""
     if all(dump.task == "tensor" for dump in dumps):
         return "tensor"
@@ -385,7 +385,7 @@ class Shared:
     """An entry that sides should have in common: its NAMEs on those that have it, and its values on all of them."""
 
     names: dict[str, str]
-    values: Mapping[str, Values]
+    values: Mapping[str, LeavesByName]
 
 
 def pair_entries(
@@ -425,7 +425,7 @@ def entries_of_runs(sides: Sequence[Side]) -> Iterator[Shared]:
         yield Shared({label: entry.name for label, entry in entries.items()}, values)
 
 
-def _values(entry: DumpEntry | None, of_two_tools: bool) -> Values:
+def _values(entry: DumpEntry | None, of_two_tools: bool) -> LeavesByName:
     if entry is None:
         return {}
     return common_values(entry, parse_name(entry.name)) if of_two_tools else dict(entry.values(nulls=True))
@@ -527,10 +527,10 @@ class Comparer:
         tolerance: a relative error above it is a ``Warning``.
     """
 
-    mode: Mode
+    mode: CompareMode
     tolerance: float = TOLERANCE
 
-    def compare(self, sides: Sequence[Side], entries: Iterable[Shared], comparison: Comparison) -> Iterator[Row]:
+    def compare(self, sides: Sequence[Side], entries: Iterable[Shared], comparison: Comparison) -> Iterator[LeafRow]:
         """Yield a row for every value of the entries, and add it to the comparison."""
         by_label = {side.label: side for side in sides}
         for shared in entries:
@@ -544,7 +544,7 @@ class Comparer:
                 comparison.add(row)
                 yield row
 
-    def rows(self, sides: Mapping[str, Side], shared: Shared) -> list[Row]:
+    def rows(self, sides: Mapping[str, Side], shared: Shared) -> list[LeafRow]:
         """Return a row for every value, or for an entry that a side lacks; outputs are behind what they follow from."""
         paths = [path for leaves in shared.values.values() for path, leaf in leaves.items() if _is_compared(leaf)]
         if len(shared.names) < len(shared.values):
@@ -558,11 +558,11 @@ class Comparer:
                 row.highlight = row.highlight or GROWTH
         return rows
 
-    def _row(self, sides: Mapping[str, Side], shared: Shared, path: str) -> Row:
+    def _row(self, sides: Mapping[str, Side], shared: Shared, path: str) -> LeafRow:
         leaves = {label: values.get(path) for label, values in shared.values.items()}
         groups: dict[str, list[str]] = {}  # by the side that the others are compared with
 
-        def verdict_on(label: str, reference: str) -> Verdict:
+        def verdict_on(label: str, reference: str) -> LeafVerdict:
             return self._verdict(sides[label], leaves[label], sides[reference], leaves[reference], shared.names)
 
         verdicts = {}
@@ -578,7 +578,7 @@ class Comparer:
         others = [label for label in leaves if label not in groups[reference]]
         side = (others or groups[reference])[0]
         known = [leaf for leaf in leaves.values() if others and leaf is not None and leaf.is_tensor]
-        return Row(
+        return LeafRow(
             path,
             shared.names,
             {label: None if leaf is None else leaf.raw for label, leaf in leaves.items()},
@@ -591,14 +591,14 @@ class Comparer:
 
     def _verdict(
         self, a: Side, leaf_a: DumpLeaf | None, b: Side, leaf_b: DumpLeaf | None, names: Mapping[str, str]
-    ) -> Verdict:
+    ) -> LeafVerdict:
         """Decide whether two values are equal: the only function that does."""
         absent = {side.label for side in (a, b)} - names.keys()
         if len(absent) == 1:
             return _incomparable(f"{absent.pop()} lacks this entry")
         if leaf_a is None or leaf_b is None:
             if leaf_a is leaf_b:
-                return Verdict("", "", False)
+                return LeafVerdict("", "", False)
             label, leaf = (a.label, leaf_b) if leaf_a is None else (b.label, leaf_a)
             return _incomparable(f"{label} lacks this {'tensor' if leaf and leaf.is_tensor else 'argument'}")
         if leaf_a.is_tensor != leaf_b.is_tensor:
@@ -638,11 +638,11 @@ class Comparer:
             if in_a != in_b and in_a is not None and in_b is not None:
                 messages.append(f"{key} is {in_a} in {a.label} and {in_b} in {b.label}")
                 unequal = True
-        return Verdict(result, compared, unequal, "; ".join(messages), errors, closeness)
+        return LeafVerdict(result, compared, unequal, "; ".join(messages), errors, closeness)
 
-    def _verdict_on_plain(self, a: Side, leaf_a: DumpLeaf, b: Side, leaf_b: DumpLeaf) -> Verdict:
+    def _verdict_on_plain(self, a: Side, leaf_a: DumpLeaf, b: Side, leaf_b: DumpLeaf) -> LeafVerdict:
         types = {leaf_a.type, leaf_b.type}
-        error: Difference = (None, None)
+        error: StatisticDifference = (None, None)
         if types in ({"float"}, {"float", "int"}):
             with contextlib.suppress(ValueError):
                 error = difference(statistics.number(leaf_a.value), statistics.number(leaf_b.value))
@@ -652,9 +652,9 @@ class Comparer:
             unequal = failed = leaf_a.value != leaf_b.value or len(types) > 1
         values = [repr(leaf.value) if leaf.type in _PLAIN else f"a {leaf.type}" for leaf in (leaf_a, leaf_b)]
         message = f"{values[0]} in {a.label} and {values[1]} in {b.label}" if unequal else ""
-        return Verdict("Warning" if failed else "", "value", unequal, message)
+        return LeafVerdict("Warning" if failed else "", "value", unequal, message)
 
-    def _is_over(self, error: Difference) -> bool:
+    def _is_over(self, error: StatisticDifference) -> bool:
         """Return whether the relative error is over the tolerance; a NaN is over each."""
         return error[1] is not None and not error[1] <= self.tolerance
 
@@ -665,8 +665,8 @@ def _has_mean_near_zero(leaf: DumpLeaf) -> bool:
     return mean <= 0.01 * max(high, low)
 
 
-def _incomparable(message: str) -> Verdict:
-    return Verdict("N/A", "", True, message)
+def _incomparable(message: str) -> LeafVerdict:
+    return LeafVerdict("N/A", "", True, message)
 
 
 def _is_compared(leaf: DumpLeaf) -> bool:
@@ -674,7 +674,7 @@ def _is_compared(leaf: DumpLeaf) -> bool:
     return leaf.is_tensor or leaf.type in _PLAIN
 
 
-def difference(a: float | None, b: float | None) -> Difference:
+def difference(a: float | None, b: float | None) -> StatisticDifference:
     """Return ``a - b``, and the error relative to b; None where a side has no number.
 
     The relative error is NaN where one side is NaN, and infinite where only one side is infinite, or b is 0.

@@ -37,7 +37,7 @@ from ddpstats.errors import DumpError
 EPILOG = """example:
   ddpstats nan-origin dumps/now"""
 
-Kind = Literal["computation", "arrived", "parameter", "uninitialised", "given", "gradient", "collective"]
+OriginKind = Literal["computation", "arrived", "parameter", "uninitialised", "given", "gradient", "collective"]
 Leaves = list[tuple[str, DumpLeaf]]
 
 _SHOWN, _SHOWN_FRAMES = 8, 4
@@ -99,7 +99,7 @@ class NaNOrigin:
 
     rank: int | None
     name: str
-    kind: Kind
+    kind: OriginKind
     verdict: str
     advice: str
     after: str | None
@@ -121,7 +121,7 @@ class RankSummary:
 
 
 @dataclass(frozen=True)
-class Findings:
+class OriginFindings:
     """The result for the dumps of one step; ``--json`` prints ``asdict`` of it.
 
     Attributes:
@@ -141,7 +141,7 @@ class Findings:
     notes: list[str]
 
 
-def examine(dumps: Sequence[RankDump]) -> Findings:
+def examine(dumps: Sequence[RankDump]) -> OriginFindings:
     """Find the origins in the dumps of all ranks of one step, and memory that is shared."""
     scans = [RankScan(dump) for dump in dumps]
     if not any(scan.entries for scan in scans):
@@ -159,7 +159,7 @@ def examine(dumps: Sequence[RankDump]) -> Findings:
     if any(scan.overlaps is None for scan in scans):
         left_out.append("where tensors are in memory")
     ranks, origins = [scan.summary() for scan in scans], [*map(_origin, earliest)]
-    return Findings(dumps[0].step, ranks, origins, [*_unmatched(scans, order)], also, left_out, notes_of(dumps))
+    return OriginFindings(dumps[0].step, ranks, origins, [*_unmatched(scans, order)], also, left_out, notes_of(dumps))
 
 
 def _earliest(scans: Sequence[RankScan], matches: Mapping[int, Sequence[_Match]]) -> list[Candidate]:
@@ -207,7 +207,7 @@ class Candidate:
     """
 
     scan: RankScan
-    kind: Kind
+    kind: OriginKind
     entry: DumpEntry
     bad: Leaves
     position: int
@@ -225,7 +225,7 @@ class Candidate:
 
 
 @dataclass(eq=False)
-class Collective:
+class RankCollective:
     """A collective of one rank, and whether what it took there was not finite."""
 
     call: CollectiveEntry
@@ -259,7 +259,7 @@ class RankScan:
         self.entries = 0
         self.gradients = 0  # entries of backward passes
         self.candidates: list[Candidate] = []
-        self.collectives: list[Collective] = []
+        self.collectives: list[RankCollective] = []
         self.growth = Growth()
         self._tensors: dict[str, _Tensor] = {}  # by `_keys`
         self._unused: dict[_Tensor, None] = {}  # those that no entry took yet
@@ -298,7 +298,7 @@ class RankScan:
         if made:
             self._take_outputs(entry, name, operation, made, taken)
         if call is not None:
-            self.collectives.append(Collective(call, bool(taken)))
+            self.collectives.append(RankCollective(call, bool(taken)))
         self.entries += 1
 
     def _settle(self) -> None:
@@ -324,7 +324,7 @@ class RankScan:
         path, leaf = bad
         is_parameter = path.startswith(_PARAMETERS)
         if (tensor := self._find(leaf)) is None:
-            kind: Kind = "gradient" if name.direction == "parameters_grad" else "arrived"
+            kind: OriginKind = "gradient" if name.direction == "parameters_grad" else "arrived"
             is_weighted = has_made and tensor_rules.is_weighted_product(name.class_name or name.api)
             is_computed = is_weighted or is_parameter or leaf.requires_grad or name.direction in _BACKWARD
             may_mask = tensor_rules.may_be_mask(has_nan=leaf.has_nan, has_positive_infinity=leaf.max == math.inf)
@@ -367,7 +367,7 @@ class RankScan:
         has_nan = any(leaf.has_nan for _, leaf in made)
         return not has_nan and (is_mask or tensor_rules.puts_infinity(operation, _nonfinite_numbers(entry)))
 
-    def _kind(self, entry: DumpEntry, name: Name, made: Leaves) -> Kind:
+    def _kind(self, entry: DumpEntry, name: Name, made: Leaves) -> OriginKind:
         if name.is_collective:
             return "collective"
         if tensor_rules.is_uninitialized(name.api) and not name.is_module:
@@ -394,7 +394,7 @@ class RankScan:
         causes = (tensor.cause for _, leaf in made if (tensor := self._find(leaf)) is not None)
         return next((cause for cause in causes if cause is not None and cause.kind == "arrived"), None)
 
-    def _blame(self, kind: Kind, entry: DumpEntry, bad: Leaves) -> Candidate:
+    def _blame(self, kind: OriginKind, entry: DumpEntry, bad: Leaves) -> Candidate:
         candidate = Candidate(self, kind, entry, bad, len(self.collectives), self.entries, self.gradients > 0)
         self.candidates.append(candidate)
         return candidate
@@ -505,7 +505,7 @@ class _Match:
     """One collective, on all ranks that have it; ``ranks`` are those that should."""
 
     ranks: tuple[int, ...]
-    members: dict[int, Collective] = field(default_factory=dict)
+    members: dict[int, RankCollective] = field(default_factory=dict)
     clock: int = 0
 
 
@@ -617,7 +617,7 @@ def _verdict(candidate: Candidate) -> str:
     if candidate.kind == "arrived" and candidate.order:
         before = "and made by nothing that was recorded"
     parameters = ", ".join(dict.fromkeys(candidate.parameters))
-    verdicts: dict[Kind, str] = {
+    verdicts: dict[OriginKind, str] = {
         "parameter": f"not finite {before}: parameter {parameters}, used by {name}, holds {what}",
         "arrived": f"not finite {before}: {paths} of {name} holds {what}",
         "uninitialised": f"{name} is memory that had not been written to; it holds {what}, and was computed with",
@@ -639,7 +639,7 @@ def _sources(candidate: Candidate) -> str:
     return f"its inputs are finite{meant if candidate.masked else ''}"
 
 
-_ADVICE: dict[Kind, str] = {
+_ADVICE: dict[OriginKind, str] = {
     "parameter": "look at the step before this one, or at the checkpoint that was loaded.",
     "arrived": "look at what makes this tensor: the batch, a kernel of your own, or what ran before the dump began.",
     "uninitialised": "write to the whole of it before it is read, or use zeros.",
@@ -676,7 +676,7 @@ def _advice(candidate: Candidate, grower: Grower | None) -> str:
 # -- the text ---------------------------------------------------------------------------------------------------------
 
 
-def as_text(findings: Findings) -> str:
+def as_text(findings: OriginFindings) -> str:
     ranks = count_of(len(findings.ranks), "ranks") + ("" if findings.step is None else f" of step {findings.step}")
     entries = count_of(sum(rank.entries for rank in findings.ranks), "entries")
     collectives = count_of(sum(rank.collectives for rank in findings.ranks), "collectives")
@@ -693,15 +693,15 @@ def as_text(findings: Findings) -> str:
     return printable([*lines, *(f"note: {note}" for note in findings.notes)])
 
 
-def _nothing(findings: Findings) -> str:
+def _nothing(findings: OriginFindings) -> str:
     if findings.also:
         return "No NaN or infinity found that reached a gradient or a collective."
     what = "No NaN or infinity" if any(rank.shared_memory for rank in findings.ranks) else "Nothing"
     return f"{what} found: every recorded tensor is finite, was made infinite on purpose, or became finite again."
 
 
-def _origins(findings: Findings) -> Iterator[str]:
-    groups: dict[tuple[str, Kind], list[NaNOrigin]] = {}
+def _origins(findings: OriginFindings) -> Iterator[str]:
+    groups: dict[tuple[str, OriginKind], list[NaNOrigin]] = {}
     for origin in findings.origins:
         groups.setdefault((origin.name, origin.kind), []).append(origin)
     for origins in groups.values():

@@ -16,7 +16,15 @@ from typing import Any
 
 from ddpstats._base.text import count_of, printable, ranks_text, shorten, write_file
 from ddpstats.dump.analyze import DumpLeaf
-from ddpstats.dump.analyze.compare import GROWTH, NONFINITE, NOTHING, Comparison, Findings, Mode, Row
+from ddpstats.dump.analyze.compare import (
+    GROWTH,
+    NONFINITE,
+    NOTHING,
+    CompareFindings,
+    CompareMode,
+    Comparison,
+    LeafRow,
+)
 from ddpstats.dump.msprobe import columns
 from ddpstats.dump.statistics import keys as statistics_keys
 
@@ -29,7 +37,7 @@ _EQUAL = {
 }
 
 
-def as_text(findings: Findings) -> str:
+def as_text(findings: CompareFindings) -> str:
     """Return the verdict, the first differences of each comparison, and what to do next."""
     lines = [_verdict(findings)]
     lines += [f"{side} lacks {ranks_text(ranks)}." for side, ranks in findings.lacking.items()]
@@ -40,7 +48,7 @@ def as_text(findings: Findings) -> str:
     return printable([*lines, *(f"note: {note}" for note in findings.notes)])
 
 
-def _verdict(findings: Findings) -> str:
+def _verdict(findings: CompareFindings) -> str:
     compared = sum((Counter(each.compared) for each in findings.comparisons), Counter[str]())
     ranks = count_of(sum(len(each.ranks) for each in findings.comparisons), "ranks")
     what = f"{count_of(compared.total(), 'tensors')} in {ranks}"
@@ -83,7 +91,7 @@ def _comparison_lines(comparison: Comparison) -> Iterator[str]:
         yield "  parallelism ranks differ by right: compare those that hold the same parameters, with --ranks."
 
 
-def _details(row: Row) -> Iterator[str]:
+def _details(row: LeafRow) -> Iterator[str]:
     raws = {side: raw or {} for side, raw in [*row.leaves.items()][:_SHOWN_SIDES]}
     leaf = DumpLeaf(next(filter(None, raws.values()), {}))
     kind = f"  {leaf.dtype} {list(leaf.shape)}" if leaf.is_tensor else ""
@@ -112,7 +120,7 @@ def _memory(leaf: DumpLeaf) -> str:
     return f"at 0x{leaf.data_ptr:x} in storage {leaf.storage_id} of {leaf.storage_bytes or 0:,} bytes"
 
 
-def _reason(row: Row) -> str:
+def _reason(row: LeafRow) -> str:
     """Return which sides differ, and how."""
     who = ""
     if row.culprits:
@@ -124,7 +132,7 @@ def _reason(row: Row) -> str:
     return "; ".join(filter(None, (who, row.verdict.message, relative and f"relative error {relative}", row.highlight)))
 
 
-def _split(row: Row) -> str:
+def _split(row: LeafRow) -> str:
     return " | ".join(shorten(group, 8) for group in row.groups)
 
 
@@ -148,13 +156,13 @@ tr.yellow { background: #fff3bf; }
 """
 
 
-def cells(row: Row, mode: Mode) -> list[Any]:
+def cells(row: LeafRow, mode: CompareMode) -> list[Any]:
     """Return a row's values in the order of `msprobe.columns`; ``N/A`` where there is nothing."""
     numbers, close = statistics_keys("relative"), row.verdict.closeness
     raws = [row.leaves[side] for side in row.sides]
     grads = [None if raw is None else raw.get("requires_grad") for raw in raws]
     errors = [row.verdict.errors.get(key, (None, None)) for key in numbers]
-    middle: dict[Mode, list[Any]] = {
+    middle: dict[CompareMode, list[Any]] = {
         "statistics": [*(error[0] for error in errors), *(_percent(error[1]) for error in errors)],
         "md5": [raw and raw.get("md5") for raw in raws],
         "tensor": [None] * 6 if close is None else [*vars(close).values()][:6],
@@ -179,7 +187,7 @@ def _percent(error: float | None) -> str | None:
     return None if error is None else f"{error * 100:.6g}%" if math.isfinite(error) else str(error)
 
 
-def write_table(path: Path, rows: Iterable[Row], mode: Mode) -> None:
+def write_table(path: Path, rows: Iterable[LeafRow], mode: CompareMode) -> None:
     """Write a CSV file. No cell can begin a formula in a spreadsheet program."""
     lines = (map(escape_formula, line) for line in itertools.chain([columns(mode)], (cells(row, mode) for row in rows)))
     write_file(path, lambda file: csv.writer(file).writerows(lines))
@@ -196,12 +204,12 @@ def escape_formula(cell: Any) -> Any:
     return cell
 
 
-def write_page(path: Path, findings: Findings, text: str) -> None:
+def write_page(path: Path, findings: CompareFindings, text: str) -> None:
     """Write a page of the text, and for each comparison a table of its rows. It needs nothing from anywhere."""
     write_file(path, lambda file: file.writelines(_page(findings, text)))
 
 
-def _page(findings: Findings, text: str) -> Iterator[str]:
+def _page(findings: CompareFindings, text: str) -> Iterator[str]:
     yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
     yield "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
     yield f"<title>ddpstats compare</title><style>{_STYLE}</style></head><body>\n<pre>{escape(text)}</pre>\n"

@@ -1,4 +1,4 @@
-"""Calls: `Call` records one of a module or a function, and `CallWatch` those of torch's functions.
+"""Calls: `RecordedCall` records one of a module or a function, and `CallWatch` those of torch's functions.
 
 `CallWatch` sees the outermost calls that the program makes in Python:
 
@@ -40,7 +40,7 @@ from ddpstats.dump.record.leaves import tensors_in
 from ddpstats.dump.record.recorder import OpenEntry, Recorder
 
 
-class Call:
+class RecordedCall:
     """A call that is about to run, of a module with its own parameters or of a function."""
 
     def __init__(
@@ -151,7 +151,7 @@ class CallWatch(TorchFunctionMode):
             name = None
         if name is None:
             return self._run_skipped(func, args, kwargs)
-        call = Call(self._recorder, f"{name}.{self._recorder.number(name)}.forward", args, kwargs)
+        call = RecordedCall(self._recorder, f"{name}.{self._recorder.number(name)}.forward", args, kwargs)
         try:
             result = func(*args, **kwargs)
         except BaseException as error:

@@ -3,7 +3,7 @@
 1. A hook before each module's forward pass: its name, its inputs and its own parameters as they are then; it becomes
    the innermost parent.
 2. A hook after it, which runs also if the forward pass raises: its outputs, and what is to be seen of the backward
-   pass. Both are recorded by `Call`.
+   pass. Both are recorded by `RecordedCall`.
 3. A hook on each parameter: the gradient of this backward pass, before it is accumulated or reduced. FSDP2's sharded
    parameters take no part in the graph; FSDP2 calls hooks that run after accumulation itself. So their gradient is what
    is in ``grad`` then: reduced, and accumulated.
@@ -37,16 +37,16 @@ from ddpstats._observe.torch_compat import (
 )
 from ddpstats.dump.msprobe import backward_of, module_base
 from ddpstats.dump.record.backward import PassEntries
-from ddpstats.dump.record.calls import Call
+from ddpstats.dump.record.calls import RecordedCall
 from ddpstats.dump.record.recorder import OpenEntry, Recorder
 
 
 @dataclass
-class _Running:
+class _ForwardPass:
     """A forward pass that has begun, while the program handles the error ``handled``, or none."""
 
     module: nn.Module
-    call: Call
+    call: RecordedCall
     handled: BaseException | None
 
 
@@ -59,7 +59,7 @@ class ModuleWatch:
         self.has_compiled = sum(_find_modules(part, path, self._modules) for path, part in _parts_of(model)) > 0
         self._hooks = ExitStack()
         self._gradients: dict[int, ParameterGradients] = {}
-        self._running: list[_Running] = []
+        self._running: list[_ForwardPass] = []
         self._thread = threading.get_ident()
 
     def start(self) -> None:
@@ -120,8 +120,8 @@ class ModuleWatch:
     def _forward_begins(self, base: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder, handled = self._recorder, sys.exc_info()[1]
         name = f"{base}.forward.{recorder.number(base)}"
-        call = Call(recorder, name, args, kwargs, dict(module.named_parameters(recurse=False)))
-        self._running.append(_Running(module, call, handled))
+        call = RecordedCall(recorder, name, args, kwargs, dict(module.named_parameters(recurse=False)))
+        self._running.append(_ForwardPass(module, call, handled))
         if id(module) in self._gradients:
             self._gradients[id(module)].inside = [*recorder.parents, name]
         recorder.parents.append(name)

@@ -27,7 +27,7 @@ from ddpstats._base.caches import EmptiedCache
 from ddpstats._observe.frames import user_frame
 from ddpstats.guard.event import Evidence
 from ddpstats.guard.labels.source import COMPREHENSION_NAMES, SourceFile, call_of, mentions
-from ddpstats.guard.labels.trace import LabelTracer, Route, Step, Use, use_of
+from ddpstats.guard.labels.trace import KeyStep, LabelTracer, Route, Use, use_of
 
 MISSING: Any = object()
 _MAX_SEARCHED = 4096
@@ -344,7 +344,7 @@ class Chain:
     """
 
     calls: tuple[CallRoutes, ...]
-    steps: tuple[tuple[Step, int], ...] = ()
+    steps: tuple[tuple[KeyStep, int], ...] = ()
     is_fresh: bool = False
     containers: tuple[LastContainer, ...] = ()
 
@@ -353,7 +353,7 @@ class Chain:
         is_fresh = self.is_fresh or (route.fresh and not self.steps)
         return _chains.keep((self, call), Chain((*self.calls, call), self.steps, is_fresh, self.containers))
 
-    def with_step(self, step: Step, route: Route) -> Chain:
+    def with_step(self, step: KeyStep, route: Route) -> Chain:
         """Return the chain whose last name a ``step`` of the route gives."""
         steps, is_fresh = (*self.steps, (step, len(self.calls) - 1)), self.is_fresh or (route.fresh and not self.steps)
         return _chains.keep((self, step), Chain(self.calls, steps, is_fresh, (*self.containers, LastContainer())))
@@ -393,10 +393,10 @@ class Inferred:
         return evidence
 
 
-_chains: EmptiedCache[tuple[Chain, CallRoutes | Step], Chain] = EmptiedCache(_MAX_KEPT)  # one call or step longer
+_chains: EmptiedCache[tuple[Chain, CallRoutes | KeyStep], Chain] = EmptiedCache(_MAX_KEPT)  # one call or step longer
 _labels: EmptiedCache[tuple[Any, ...], Inferred] = EmptiedCache(_MAX_KEPT)
 # A route as far as it was followed: the names that it came to, innermost first, and the container of each.
-_Path = tuple[Chain, tuple[str, ...], tuple[Any, ...]]
+_FollowedRoute = tuple[Chain, tuple[str, ...], tuple[Any, ...]]
 
 
 def infer(frame: FrameType) -> Inferred | None:
@@ -416,7 +416,7 @@ def infer(frame: FrameType) -> Inferred | None:
         return None
 
 
-def _follow(before: _Path, frame: FrameType) -> _Path | None:
+def _follow(before: _FollowedRoute, frame: FrameType) -> _FollowedRoute | None:
     """Follow the routes of the path's last call, and those of its callers; None where no route comes to a name."""
     frames = activation(frame) if frame.f_code.co_name in COMPREHENSION_NAMES else (frame,)
     for route in before[0].calls[-1].routes if len(before[0].calls) <= _MAX_FRAMES else ():
@@ -432,7 +432,7 @@ def _follow(before: _Path, frame: FrameType) -> _Path | None:
     return None
 
 
-def _names_along(route: Route, frames: Sequence[FrameType]) -> list[tuple[Step, str, Any]]:
+def _names_along(route: Route, frames: Sequence[FrameType]) -> list[tuple[KeyStep, str, Any]]:
     """Return the steps that give a name, with the name and the container."""
     frame, plain = frames[0], route.variables
     if len(plain) == 2 and len(frames) == 1 and frame.f_code.co_flags & _CO_OPTIMIZED:  # mostly, and in few steps
@@ -443,7 +443,7 @@ def _names_along(route: Route, frames: Sequence[FrameType]) -> list[tuple[Step, 
         text = key_text(key) if type(key) is str and type(container) is dict else None
         if text is not None:
             return [(route.steps[0], text, container)]
-    variables, names = Variables(frames), list[tuple[Step, str, Any]]()
+    variables, names = Variables(frames), list[tuple[KeyStep, str, Any]]()
     try:
         for step in route.steps:
             container = MISSING if step.container is None else variables.value(step.container)
@@ -455,7 +455,7 @@ def _names_along(route: Route, frames: Sequence[FrameType]) -> list[tuple[Step, 
     return names
 
 
-def _name_of(step: Step, variables: Variables, container: Any) -> str | None:
+def _name_of(step: KeyStep, variables: Variables, container: Any) -> str | None:
     """Return the name that a step gives, if any."""
     text: str | None = None
     key: Any = MISSING
@@ -476,7 +476,7 @@ def _name_of(step: Step, variables: Variables, container: Any) -> str | None:
     return _text_in_dict(key) if text is None and is_dict(container) else text
 
 
-def _leave(route: Route, frame: FrameType, path: _Path) -> _Path | None:
+def _leave(route: Route, frame: FrameType, path: _FollowedRoute) -> _FollowedRoute | None:
     """Go on in the frame of the caller."""
     chain, keys, containers = path
     outer = user_frame(frame.f_back)

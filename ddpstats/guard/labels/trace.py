@@ -145,7 +145,7 @@ def _targets(target: ast.expr, value: ast.expr, loop: ast.AST | None = None) -> 
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class KeyStep:
     """One step out of a container.
 
     ``names``: expressions whose values may name the element. Where none does, the value of ``element`` is the name, or
@@ -166,7 +166,7 @@ class Route:
     other names for it are followed.
     """
 
-    steps: tuple[Step, ...] = ()
+    steps: tuple[KeyStep, ...] = ()
     fresh: bool = False
     parameter: str = ""
     of_container: bool = False
@@ -255,7 +255,7 @@ class LabelTracer:
         elif isinstance(expr, ast.Subscript):
             yield from self._out(self._taken(expr.slice, expr.value), False, hops + 1)
 
-    def _out(self, step: Step, fresh: bool, hops: int) -> Iterator[Route]:
+    def _out(self, step: KeyStep, fresh: bool, hops: int) -> Iterator[Route]:
         """Yield the step, followed by the steps by which its container was taken out of others."""
         further = next(self._container(step.container, hops), Route())
         yield Route((step, *further.steps), fresh, further.parameter, True)
@@ -267,7 +267,7 @@ class LabelTracer:
         if binding.value is None:
             yield Route((), fresh, name.id, is_container)
         elif binding.name is not None and binding.loop is not None:
-            step = Step(binding.beside, binding.name, unwrapped(binding.value), binding.loop)
+            step = KeyStep(binding.beside, binding.name, unwrapped(binding.value), binding.loop)
             yield from self._out(step, fresh, hops)
         elif is_container:
             yield from self._container(binding.value, hops)
@@ -284,11 +284,11 @@ class LabelTracer:
             if isinstance(node, ast.Assign) and (self.file.is_inside(call, node) or mentions(node.value, carriers)):
                 for target in node.targets:
                     if isinstance(target, ast.Subscript):
-                        yield Route((Step((target.slice,), None, None, loop),), fresh=True)
+                        yield Route((KeyStep((target.slice,), None, None, loop),), fresh=True)
 
-    def _taken(self, key: ast.expr, container: ast.expr) -> Step:
+    def _taken(self, key: ast.expr, container: ast.expr) -> KeyStep:
         """One element, taken by its key."""
-        return Step((key,), None, container, self._loop_of(key))
+        return KeyStep((key,), None, container, self._loop_of(key))
 
     def _loop_of(self, key: ast.expr) -> ast.AST | None:
         """Return the loop that sets the variables of a key; None where none does."""
@@ -331,10 +331,10 @@ class Turn:
 
 
 # File, call and calling function of each, the collective first.
-Calls = Sequence[tuple[SourceFile | None, ast.expr | None, CodeType]]
+CallChain = Sequence[tuple[SourceFile | None, ast.expr | None, CodeType]]
 
 
-def use_of(step: Step, calls: Calls, is_element: bool) -> Use:
+def use_of(step: KeyStep, calls: CallChain, is_element: bool) -> Use:
     """Return what the loop of a step does with its results.
 
     "stored": the result goes back under the key. "element": the element itself is overwritten. "pooled": the results
@@ -353,7 +353,7 @@ def use_of(step: Step, calls: Calls, is_element: bool) -> Use:
     return "stored" if "stored" in reads else "element" if is_element else ""
 
 
-def _turns_of(step: Step, calls: Calls, is_element: bool) -> list[Turn]:
+def _turns_of(step: KeyStep, calls: CallChain, is_element: bool) -> list[Turn]:
     """Return the part of each function, from the one that takes the step to the collective."""
     names = frozenset(node.id for key in step.names for node in names_in(key))
     loop, turns = step.loop, list[Turn]()
