@@ -51,7 +51,8 @@ def _head() -> list[str]:
         "programs are in `tests/guard/scenarios.py`, each beside a legal twin. *wrong, silent*: all ranks went on, "
         f"with numbers that mean nothing. *hang*: still running after {_LIMIT_SEC:.0f} s (torch's own timeout is 30 "
         "minutes). Where only the limit of a wait ends a scenario, as where two ranks wait in two groups, the guard's "
-        f"is {scenarios.LIMIT_SEC:.0f} s here (`timeout_sec`), and in a program that of its process group. DETAIL is "
+        f"limit (`timeout_sec`) is {scenarios.LIMIT_SEC:.0f} s here, {scenarios.COMPILED_LIMIT_SEC:.0f} s for "
+        "`compiled`; a program without `timeout_sec` has the timeout of its process group. DETAIL is "
         "`TORCH_DISTRIBUTED_DEBUG=DETAIL`.",
         "",
         "| scenario | plain torch | DETAIL | DETAIL on the legal twin | ddpstats strict | step | record, `report` | "

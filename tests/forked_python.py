@@ -5,7 +5,11 @@ A rank of torchrun's is an interpreter that imports torch, which costs seconds o
 1. `path` starts a server, a fork that has torch, and writes the command: a small interpreter without ``site``.
 2. The command sends the server its arguments, environment and directory, and all of its open files.
 3. The server forks the program. Its end is the command's end, by the same status or signal.
-4. Signals that end or stop a program go from the command to the program. The end of the command ends the program.
+4. Signals that end a program go from the command to the program. The end of the command ends the program.
+
+A fork is no interpreter. At its end exit handlers run, but nothing is finalised. All forks have one seed for the hash
+of str, the modules that the server has imported and its ``sys.path``. They are no children of the command's parent, and
+a process that they leave behind is killed. A test that is about any of this has ``fresh_children``.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from pathlib import Path
 from ddpstats.testing import forkserver
 from tests import programs
 
-_FD_FLOOR = 300  # above all numbers that a program's files may have
+_FD_FLOOR = 100  # above all numbers that a program's files may have
 _MOST_FILES = 64
 
 # Options of Python's own are for a real interpreter.
@@ -51,6 +55,12 @@ for fd in map(int, os.listdir("/dev/fd")):
             files.append(fd)
     except OSError:
         pass  # that of the listing
+def pass_on(number, frame):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass  # it has ended, and its status is on the way
+
 theirs, ours = os.pipe()
 request = json.dumps([sys.argv[2:], dict(os.environ), os.getcwd(), files]).encode("utf-8", "surrogateescape")
 socket.send_fds(server, [struct.pack("q", len(request))], [1, 2, theirs, *files])
@@ -60,11 +70,12 @@ for fd in [theirs, *files]:
 answers = server.makefile("rb")
 pid = int(answers.readline() or sys.exit("the server that forks programs has ended"))
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, frame: os.kill(pid, number))
+    signal.signal(number, pass_on)
 status = int(answers.readline() or 1)
 if status < 0:
     if -status not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(-status, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-status])
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
@@ -103,7 +114,10 @@ def _serve(listener: socket.socket, command: str) -> None:
     (size,), received = _received(client)
     request = b""
     while len(request) < size:
-        request += client.recv(size - len(request))
+        piece = client.recv(size - len(request))
+        if not piece:  # the command has been killed
+            os._exit(1)
+        request += piece
     arguments, environ, directory, numbers = json.loads(request.decode("utf-8", "surrogateescape"))
     pid = os.fork()
     if pid == 0:

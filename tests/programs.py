@@ -41,7 +41,7 @@ class Program:
         arguments: what follows ``python`` on the command line.
         environ: all environment variables. It can import what can be imported here.
         prefix: a command that starts the interpreter, such as ``ip netns exec NAME``; implies ``fresh``.
-        fresh_children: whether what a fork starts by ``sys.executable`` are interpreters, which /proc shows as such.
+        fresh_children: whether what a fork starts by ``sys.executable`` are interpreters; otherwise `forked_python`.
     """
 
     def __init__(
@@ -140,10 +140,12 @@ def run(
     timeout: float = LIMIT_SEC,
     cwd: str | Path = ".",
     fresh: bool = False,
+    fresh_children: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python ARGUMENTS`` to its end; ``environ`` comes on top of this process's environment."""
-    return Program(arguments, {**os.environ, **(environ or {})}, cwd=cwd, fresh=fresh).finish(timeout)
+    all_environ = {**os.environ, **(environ or {})}
+    return Program(arguments, all_environ, cwd=cwd, fresh=fresh, fresh_children=fresh_children).finish(timeout)
 
 
 def without_gloo(stdout: str) -> str:
@@ -181,9 +183,12 @@ class Ended:
 
 
 def by_torchrun(script: str, *args: str, ranks: int = 2, **env: str) -> Ended:
-    """Run ``torchrun SCRIPT ARGS...``. The statuses are of those ranks that did not end with 0."""
+    """Run ``torchrun SCRIPT ARGS...``, whose ranks are interpreters, with all that happens when one ends.
+
+    The statuses are of those ranks that did not end with 0.
+    """
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script, *args]
-    return of_torchrun(run(command, environ=env))
+    return of_torchrun(run(command, fresh_children=True, environ=env))
 
 
 def of_torchrun(done: subprocess.CompletedProcess[str]) -> Ended:

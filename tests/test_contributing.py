@@ -62,14 +62,14 @@ def test_every_room_is_named_and_there_is_no_other() -> None:
 
 def test_no_two_types_of_the_package_have_one_name() -> None:
     """A leading underscore makes no other name. A type is a class, or a name in CamelCase for what annotations say."""
-    homes: dict[str, set[str]] = {}
+    homes: dict[str, list[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         tree = ast.parse(file.read_text())
         names = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         names += [name for node in tree.body if not isinstance(node, ast.ClassDef) for name in _bound(node)]
         for name in names:
             if re.fullmatch(r"_*[A-Z]\w*[a-z]\w*", name):
-                homes.setdefault(name.lstrip("_"), set()).add(str(file.relative_to(PACKAGE)))
+                homes.setdefault(name.lstrip("_"), []).append(str(file.relative_to(PACKAGE)))
     assert {"Event", "Structure"} <= homes.keys()
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 

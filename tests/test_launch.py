@@ -25,8 +25,8 @@ SETTINGS = (
     "VIRTUAL_ENV",
     "CONDA_PREFIX",
     "PYTHON",
-    "NNODES",
-    "PET_NNODES",
+    *("NNODES", "NODE_RANK", "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID"),
+    *("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_BACKEND", "PET_RDZV_ENDPOINT", "PET_RDZV_ID"),
 )
 
 
@@ -92,7 +92,7 @@ def levels(venv: Path) -> set[str]:
     return {stamp.name for stamp in venv.glob("set-up-*")}
 
 
-WORKERS = " -m pytest --numprocesses 4 --dist worksteal"
+WORKERS = " -m pytest --numprocesses 6 --dist worksteal"
 NIGHTLY = f"{WORKERS} -o testpaths=tests benchmarks -o faulthandler_timeout=0 --hypothesis-profile nightly"
 QUICK = f"{WORKERS} -m not slow and not library"
 NAMED = " -m pytest --numprocesses 0"
@@ -105,7 +105,7 @@ NAMED = " -m pytest --numprocesses 0"
         (["-x", "-k", "tests"], 1, f"{QUICK} -x -k tests"),
         (["tests/base", "-x"], 1, f"{NAMED} tests/base -x"),
         (["tests/base/test_paths.py::test_x[a::b]"], 1, f"{NAMED} tests/base/test_paths.py::test_x[a::b]"),
-        (["--all", "-x"], 2, " -m pytest --numprocesses 6 --dist worksteal -x"),
+        (["--all", "-x"], 2, f"{WORKERS} -x"),
         (["--nightly"], 2, NIGHTLY),
         (["--nightly", "benchmarks"], 2, f"{NIGHTLY} benchmarks"),
     ],

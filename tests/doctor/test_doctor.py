@@ -200,7 +200,7 @@ def test_rank_0_removes_its_file_on_sigterm(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_equal_ranks_under_torchrun_do_not_differ(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddpstats", "doctor"]
-    done = programs.run(torchrun, timeout=LIMIT_SEC, cwd=tmp_path)
+    done = programs.run(torchrun, timeout=LIMIT_SEC, cwd=tmp_path, fresh_children=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 ranks. ")
     assert done.stdout.endswith("\nNothing differs.\n")

@@ -75,7 +75,7 @@ def test_a_kernel_may_take_longer_than_the_guard_s_timeout(refdev_ranks: RankPoo
 def test_a_rank_whose_device_does_not_end_is_named_in_time_on_all_ranks(refdev: None, tmp_path: Path) -> None:
     """Its device works for two minutes; the limit of the test is less."""
     calls = ("reduce", "start", "window", "capture", "sentinel")
-    missing = run_ranks(runs.judges_while_the_device_is_busy, 2, str(tmp_path), 2.0, timeout_sec=90).values()
+    missing = run_ranks(runs.judges_while_the_device_is_busy, 2, str(tmp_path), 5.0, timeout_sec=90).values()
     assert missing == [dict.fromkeys(calls, (0,))] * 2
 
 

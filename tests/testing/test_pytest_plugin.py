@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import configparser
 import os
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from ddpstats.testing import pytest_plugin
-from tests import forked_python, programs
+from tests import programs
 
 pytest_plugins = ("pytester",)
 ROOT = Path(__file__).parents[2]
@@ -314,7 +313,6 @@ def test_relative_imports_find_the_package_of_the_test(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
     monkeypatch.setenv("PYTHONPATH", str(pytester.path / "project" / "other"), prepend=os.pathsep)
-    monkeypatch.setattr(sys, "executable", forked_python.path())
     what = ["project/checks"] + ["project/plain"] * (mode == "importlib")
     result = pytester.runpytest_subprocess("-p", PLUGIN, f"--import-mode={mode}", "--rootdir=project", *what)
     result.assert_outcomes(passed=len(places))
@@ -411,10 +409,9 @@ CONFTEST = """
 
 @pytest.mark.parametrize("workers", [[], pytest.param(["-n", "2"], marks=pytest.mark.slow)], ids=["alone", "xdist"])
 def test_fixtures_are_set_up_on_each_rank_and_asserts_are_rewritten(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: list[str]
+    pytester: pytest.Pytester, workers: list[str]
 ) -> None:
     """Also under xdist, in a directory below the root, with options that are for the run and not for a rank."""
-    monkeypatch.setattr(sys, "executable", forked_python.path())
     pytester.makeconftest(CONFTEST)
     pytester.makeini("[pytest]\naddopts = --of-the-project=given -ra")
     pytester.mkdir("checks").joinpath("test_fixtures.py").write_text(textwrap.dedent(ON_EACH_RANK))
