@@ -278,9 +278,8 @@ def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
         options.reduceOp, options.asyncOp = own.reduceOp, own.asyncOp
         options.timeout = timedelta(milliseconds=call.timeout_ms)
     work = backend.allreduce(tensors, options)
-    for subscriber in tuple(_subscribers):
-        if subscriber.after(call, work):
-            _last_done = weakref.ref(work)
+    has_waited = [subscriber.after(call, work) for subscriber in tuple(_subscribers)]
+    _last_done = weakref.ref(work) if any(has_waited) else object
     return work
 
 

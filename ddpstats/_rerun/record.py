@@ -283,9 +283,9 @@ class StepWatch:
     """
 
     def __init__(self, method: str, group: Any) -> None:
-        self._channel = channel_of(group)
+        channel = channel_of(group)
         self._method, self._group = method, group
-        self._ranks, self._rank = tuple(self._channel.ranks), int(self._channel.rank)
+        self._ranks, self._rank = tuple(channel.ranks), int(channel.rank)
         self._step = 0
         self._running: Running[Any] | None = None
         self._problem: Exception | None = None  # of this rank, until every rank raises it
@@ -332,15 +332,15 @@ class StepWatch:
             raise ConfigError(f"{self._method}() {self._closed or 'inside micro_batch()'}")
         refuse_without_values(self._method)
 
-    def _wait_for_device(self, device: torch.device | None = None) -> None:
-        """Wait until the device, by default the accelerator, has done the step, in which it may wait for other ranks.
+    def _wait_for_device(self, device: torch.device) -> None:
+        """Wait until the device has done the step, in which it may wait for a rank that does not come.
 
         Raises:
             RankMissing: it has not by the timeout, or another rank has given up; the channel raises it from then on.
         """
         event = record_event(device)
         if event is not None:
-            self._channel.wait_until(event.query, "the step on the device", config.timeout_sec(None))
+            channel_of(self._group).wait_until(event.query, "the step on the device", config.timeout_sec(None))
 
     def _gather(self, tree: Callable[[], Any], what: str) -> dict[int, Any]:
         """Return every rank's tree, by global rank. Collective."""

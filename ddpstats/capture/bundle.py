@@ -457,7 +457,7 @@ def gather_when_done(work: Callable[[], Any], late: Any, *, name: str, group: An
 
 
 class BundleWriter:
-    """One bundle of all ranks. Every rank calls `write`, then `finish`.
+    """One bundle of all ranks. Every rank calls `write`, then `finish`, and `amend` where the cause is known later.
 
     Attributes:
         directory: of the bundle, from `write` on; None if it would be too large, or could not be made.
@@ -524,7 +524,7 @@ class BundleWriter:
 
     def amend(self, verdict: CaptureVerdict) -> CaptureVerdict:
         """Return ``verdict``, whose message replaces the one in the manifest. Collective."""
-        problem = self._manifest_with(verdict.message)
+        problem = "" if self.directory is None else self._manifest_with(verdict.message)
         if problem and self._rank == self._lowest:
             _log.warning("%s: the manifest lacks the cause: %s", self.directory, problem)
         return verdict

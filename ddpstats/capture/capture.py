@@ -29,6 +29,7 @@ from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.text import ranks_text
 from ddpstats._observe.gradient_norms import any_bad
 from ddpstats._observe.gradients import GradientWatch
+from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.failure import LOST_BY_BACKEND, nccl_reason
 from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.codec import CannotStore, to_plain
@@ -114,6 +115,7 @@ class NaNCapture(StepWatch):
         if attribute and not callable(step_fn):
             raise ConfigError("attribute=True needs step_fn=: a function (model, batch) that returns the loss")
         super().__init__("NaNCapture.check", group)
+        self._channel = channel_of(group)
         self.dirpath = Path(dirpath)
         self._scaler = scaler
         self._keep, self._policy, self._max_bytes = keep, on_nonfinite, max_bytes

@@ -41,7 +41,7 @@ def as_json(number: float) -> Any:
 
 def _encode_entry(entry: Mapping[str, Any]) -> bytes:
     """Return an entry as JSON, in ASCII; msgspec takes an eighth of the time that Python takes."""
-    with contextlib.suppress(UnicodeEncodeError):
+    with contextlib.suppress(UnicodeEncodeError, TypeError):  # surrogates, and subclasses of str
         if (text := _encode_plain(entry)).isascii():
             return text
     return encode(entry).encode()

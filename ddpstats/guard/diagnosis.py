@@ -528,7 +528,7 @@ def _whereabouts(status: RankStatus, seq: int = 1, group: str = "") -> str:
         state = f"ran no Python for {status.slept_sec:.0f} s: stopped, or in a call that holds the GIL"
     elif status.waits_in is not None and status.waits_in[0].endswith(MESSAGES):
         state = "waits for a message"
-    elif status.waits_in is not None and status.waits_in[0] == group:  # where it compares what is behind it
+    elif status.waits_in is not None and status.waits_in[0] == group and status.waits_in[1] >= status.count:
         state = "waits for the other ranks"
     elif status.waits_in is not None:
         number = f"number {status.waits_in[1]} of group {status.waits_in[0]!r}"

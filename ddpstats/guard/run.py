@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     if args.guard == "record" and args.record_dir is None:
         raise ConfigError("--guard record needs --record-dir DIR, where the records are written")
     if args.watch and (args.nproc is None or args.guard == "off"):
-        advice = "With torchrun, say --watch-dir DIR, and run `ddpstats watch DIR`."
-        raise ConfigError(f"--watch is for --nproc N, and for a guard that is not off. {advice}")
+        advice = " With torchrun, say --watch-dir DIR, and run `ddpstats watch DIR`." if args.nproc is None else ""
+        raise ConfigError(f"--watch is for --nproc N, and for a guard that is not off.{advice}")
     if args.nproc is not None and (args.nproc < 1 or "TORCHELASTIC_RUN_ID" in os.environ):
         raise ConfigError("--nproc starts N ranks, at least one, and not in a rank of torchrun's. Leave --nproc out.")
     return _run_here(args) if args.nproc is None else _launch(args)

@@ -32,7 +32,7 @@ from ddpstats._ranks.comm import group_ranks
 from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step, scale_of
 from ddpstats._rerun.run import Reruns, StepFunction
-from ddpstats._rerun.state import place_text
+from ddpstats._rerun.state import device_of, place_text
 from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel.activations import Checkpoints, Selector
 from ddpstats.sentinel.matmul import MatmulChecksum
@@ -236,6 +236,7 @@ class Sentinel(StepWatch):
         self.verdict = SentinelVerdict(-1)
         super().__init__("Sentinel.step", group)
         self._where_text = f"on {place_text(model)}"
+        self._device = device_of(model)
         self._where: dict[int, str] = {}
         self._first_alarm: SentinelVerdict | None = None
         self._evidence: list[Any] = []
@@ -340,7 +341,7 @@ class Sentinel(StepWatch):
             self._problem = problem
         try:
             if self._detectors:
-                self._wait_for_device()
+                self._wait_for_device(self._device)
             self._evidence = [detector.suspicious(self._step) for detector in self._detectors]
         except Exception as problem:
             self._problem = self._problem or problem
@@ -405,7 +406,7 @@ class Sentinel(StepWatch):
             where = f" on {ranks_text(first.culprit_ranks)}" if first.culprit_ranks else ""
             lines.append(f"The first alarm was at step {first.step}{where}; this may follow from it.")
         if mode >= 2 and culprits and len(culprits) < len(self._where):
-            is_hardware = not any(note.endswith(NOT_HARDWARE) for note in verdict.notes)
+            is_hardware = len(culprits) > 1 or not any(note.endswith(NOT_HARDWARE) for note in verdict.notes)
             advice = f"Test the device of {ranks_text(culprits)}, or go on without it, from this step or a checkpoint"
             in_data = f"Look at the batch of {ranks_text(culprits)}, and at what the model makes of it"
             lines.append(f"No rank has applied this step. {f'{advice} before it' if is_hardware else in_data}.")

@@ -273,7 +273,9 @@ _EXACT = (torch.float32, torch.float64)
 _MASK = torch.uint8  # of a bool tensor; to convert one takes too much memory
 _FEW = 32  # Python has measured so few before torch has begun
 _FEWER = 1 << 16  # elements, of which both ends are sooner known from one pass
-_CACHED = 1 << 18  # elements for each thread: 1 MiB of float32 stays in its cache; a longer dot product is less exact
+_CACHED = 1 << 18  # elements for each thread: 1 MiB of float32 stays in its cache
+# Elements of one dot product, which is summed in float32: MKL keeps partial sums, other libraries need not.
+_DOTTED = _CACHED if torch.backends.mkl.is_available() else 1 << 16  # type: ignore[no-untyped-call]
 _SMALLEST_SQUARE = 1e-30  # a float32 below has few bits left: the squares may have been lost
 
 
@@ -368,7 +370,7 @@ def _of_many(flat: Tensor) -> tuple[float, ...] | None:
         total += cached.sum().item()
         if not math.isfinite(total):  # as it is wherever an element is not finite
             return None
-        square += sum([torch.dot(part, part).item() for part in _parts(cached, _CACHED)])
+        square += sum([torch.dot(part, part).item() for part in _parts(cached, _DOTTED)])
         low, high = torch.aminmax(cached) if cached.numel() < _FEWER else (cached.amin(), cached.amax())
         ends += [low.item(), high.item()]
     most, least = max(ends), min(ends)
