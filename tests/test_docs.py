@@ -47,9 +47,8 @@ def test_the_commands_of_ten_minutes_print_what_the_page_shows(tmp_path: Path) -
         verb, *arguments = shlex.split(command)
         if verb == "torchrun":
             assert arguments == ["--nproc-per-node", "2", "train.py"]
-            done = programs.by_torchrun(str(tmp_path / "train.py"))
-        else:
-            done = programs.of_torchrun(programs.run(["-m", verb, *arguments], timeout=LIMIT_SEC, cwd=tmp_path))
+            verb, arguments = "torch.distributed.run", ["--standalone", *arguments]
+        done = programs.of_torchrun(programs.run(["-m", verb, *arguments], timeout=LIMIT_SEC, cwd=tmp_path))
         assert any(done.statuses) is bool(text), done.stdout + done.stderr
         assert programs.without_gloo(done.stdout) == output, done.stderr
         assert text in done.stderr.replace(f"{tmp_path}/", "").replace("[rank0]: ", ""), done.stderr

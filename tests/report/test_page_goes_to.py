@@ -124,6 +124,7 @@ def test_buttons_zoom_and_group_filter_hides_events(tmp_path: Path, chromium: Br
     assert chromium.run("[...lanes[0].shown].every(event => calls[lanes[0].call[event]].group === 1)") is True
 
 
+@pytest.mark.nightly
 def test_page_of_2_million_events_opens(tmp_path: Path, chromium: Browser) -> None:
     """20 ranks with 100,000 events each, about what their records hold."""
     small = read_directories([records.write(tmp_path, 2, 20, parts=False)])
