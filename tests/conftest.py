@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from ddpstats.testing import RankPool
 from ddpstats.testing.forkserver import preload
@@ -31,7 +31,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # answers nobody until the resolver gives up, by default after 5 s; a test's timeout may be shorter.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-settings.register_profile("nightly", max_examples=2000)  # `scripts/launch.sh test --nightly`
+# No example has a time limit: on a busy machine any may take long.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
+settings.register_profile("nightly", settings.default, max_examples=2000)  # `scripts/launch.sh test --nightly`
 
 # Imported once, in the server that forks ranks, by each of pytest's workers.
 preload(

@@ -161,7 +161,7 @@ class Agreement:
 
     def wait_for(self, is_done: Callable[[], bool], what: str) -> None:
         """Wait for ``what``, in which this rank may wait for others, as a device does. Local; fails as a collective."""
-        while not is_done() and not wait_for(is_done, _WATCH_SEC, _DEVICE_POLL_SEC):
+        while not wait_for(is_done, _WATCH_SEC, _DEVICE_POLL_SEC):
             reason = self.comm.watch()
             if reason is not None or time.monotonic() >= self.deadline:
                 raise CommFailed(reason or f"no end of {what}")

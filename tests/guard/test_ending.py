@@ -304,6 +304,32 @@ def test_legal_program_ends_as_without_the_guard(script: Any, run: Callable[...,
     assert done.stderr.count(line) == 1
 
 
+METERS = """
+    values = {"loss": 1.0, "accuracy": 0.5}
+
+    class Meter:
+        def __init__(self, total):
+            self.count, self.total = 1, total
+
+        def synchronize(self):  # as DETR's
+            both = torch.tensor([self.count, self.total])
+            dist.all_reduce(both)
+            self.count, self.total = both.tolist()
+
+    meters = {key: Meter(values[key]) for key in (reversed(values) if rank else values)}
+    for name, meter in meters.items():
+        meter.synchronize()
+"""
+
+
+def test_last_line_says_that_names_differed(script: Any) -> None:
+    logged = "import logging\nlogging.basicConfig(level=logging.INFO)\n"
+    done = on_ranks(script(logged, HEAD, METERS, ENDS), "destroy", DDPSTATS_GUARD="step")
+    assert not any(done.statuses), done.stderr
+    assert "combine values under different names" in done.stderr
+    assert done.stderr.count("2 ranks agree. 1 warning of names that differ, which are not compared again.") == 1
+
+
 SIZES = """
     dist.all_reduce(torch.ones(4))
     if how == "at the same moment":  # neither has seen what the other says

@@ -8,7 +8,7 @@ import statistics
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from ddpstats import ConfigError, RankValues
 
@@ -59,7 +59,6 @@ def test_equal_values_have_no_spread(value: float) -> None:
     assert (of(value, value, value).std, of(value, value, value).median) == (0.0, value)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.floats(-1e200, 1e200), min_size=1, max_size=9))
 def test_median_and_std_hold_for_any_values_of_a_reduction(values: list[float]) -> None:
     held = of(*values)

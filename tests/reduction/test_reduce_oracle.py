@@ -54,7 +54,7 @@ def reduction_of(ranks: Sequence[RankStats], policy: str, per_rank: bool) -> Red
     return policy, per_rank, [(rank.stats, rank.weight) for rank in ranks]
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[*SLOW_EXAMPLES, HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[*SLOW_EXAMPLES, HealthCheck.function_scoped_fixture])
 @given(
     ranks=uneven_stats(2),
     policy=st.sampled_from(POLICIES),
@@ -69,7 +69,7 @@ def test_drawn_stats_on_real_ranks_are_reduced_exactly(
     reduce_pairs.check_one(reduction, two_ranks.run(reduce_pairs.one_on_this_rank, reduction, name).values())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW_EXAMPLES)
+@settings(max_examples=60, suppress_health_check=SLOW_EXAMPLES)
 @given(ranks=uneven_stats(1), policy=st.sampled_from(POLICIES), per_rank=st.booleans())
 def test_drawn_stats_without_a_process_group_are_reduced_exactly(
     ranks: list[RankStats], policy: str, per_rank: bool
@@ -87,7 +87,7 @@ def reduce_in_thread(group: ThreadGroup, reduction: Reduction) -> tuple[Any, Any
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None, suppress_health_check=SLOW_EXAMPLES)
+@settings(max_examples=8, suppress_health_check=SLOW_EXAMPLES)
 @given(ranks=uneven_stats(64, max_depth=2), policy=st.sampled_from(POLICIES))
 def test_drawn_stats_on_64_threads_are_reduced_exactly(ranks: list[RankStats], policy: str) -> None:
     reduction = reduction_of(ranks, policy, per_rank=True)

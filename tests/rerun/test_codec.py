@@ -70,14 +70,14 @@ def trees() -> st.SearchStrategy[Any]:
     return st.recursive(leaves(), grown, max_leaves=12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(trees())
 def test_containers_and_numbers_come_back(tree: Any) -> None:
     back = through_a_file(tree)
     assert repr(back) == repr(tree)  # NaN is not equal to itself
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]),
     st.lists(st.integers(0, 3), max_size=3),

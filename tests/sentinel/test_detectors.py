@@ -128,7 +128,7 @@ def same(found: list[Row], wanted: list[Row]) -> None:
 
 @BOTH
 @given(values=st.lists(VALUES, max_size=24))
-@hypothesis_settings(deadline=None, max_examples=100)
+@hypothesis_settings(max_examples=100)
 def test_a_detector_agrees_with_its_published_algorithm(detector: str, values: list[float]) -> None:
     settings = V2_SETTINGS if detector == "v2" else V3_SETTINGS
     with numpy.errstate(all="ignore"):
@@ -137,7 +137,7 @@ def test_a_detector_agrees_with_its_published_algorithm(detector: str, values: l
 
 @BOTH
 @given(st.lists(st.lists(st.tuples(VALUES, st.booleans()), min_size=5, max_size=5), max_size=12))
-@hypothesis_settings(deadline=None, max_examples=30)
+@hypothesis_settings(max_examples=30)
 def test_checkpoints_do_not_touch_each_other_and_unseen_ones_keep_their_state(
     detector: str, steps: list[list[tuple[float, bool]]]
 ) -> None:

@@ -49,7 +49,7 @@ def test_every_flipped_bit_of_a_small_tensor_changes_the_digest(dtype: torch.dty
         assert len(seen) == 1 + 8 * tensor.numel() * tensor.element_size()  # and no two flips look alike
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(words=st.integers(1, 200_000), place=st.integers(0), bit=st.integers(0, 63), seed=st.integers(0, 9))
 def test_a_flipped_bit_of_a_large_tensor_changes_the_digest(words: int, place: int, bit: int, seed: int) -> None:
     tensor = bits_of(words, dtype=torch.int64, seed=seed)
@@ -58,7 +58,7 @@ def test_a_flipped_bit_of_a_large_tensor_changes_the_digest(words: int, place: i
     assert digest(tensor) != before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(content=st.binary(min_size=1, max_size=64), other=st.binary(min_size=1, max_size=64))
 def test_other_bytes_of_one_length_have_another_digest(content: bytes, other: bytes) -> None:
     other = other.ljust(len(content), b"\0")[: len(content)]
