@@ -122,8 +122,9 @@ def examine(directory: Path, timeout_sec: float) -> list[Facts] | None:
             raise ValueError(f"rank {rank} of {size}, port {port}")
         address = os.environ["MASTER_ADDR"]
     except (KeyError, ValueError) as error:
+        reason = f"{error.args[0]} is not set" if isinstance(error, KeyError) else error
         raise ConfigError(
-            f"RANK is set, so RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT have to be as torchrun sets them: {error}"
+            f"RANK is set, so RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT have to be as torchrun sets them: {reason}"
         ) from error
     if size == 1:
         return [facts]
@@ -201,7 +202,7 @@ class _Job:
 
 
 def _ahead_ms(first: list[tuple[int, int]], own: list[tuple[int, int]]) -> float:
-    """Return by how much a rank's clock is ahead of the first one's, less what the quickest pass leaves open."""
+    """Return the least milliseconds by which a rank's clock can be ahead of rank 0's, from the quickest pass."""
     doubt, ahead = min(
         (max(left - entered, own_left - own_entered), own_left - left)
         for (entered, left), (own_entered, own_left) in zip(first, own, strict=True)

@@ -115,9 +115,10 @@ class Patches:
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Bind ``name`` of a class or module to ``new``."""
-        old = vars(owner)[name]
+        is_inherited = name not in vars(owner)
+        old = None if is_inherited else vars(owner)[name]
         setattr(owner, name, new)
-        self._undo.append(lambda: setattr(owner, name, old))
+        self._undo.append(lambda: delattr(owner, name) if is_inherited else setattr(owner, name, old))
 
     def wrap(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
         """Bind ``name``, a function, to ``ours``; see `in_place_of`."""

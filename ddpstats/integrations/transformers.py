@@ -10,7 +10,7 @@ A TrainerCallback is not shown the batch, nor what the Trainer makes of the loss
 
 The Trainer clips before ``on_pre_optimizer_step``. Culprits and their parameters are named all the same, for each rank
 measures its own gradients as they arrive. But a sum over ranks that overflows has no culprit, and clipping may have
-carried it on by then: such a verdict may name parameters besides those whose sum it was.
+spread it to other gradients by then: such a verdict may name parameters besides those whose sum it was.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _MAKES_EVEN = re.compile(r"(?i) % |pad|drop|trunc|even|divisible|multiple|ceil")
 
 
-# The collectives that a rank misses which leaves a block, by what it leaves with.
+# For each kind of exit from a block, the collectives that a rank misses by it.
 #
 # For `ast.While`, those of a turn, in a loop that only an exit ends.
 _Later = dict[type[ast.stmt], tuple[CollectiveCall, ...]]

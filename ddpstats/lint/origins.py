@@ -107,7 +107,7 @@ _CUTS = re.compile(  # what a tensor says of itself, and what has no gradient
 
 
 class ValueOrigin(NamedTuple):
-    """A variable's origin, and how models concern it.
+    """A variable's origin, and whether it is a wrapped model or came from one.
 
     ``is_model``: DistributedDataParallel may wrap it. ``is_made``: such a model has made it.
     """
@@ -541,7 +541,7 @@ def _combine(origins: Iterable[Origin]) -> Origin:
 
 
 def _join(values: Sequence[ValueOrigin]) -> ValueOrigin:
-    """Return what a variable is behind ways on which it has these values."""
+    """Merge the values that a variable has at the end of each branch."""
     origins, models, made = zip(*values, strict=True)
     return ValueOrigin(_combine(origins), any(models), all(made))
 

@@ -12,6 +12,7 @@ _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _WITHOUT_RANKS = frozenset({"torch", "numpy", "tqdm", *sys.stdlib_module_names})
 _SHAPED = frozenset({"Linear", "zeros", "ones", "empty", "rand", "randn"})
+_MAX_TEXT = 60  # of an expression in a finding
 
 
 class Program:
@@ -165,10 +166,10 @@ def last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def text_of(node: ast.AST, most: int = 60) -> str:
+def text_of(node: ast.AST) -> str:
     """Return the source of an expression, cut short, in one line."""
     text = " ".join(ast.unparse(node).split())
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
 
 
 def parts_of(*nodes: ast.AST) -> Iterator[ast.AST]:

@@ -22,7 +22,7 @@ from ddpstats.guard.event import BY_TORCH
 from ddpstats.guard.record import RankRecord, assumed, diagnose, findings_as_json, groups_of, mark_as_dict, not_compared
 from ddpstats.report.flight_recorder import Spans
 
-_NO_END = "its record ends without a word: the process was killed, hangs, or still runs"
+_NO_END = "its record has no end mark: the process was killed, hangs, or still runs"
 
 
 class Recorded(NamedTuple):

@@ -105,7 +105,7 @@ class FlipInjector:
 
 
 class Fault:
-    """One flip: whether it is due on this rank, and its deed. ``hooks`` takes its hooks away at the end."""
+    """One flip: says whether it is due on this rank, and applies it. ``hooks`` takes its hooks away at the end."""
 
     def __init__(
         self, flip: BitFlip, rank: int, model: nn.Module, injector: FlipInjector, hooks: contextlib.ExitStack

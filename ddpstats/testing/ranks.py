@@ -134,7 +134,7 @@ def rank_environ(rank: int, world_size: int, store_port: int, env: Mapping[str, 
 
 
 def _limit_stall(control: connection.Connection, option: int, limit_sec: float) -> None:
-    """Have a message that stops in its middle be an error: the rank hangs, and its time limit is to hold."""
+    """Make a message that stalls midway raise an error, so that the time limit holds although the rank hangs."""
     with socket.socket(fileno=os.dup(control.fileno())) as same:
         same.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(limit_sec) + 1, 0))
 

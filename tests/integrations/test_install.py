@@ -14,6 +14,7 @@ import pytest
 
 from ddpstats import ConfigError
 from ddpstats.integrations import Installed, Uninstalled, install, uninstall
+from ddpstats.integrations.patches import Patches
 from tests import programs
 from tests.needs import ROOT, needs
 
@@ -158,3 +159,19 @@ def test_no_example_hides_a_library() -> None:
     hiding = [file for file in files if file != own_warning and HIDES.search(file.read_text())]
     assert hiding == []
     assert HIDES.search(own_warning.read_text())  # the search finds what it is for
+
+
+def test_a_method_that_moved_to_a_base_class_is_patched_and_restored() -> None:
+    class Base:
+        def name(self) -> str:
+            return "theirs"
+
+    class Moved(Base):
+        pass
+
+    patches = Patches("library")
+    patches.wrap(Moved, "name", lambda original, self: f"ours, then {original(self)}")
+    assert (Moved().name(), Base().name()) == ("ours, then theirs", "theirs")
+    patches.restore()
+    assert Moved().name() == "theirs"
+    assert "name" not in vars(Moved)

@@ -117,7 +117,7 @@ def test_long_lists_are_cut_and_counted(tmp_path: Path, report: Report) -> None:
     [
         ("left", ""),
         ("KeyboardInterrupt", "left by KeyboardInterrupt"),
-        (None, "its record ends without a word: the process was killed, hangs, or still runs"),
+        (None, "its record has no end mark: the process was killed, hangs, or still runs"),
     ],
 )
 def test_end_of_rank_is_shown(end: str | None, text: str, tmp_path: Path, report: Report) -> None:
