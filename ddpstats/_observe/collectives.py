@@ -14,7 +14,8 @@ speed, ``dist.all_reduce`` of a plain tensor in host memory, is observed earlier
 ``ProcessGroup.allreduce``, shows the call, and calls the group's backend, as c10d's own kernel for the CPU would.
 
 The first `subscribe` of a process compares c10d's operators and their arguments with the table in `operators`, and
-tries a collective of a group of one: a torch of which it would observe a part is refused (``ConfigError``). The
+tries a collective of a group of one. A torch with other arguments, or with an operator that takes a process group and
+has no row, is refused (``ConfigError``), because a program of which a part is not observed would look right. The
 official hooks since torch 2.14 (``ProcessGroup.register_pre_hook``) are given neither reduce op, splits, peer nor tag,
 so they cannot replace these kernels; they fire below them, and go on working.
 """
@@ -26,25 +27,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from ddpstats._observe import groups
 from ddpstats._observe.groups import HOST, backend_of, group_of_one, unbox_group, unbox_work, view_of
-from ddpstats._observe.operators import (
-    HINT,
-    OPERATORS,
-    Collective,
-    Operator,
-    arguments_of,
-    check_operators,
-    known_operators,
-    overload,
-    reader_of,
-    reduce_op_name,
-)
+from ddpstats._observe.operators import OPERATORS, Collective, Operator, index_of_tensors
 from ddpstats._observe.torch_compat import (
     Kernels,
     dispatch_mode_count,
@@ -52,7 +44,9 @@ from ddpstats._observe.torch_compat import (
     keys_of_device,
     next_kernel,
     no_dispatch_no_grad,
+    operator_names,
     profiler_enabled,
+    refuse,
     schema,
     unseen,
 )
@@ -116,8 +110,7 @@ def _install() -> None:
     global _kernels, original_wait, _original_all_reduce
     if not dist.is_available():
         raise ConfigError("this build of torch has no torch.distributed: there are no collectives to observe")
-    check_operators()
-    _kernels = Kernels("c10d", "BackendSelect", {operator.name: _kernel(operator) for operator in known_operators()})
+    _kernels = Kernels("c10d", "BackendSelect", {operator.name: _kernel(operator) for operator in check_operators()})
     original_wait = vars(dist.Work)["wait"]
     dist.Work.wait = _wait  # type: ignore[method-assign]
     _original_all_reduce = vars(dist.ProcessGroup)["allreduce"]  # the attribute itself, not what it binds to
@@ -144,7 +137,7 @@ def _try_out() -> None:
         return
     if reason is not None:
         _uninstall()
-        raise ConfigError(f"torch {torch.__version__} does not show its collectives ({reason}). {HINT}")
+        refuse(f"it does not show its collectives ({reason})")
 
 
 def _sees(group: Any, *options: Any) -> bool:
@@ -199,11 +192,11 @@ hide_from_dynamo(_wait)
 
 
 def _kernel(operator: Operator) -> Callable[..., Any]:
-    redispatch, read = next_kernel(overload(operator.name)), reader_of(operator)
-    names = arguments_of(operator)
+    redispatch, read = next_kernel(_overload(operator.name)), reader_of(operator)
+    names = _arguments_of(operator)
     group_at = names.index("process_group")
     timeout_at = names.index("timeout") if "timeout" in names else 0
-    defaults = [argument.default_value for argument in schema(overload(operator.name)).arguments]
+    defaults = [argument.default_value for argument in schema(_overload(operator.name)).arguments]
 
     def kernel(*args: Any) -> Any:
         view = view_of(unbox_group(args[group_at]))
@@ -251,6 +244,96 @@ def _keys_of(argument: Any) -> Any:
 
 
 _CPU = keys_of_device("cpu", False)
+
+
+# -- reading an operator's arguments ----------------------------------------------------------------------------------
+
+
+def reader_of(operator: Operator) -> Callable[[Sequence[Any], groups.GroupView], Collective]:
+    """Return what makes a `Collective` of all arguments of a call of ``operator``."""
+    names = _arguments_of(operator)
+    reduce_op, root, tag, asynchronous, sent = (
+        names.index(name) if name in names else 0  # an operator's first argument is never one of these
+        for name in ("reduce_op", "root_rank", "tag", "async_op", "input_split_sizes")
+    )
+    received = names.index("output_split_sizes") if sent else 0
+    peer = next((names.index(name) for name in ("src", "dst") if name in names), 0)
+    inputs = _tensors_getter(operator, "in", "inout")
+    outputs = _tensors_getter(operator, "out", "inout")
+
+    def read(args: Sequence[Any], view: groups.GroupView) -> Collective:
+        call = Collective(operator, view, inputs(args), outputs(args))
+        if reduce_op and groups.operators_name_reduce_op:
+            call.reduce_op = reduce_op_name(args[reduce_op].op())
+        if root:
+            call.root = args[root]
+        if asynchronous:
+            call.blocking = not args[asynchronous]
+        if tag:
+            call.tag, call.peer = args[tag], args[peer] if peer else None
+        if sent:
+            size = len(view.ranks)
+            call.splits = _even(args[sent], call.inputs[0], size), _even(args[received], call.outputs[0], size)
+        return call
+
+    return read
+
+
+def _tensors_getter(operator: Operator, *marks: str) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return what takes a list of tensors from the arguments: torch passes one, a list, or a list of lists."""
+    index = index_of_tensors(operator.schema, *marks)
+    if index is None:
+        return lambda args: ()
+    kind = str(schema(_overload(operator.name)).arguments[index].type)
+    if kind == "Tensor":
+        return lambda args: [args[index]]
+    if kind == "List[Tensor]":
+        return itemgetter(index)
+    return lambda args: [tensor for tensors in args[index] for tensor in tensors]
+
+
+def _even(splits: Sequence[int], tensor: torch.Tensor, size: int) -> tuple[int, ...]:
+    rows = tensor.size(0) if tensor.dim() else 1
+    return tuple(splits) or (rows // size,) * size
+
+
+@cache
+def reduce_op_name(kind: Any) -> str:
+    """Return the name of a reduce op, given its number, which is torch's hash of it, too."""
+    kinds: Any = dist.ReduceOp.RedOpType
+    return str(kinds(kind).name).lower()
+
+
+# -- what this torch has ----------------------------------------------------------------------------------------------
+
+
+def _overload(name: str) -> Any:
+    """Return the operator ``c10d::name`` as torch calls it; None where this torch has none."""
+    try:
+        return getattr(torch.ops.c10d, name).default
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _arguments_of(operator: Operator) -> list[str]:
+    """Return the names of its arguments on this torch, which may lack ``async_op``. Raises `ConfigError` on others."""
+    spelled = [argument.name for argument in schema(_overload(operator.name)).arguments]
+    names = ["async_op" if name == "asyncOp" else name for name in spelled]  # torch 2.6 has both
+    if names not in (operator.arguments, [name for name in operator.arguments if name != "async_op"]):
+        expected = f"c10d::{operator.name}({', '.join(operator.arguments)})"
+        refuse(f"it has no {expected}, which ddpstats observes")
+    return names
+
+
+def check_operators() -> list[Operator]:
+    """Return the rows whose operators this torch has. Raises `ConfigError` where it has others than the table."""
+    operators = [operator for operator in OPERATORS.values() if _overload(operator.name) is not None]
+    for operator in operators:
+        _arguments_of(operator)
+    for name in operator_names("c10d") - OPERATORS.keys():
+        if any("ProcessGroup" in str(argument.type) for argument in schema(_overload(name)).arguments):
+            refuse(f"it has a collective that ddpstats does not know, c10d::{name}")
+    return operators
 
 
 # -- all_reduce in host memory, without the dispatcher ----------------------------------------------------------------

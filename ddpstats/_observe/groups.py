@@ -69,17 +69,12 @@ def groups_made() -> int:
 unbox_group: Callable[[Any], Any] = find("distributed.ProcessGroup.unbox")
 unbox_work: Callable[[Any], Any] = find("distributed.Work.unbox")
 
-
-def _operators_name_reduce_op() -> bool:
-    """Return whether the reduce op that a c10d operator is given can be read. Its class is no module of torch's."""
-    try:
-        return hasattr(torch.classes.c10d.ReduceOp(), "op")
-    except (AttributeError, RuntimeError):
-        return False
-
-
-# Without it no guard can be entered, and a dump has no reduce ops.
-operators_name_reduce_op = dist.is_available() and _operators_name_reduce_op()
+# Whether the reduce op that a c10d operator is given can be read. (Its class is no module of torch's.) Without it no
+# guard can be entered, and a dump has no reduce ops.
+try:
+    operators_name_reduce_op = dist.is_available() and hasattr(torch.classes.c10d.ReduceOp(), "op")
+except (AttributeError, RuntimeError):
+    operators_name_reduce_op = False
 if not operators_name_reduce_op:
     note_lack("torch.classes.c10d.ReduceOp.op")
 

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ddpstats._observe.operators import Operator, index_of_tensors, operator_of
 from ddpstats.dump.statistics import keys
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ def common_values(entry: DumpEntry, name: Name) -> dict[str, DumpLeaf]:
     default value. Gradients are counted without those that are None. Of a collective only tensors are returned.
     """
     if name.is_collective:
-        sides = zip(("input", "output"), _tensors(entry, name.api), strict=True)
+        sides = zip(("input", "output"), _tensors(entry, operator_of(name.api) or _UNKNOWN), strict=True)
         return {f"{side}.{index}": leaf for side, tensors in sides for index, (_, leaf) in enumerate(tensors)}
     parameters = _parameters(name.prefix, name.api)
     positions = {parameter.name: str(position) for position, parameter in enumerate(parameters)}
@@ -254,28 +255,7 @@ def _signature(function: Any) -> tuple[inspect.Parameter, ...]:
 # Our entry of a collective has its inputs among the inputs. Other tools record the call's arguments, and the buffers
 # that a collective writes to are among these: what was in them before does not matter.
 
-_ROOTS = {  # the argument that names the root: by keyword, and by position
-    "broadcast": ("src", 1),
-    "scatter": ("src", 2),
-    "reduce": ("dst", 1),
-    "gather": ("dst", 2),
-    "gather_into_tensor": ("dst", 2),
-}
-_PEERS = {"send": ("dst", 1), "isend": ("dst", 1), "recv": ("src", 1), "irecv": ("src", 1)}
-_OUTPUTS = {  # the argument that the function writes to
-    "recv": ("tensor", 0),
-    "irecv": ("tensor", 0),
-    "all_gather": ("tensor_list", 0),
-    "all_gather_into_tensor": ("output_tensor", 0),
-    "_all_gather_base": ("output_tensor", 0),
-    "reduce_scatter": ("output", 0),
-    "reduce_scatter_tensor": ("output", 0),
-    "_reduce_scatter_base": ("output", 0),
-    "gather": ("gather_list", 1),
-    "scatter": ("tensor", 0),
-    "all_to_all": ("output_tensor_list", 0),
-    "all_to_all_single": ("output", 0),
-}
+_UNKNOWN = Operator("", "", "", "")
 
 
 @dataclass(frozen=True)
@@ -283,6 +263,7 @@ class CollectiveEntry:
     """A collective of one rank: with whom, and what it took and gave. Ranks are global ones.
 
     Attributes:
+        operator: its row of the table of collectives; an empty one where the table has none.
         ranks: of the group; empty where the dump does not say.
         sequence: its number in its group (of a message: between these two); None where the dump does not say.
         peer: of a message; None where it has none, or the dump does not say.
@@ -292,6 +273,7 @@ class CollectiveEntry:
 
     entry: DumpEntry
     api: str
+    operator: Operator
     number: int
     ranks: tuple[int, ...]
     group: str
@@ -307,7 +289,7 @@ class CollectiveEntry:
 
     @property
     def is_message(self) -> bool:
-        return self.api in _PEERS
+        return self.operator.is_message
 
 
 def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
@@ -315,39 +297,41 @@ def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
     arguments = {path: leaf for path, leaf in entry.values() if not leaf.is_tensor}
     group = next((leaf.raw for leaf in arguments.values() if leaf.type.endswith("ProcessGroup")), {})
     ranks = group.get("group_ranks")
-    keyword, _ = _ROOTS.get(name.api, ("", 0))
-    is_root = _integer(arguments, _ROOTS.get(name.api)) in (None, me)
-    taken, made = _tensors(entry, name.api)
+    operator = operator_of(name.api) or _UNKNOWN
+    role = next((name for name in ("src", "dst") if name in operator.parameter_names), "")
+    rank = _integer(arguments, role, operator.parameter_names.index(role)) if role else None
+    is_root = operator.is_message or rank in (None, me)
+    taken, made = _tensors(entry, operator)
     return CollectiveEntry(
         entry,
         name.api,
+        operator,
         name.number or 0,
         tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else (),
         str(group.get("group_id", "")),
-        _integer(arguments, ("seq", -1)),
-        _integer(arguments, _PEERS.get(name.api)),
+        _integer(arguments, "seq"),
+        rank if operator.is_message else None,
         entry.raw.get("incomplete") is True,
-        tuple(taken) if is_root or keyword != "src" else (),
-        tuple(made) if is_root or keyword != "dst" else (),
+        tuple(taken) if is_root or role != "src" else (),
+        tuple(made) if is_root or role != "dst" else (),
     )
 
 
-def _tensors(entry: DumpEntry, api: str) -> tuple[list[tuple[str, DumpLeaf]], list[tuple[str, DumpLeaf]]]:
+def _tensors(entry: DumpEntry, operator: Operator) -> tuple[list[tuple[str, DumpLeaf]], list[tuple[str, DumpLeaf]]]:
     """Return what the collective takes, and what it makes. Another tool has all arguments among both."""
-    taken, made = entry.inputs, [] if api.endswith("send") else entry.outputs
-    if api not in _OUTPUTS or any(leaf.nan_count is not None for _, leaf in (*taken, *made)):  # only ours have counts
+    taken, made = entry.inputs, [] if operator.op == "send" else entry.outputs
+    index = index_of_tensors(operator.parameters, "out")
+    if index is None or any(leaf.nan_count is not None for _, leaf in (*taken, *made)):  # only ours have counts
         return taken, made
-    keyword, position = _OUTPUTS[api]
-    buffers = (f"input.{position}", f"input_kwargs.{keyword}", f"output.{position}")
+    buffers = (f"input.{index}", f"input_kwargs.{operator.parameter_names[index]}", f"output.{index}")
     written = [path for path, _ in (*taken, *made) if ".".join(path.split(".")[:2]) in buffers]
     made = [item for item in made if item[0] in written] or made
     return [item for item in taken if item[0] not in written], made
 
 
-def _integer(arguments: Mapping[str, DumpLeaf], argument: tuple[str, int] | None) -> int | None:
-    """Return the value of an argument that is a whole number, given by keyword or by position."""
-    keyword, position = argument or ("", -1)
-    leaf = arguments.get(f"input_kwargs.{keyword}") or arguments.get(f"input.{position}")
+def _integer(arguments: Mapping[str, DumpLeaf], name: str, index: int = -1) -> int | None:
+    """Return the value of an argument that is a whole number, given by its name or at its index."""
+    leaf = arguments.get(f"input_kwargs.{name}") or arguments.get(f"input.{index}")
     return leaf.value if leaf is not None and type(leaf.value) is int else None
 
 

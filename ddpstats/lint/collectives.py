@@ -16,26 +16,29 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 
+from ddpstats._observe.operators import operator_of
 from ddpstats.lint.program import FunctionNode, Program, blocks_of, calls_in, dotted, exits, heads_of, last_name
 
-# by operation: at which position the process group is passed
-_TORCH = {
-    **dict.fromkeys(("barrier", "monitored_barrier"), 0),
-    **dict.fromkeys(("all_reduce", "all_reduce_coalesced", "broadcast", "broadcast_object_list", "all_to_all"), 2),
-    **dict.fromkeys(("all_gather", "all_gather_object", "all_gather_coalesced", "all_gather_into_tensor"), 2),
-    "_all_gather_base": 2,
-    **dict.fromkeys(("gather", "gather_object", "scatter", "scatter_object_list", "reduce"), 3),
-    **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base"), 3),
-    **dict.fromkeys(("all_to_all_single", "new_group", "new_subgroups"), 4),
+# Functions of torch.distributed that all ranks must call and that are no operators of c10d: the index of the process
+# group among their parameters (None: they make one), and whether all ranks get the same result.
+_BESIDE_OPERATORS: dict[str, tuple[int | None, bool]] = {
+    **dict.fromkeys(("broadcast_object_list", "all_gather_object"), (2, True)),
+    **dict.fromkeys(("gather_object", "scatter_object_list"), (3, False)),
+    **dict.fromkeys(("new_group", "new_subgroups"), (None, True)),
 }
 _TORCH_HOMES = re.compile(
     r"(torch\.distributed|deepspeed\.comm|deepspeed)(\.distributed_c10d|\.nn|\.nn\.functional|\.comm|"
     r"\._functional_collectives)?"
 )
 _ACCELERATOR = ("gather", "reduce", "pad_across_processes", "wait_for_everyone", "backward")
+# The collectives that programs are likely to wrap: by these names, in a module that is called after torch.distributed.
+_WRAPPED = frozenset({"all_reduce", "all_gather", "all_gather_object", "barrier", "broadcast", "broadcast_object_list"})
 _FUNCTIONS = {
+    "mmengine.dist": (
+        *(*_WRAPPED, "gather", "gather_object", "all_reduce_dict", "all_reduce_params"),
+        *("collect_results", "sync_random_seed"),
+    ),
     "accelerate.utils": (*_ACCELERATOR, "gather_object", "broadcast", "broadcast_object_list"),
-    "mmengine.dist": (*_TORCH, "all_reduce_dict", "all_reduce_params", "collect_results", "sync_random_seed"),
     "detectron2.utils.comm": ("synchronize", "all_gather", "gather", "reduce_dict", "shared_random_seed"),
     "torch_xla.core.xla_model": ("all_reduce", "all_gather", "mesh_reduce", "rendezvous", "reduce_scatter"),
     "horovod.torch": ("allreduce", "allgather", "broadcast", "broadcast_object", "allgather_object", "barrier"),
@@ -43,8 +46,6 @@ _FUNCTIONS = {
     "torch.distributed.checkpoint": ("save", "load", "async_save"),
     "torch.nn.parallel": ("DistributedDataParallel",),
 }
-# What some module of a program itself is likely to wrap: by these names, in a module that is called after it.
-_WRAPPED = frozenset({"all_reduce", "all_gather", "all_gather_object", "barrier", "broadcast", "broadcast_object_list"})
 _WRAPPERS = re.compile(r".*(^|[._])(dist|distrib|distributed|comm)(_utils?)?")
 
 _FABRIC = ("barrier", "all_reduce", "all_gather", "broadcast", "backward")
@@ -76,7 +77,6 @@ _ASKS_FOR_WORLD = re.compile(
     r"(?i)is_(available|initialized|dist|distributed|parallel|multi)|world_?size|distributed|num_processes|n_?gpu|ddp"
 )
 _ASKS_FOR_RANK = re.compile(r"rank|main_process|master|zero")
-_OWN_RESULTS = re.compile("gather|reduce|scatter|all_to_all|barrier")  # of torch's: not the same on all ranks
 _ONLY_ONE_RANK = re.compile(r"(rank_?(zero|0)|main_process|master|on_main)(_only|_process)?(_fn)?|main_only")
 
 # Names of functions that make their arguments equal on all ranks, or return what is.
@@ -192,7 +192,7 @@ class Collectives:
         """Return the collective that a call runs where it is one of the tables."""
         name = self.program.resolve(call.func)
         home, _, op = name.rpartition(".")
-        if home and op in _TORCH and _TORCH_HOMES.fullmatch(home):
+        if _TORCH_HOMES.fullmatch(home) and _group_and_agreement(op):
             return self._of_torch(call, op, returns_result=bool(re.search(r"functional|\.nn", home)))
         for known, ops in _FUNCTIONS.items():
             if op in ops and (home == known or home.startswith(f"{known}.")):
@@ -208,15 +208,16 @@ class Collectives:
     def _of_torch(self, call: ast.Call, op: str, returns_result: bool = False) -> tuple[CollectiveCall, ...]:
         if op == "new_group" and any(keyword.arg == "use_local_synchronization" for keyword in call.keywords):
             return ()
-        at = _TORCH[op]  # those that return the result have it elsewhere, behind numbers and operations
+        # Those that return the result have the group elsewhere, behind numbers and operations.
+        index, agrees = _group_and_agreement(op) or (None, True)
         others = [argument for argument in call.args[1:] if not isinstance(argument, ast.Constant)]
         others = [argument for argument in others if "ReduceOp" not in dotted(argument)]
-        positional = others if returns_result else call.args[at : at + 1]
+        positional = others if returns_result else [] if index is None else call.args[index : index + 1]
         groups = [keyword.value for keyword in call.keywords if keyword.arg is None or _names_group(keyword.arg)]
-        groups += [] if op.startswith("new_") else positional
+        groups += positional
         groups += [argument for argument in call.args if _names_group(last_name(getattr(argument, "func", argument)))]
         grouped = not all(ast.unparse(group) == "None" or dotted(group).endswith(".WORLD") for group in groups)
-        return (CollectiveCall(op, call, "", grouped, not _OWN_RESULTS.match(op)),)
+        return (CollectiveCall(op, call, "", grouped, agrees),)
 
     def _method(self, call: ast.Call) -> tuple[CollectiveCall, ...]:
         op, on = "__call__", call.func  # of an object that the file has made, or a method
@@ -246,6 +247,14 @@ class Collectives:
             return keywords.get("sync_dist") == "True" and keywords.keys().isdisjoint(_SYNCS_OTHERWISE)
         gathers = op == "all_gather" and dotted(on) in ("self", "pl_module")
         return self._has_lightning and (gathers or (op == "save_checkpoint" and last_name(on) == "trainer"))
+
+
+def _group_and_agreement(op: str) -> tuple[int | None, bool] | None:
+    """Return what `_BESIDE_OPERATORS` says, of any collective of torch.distributed; None for other functions."""
+    operator = operator_of(op)
+    if operator is None or operator.is_message:
+        return _BESIDE_OPERATORS.get(op)
+    return operator.parameter_names.index("group"), operator.has_equal_results
 
 
 def is_for_one_rank(function: FunctionNode) -> bool:

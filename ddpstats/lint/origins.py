@@ -93,6 +93,7 @@ _SHARED = re.compile(
 )
 _STRINGS = re.compile(r"(?i)name|keys?\b|lang|word|tags?\b|\.split\(|\bstr\(")
 _PASSES_ON = frozenset({"enumerate", "list", "tuple", "tqdm"})
+# The collectives of utilities for any dict, which hand in an entry itself: those with a buffer for the result are not.
 _DIRECT = frozenset({"all_reduce", "all_gather", "reduce", "broadcast"})
 # for backward()
 _WRAPS_MODEL = re.compile(r"\b(DistributedDataParallel|DDP)\(")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from ddpstats._base.files import parse_json, read_regular
+from ddpstats._observe.operators import OPERATORS
 from ddpstats.guard.event import MESSAGES, Event, line_of, text_of
 from ddpstats.guard.record import RankRecord, checked_group
 
@@ -31,7 +32,6 @@ _PLAIN_OPCODES = (
 )
 _PEERS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
 _IN_TORCH = re.compile(r"(.*\btorch/)distributed/.+")
-_COMPARED = {"scatter": "output", "all_to_all": "", "all_to_all_single": "", "alltoall": "", "alltoall_base": ""}
 
 
 class Span(NamedTuple):
@@ -140,7 +140,7 @@ def _event(entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) ->
         op, peer = message[1], int(message[3])
         peer = groups[group]["ranks"][peer] if group in groups else peer  # it is a rank of the group
     is_message = op in ("send", "recv")
-    compared = _COMPARED.get(op, "input")
+    compared = _compared(op)
     return Event.from_dict(
         {
             "group": f"{group}{MESSAGES}" if is_message else group,
@@ -153,6 +153,17 @@ def _event(entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) ->
             "site": _call_site(entry.get("frames", [])),
         }
     )
+
+
+def _compared(op: str) -> str:
+    """Return which tensors of an operation have the same shapes on all ranks: "input", "output", or "" for none.
+
+    Dumps call it as torch's function is called, or as the method of ``ProcessGroup``.
+    """
+    for operator in OPERATORS.values():
+        if op in (operator.op, *operator.method_names) and operator.compared == "pieces" and not operator.to_root:
+            return "output" if "root_rank" in operator.arguments else ""
+    return "input"
 
 
 def _span(entry: Mapping[str, Any]) -> Span:

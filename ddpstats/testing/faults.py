@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ddpstats._observe.operators import OPERATORS
+from ddpstats._observe.operators import OPERATORS, index_of_tensors
 
 _METHODS = {method: operator for operator in OPERATORS.values() for method in operator.method_names}
 
@@ -90,9 +90,9 @@ def _counting(op: str, call: Callable[..., Any], count: CollectiveCount) -> Call
 def _handed_in(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the tensors among the arguments: those that are handed in, or, of a receive, that are written to."""
     operator = _METHODS[method]
-    index = operator.index_of_tensors("in", "inout")
+    index = index_of_tensors(operator.schema, "in", "inout")
     if index is None:
-        index = operator.index_of_tensors("out")
+        index = index_of_tensors(operator.schema, "out")
     if index is None:
         return None
     if len(args) > index:

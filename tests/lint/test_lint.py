@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpstats import cli
-from ddpstats.lint.collectives import _TORCH
+from ddpstats.lint.collectives import _BESIDE_OPERATORS
 from ddpstats.lint.lint import RULES, LintResult, as_sarif, lint
 
 FAULTY = """import torch.distributed as dist
@@ -225,11 +225,9 @@ def test_program_is_never_run(tmp_path: Path) -> None:
 
 
 def test_index_of_group_parameter_is_that_of_torch() -> None:
-    """The table also holds operations that this version of torch lacks."""
-    functions = {op: getattr(dist, op) for op in _TORCH if hasattr(dist, op) and not op.startswith("new_")}
-    indices = {op: list(inspect.signature(call).parameters).index("group") for op, call in functions.items()}
-    assert len(indices) > 10
-    assert indices == {op: _TORCH[op] for op in functions}
+    for function, (index, _) in _BESIDE_OPERATORS.items():
+        parameters = list(inspect.signature(getattr(dist, function)).parameters)
+        assert (parameters.index("group") if index is not None else index) == index, function
 
 
 @pytest.mark.parametrize(

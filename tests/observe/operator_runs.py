@@ -28,8 +28,12 @@ _NEW = (
     "relay_(Tensor[] output_tensors, Tensor[] input_tensors, __torch__.torch.classes.c10d.ProcessGroup process_group, "
     "int root_rank, bool async_op=True, int timeout=-1) -> __torch__.torch.classes.c10d.Work"
 )
-_ROW = Operator(
-    "relay_", "relay", "out:output_tensors in:input_tensors process_group root_rank async_op timeout", to_root=True
+ROW = Operator(
+    "relay_",
+    "relay",
+    "out:output in:input dst group",
+    "out:output_tensors in:input_tensors process_group root_rank async_op timeout",
+    to_root=True,
 )
 
 
@@ -65,7 +69,7 @@ def collective_that_is_new(path: str) -> tuple[str, str, list[dict[str, Any]], l
     with _new_operator() as relay:
         with pytest.raises(ConfigError) as refusal, collective_guard("strict"):
             pass
-        OPERATORS["relay_"] = _ROW
+        OPERATORS["relay_"] = ROW
         try:
             with collective_guard("strict", record_dir=directory / "record", timeout_sec=20):
                 relay(3, 1)

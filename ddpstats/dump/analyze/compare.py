@@ -431,9 +431,6 @@ def _values(entry: DumpEntry | None, of_two_tools: bool) -> LeavesByName:
     return common_values(entry, parse_name(entry.name)) if of_two_tools else dict(entry.values(nulls=True))
 
 
-_EQUAL_RESULTS = ("all_reduce", "broadcast", "all_gather", "_all_gather")
-
-
 def entries_of_ranks(sides: Sequence[Side], left_out: dict[str, int]) -> Iterator[Shared]:
     """Yield what should be equal: parameters, on the ranks that have them, and results of collectives in their group.
 
@@ -477,7 +474,7 @@ def _collective_keys(side: Side) -> dict[str, Hashable]:
     counts: dict[Hashable, int] = {}
     keys: dict[str, Hashable] = {}
     for call in sorted(calls, key=lambda call: call.number):
-        if call.api.startswith(_EQUAL_RESULTS):
+        if call.operator.has_equal_results:
             kind = call.api, tuple(sorted(call.ranks)), call.group
             keys[call.name] = (*kind, counts.get(kind, 0) if call.sequence is None else call.sequence)
             count(counts, kind)
