@@ -40,7 +40,7 @@ _log = logging.getLogger("ddpstats")
 VERSION = 2
 MANIFEST = "MANIFEST.json"
 
-# When, in which step, of which rank if it raised, and which of several of that name
+# UTC time, step, rank of a bundle that one rank wrote alone, suffix of a repeated name
 BUNDLE_NAME = re.compile(r"capture-(\d{8}T\d{6}Z)-step(\d{8,18})(?:-rank(\d{5,7}))?(?:-(\d{1,4}))?")
 _FILE_NAME = re.compile(r"(rank\d{5,7}|model|model-rank\d{5,7})\.safetensors")
 
@@ -208,7 +208,7 @@ def _manifest_or_none(path: Path) -> Manifest | None:
 
 
 def prune(dirpath: Path, keep: int, newest: Path) -> list[Path]:
-    """Remove the oldest complete bundles but ``keep``, and return them. Local.
+    """Remove the oldest complete bundles, so that ``keep`` are left, and return those. Local.
 
     What a rank wrote alone counts with what the same rank wrote alone. A directory is removed if it holds nothing but a
     bundle's files; what cannot be removed stays, with a warning.
@@ -219,7 +219,7 @@ def prune(dirpath: Path, keep: int, newest: Path) -> list[Path]:
     rank = _rank_of(newest)
     others = [bundle for bundle in bundles_in(dirpath) if _rank_of(bundle[0]) == rank and bundle[0].name != newest.name]
     complete = [path for path, manifest in others if manifest and (manifest.complete or rank)]
-    return [path for path in complete[: len(complete) - keep + 1] if _remove(path)]
+    return [path for path in complete[: max(0, len(complete) - keep + 1)] if _remove(path)]
 
 
 def _rank_of(path: Path) -> str | None:

@@ -434,6 +434,13 @@ def test_prune_removes_the_oldest(tmp_path: Path) -> None:
     assert prune(tmp_path, 2, made[4]) == []
 
 
+def test_prune_after_each_write_keeps_as_many_as_asked_for(tmp_path: Path) -> None:
+    for count in range(1, 8):
+        prune(tmp_path, 5, empty_bundle(tmp_path, count))
+        assert len(names(tmp_path)) == min(count, 5)
+    assert names(tmp_path) == ["03", "04", "05", "06", "07"]
+
+
 def test_prune_leaves_what_is_incomplete(tmp_path: Path) -> None:
     made = [empty_bundle(tmp_path, number, kind) for number, kind in enumerate([None, False, True, True])]
     assert prune(tmp_path, 1, made[3]) == [made[2]]
