@@ -9,8 +9,8 @@ MANIFEST.json, which is written last. Every file appears complete or not at all.
 3. `BundleWriter`: all ranks say how large their parts are; the lowest one makes a directory; each writes its files; the
    lowest one writes the manifest. Each rank works in a thread and reports in rounds, so that a file system may take
    longer than the timeout of a collective, but not for ever. Whatever fails is in the manifest ("complete": false) and
-   in the verdict, which says stop, on all ranks. Where a rank dies, the lowest one left writes that manifest before
-   `RankMissing`.
+   in the verdict, which says stop, on all ranks. Where a rank dies before there is a manifest, the lowest one left
+   writes it before `RankMissing`.
 4. `AloneBundle`: a rank that raised in its micro-batch writes without the others.
 """
 
@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
@@ -497,11 +498,7 @@ class BundleWriter:
             return
         self.directory = self._dirpath / made[self._lowest]["name"]
         late_part = {"files": {}, "error": f"its part was not written within {_MAX_SEC:.0f} s"}
-        try:
-            self._results = self._gather(lambda: self._write_files(source), "the bundle's parts", late_part)
-        except RankMissing as error:
-            self._finish_without(error)
-            raise
+        self._results = self._gather(lambda: self._write_files(source), "the bundle's parts", late_part)
 
     def notes(self) -> tuple[str, ...]:
         """Return the lines of the verdict about the bundle."""
@@ -532,11 +529,16 @@ class BundleWriter:
     def _manifest_with(self, message: str) -> str:
         """Return what is wrong with the bundle, on every rank. Collective."""
         late = f"The bundle's manifest was not written within {_MAX_SEC:.0f} s."
-        problems: dict[int, str] = self._gather(lambda: self._write_manifest(message), "the bundle's manifest", late)
+        work = partial(self._write_manifest, message) if self._rank == self._lowest else str
+        problems: dict[int, str] = self._gather(work, "the bundle's manifest", late)
         return problems[self._lowest]
 
     def _gather(self, work: Callable[[], Any], what: str, late: Any) -> dict[int, Any]:
-        answers = gather_when_done(work, late, name=f"NaNCapture.check: {what}", group=self._group)
+        try:
+            answers = gather_when_done(work, late, name=f"NaNCapture.check: {what}", group=self._group)
+        except RankMissing as error:
+            self._finish_without(error)
+            raise
         return dict(zip(self._ranks, answers, strict=True))
 
     def _make_directory(self) -> dict[str, Any]:
@@ -579,9 +581,8 @@ class BundleWriter:
         return missing
 
     def _write_manifest(self, message: str) -> str:
-        """Write the manifest on the lowest rank left, and return what is wrong with the bundle there. Never raises."""
-        if self.directory is None or self._rank != min(self._results):
-            return ""
+        """Write the manifest, and return what is wrong with the bundle. Never raises."""
+        assert self.directory is not None
         try:
             unseen = self._write_manifest_of(self.directory, message)
         except Exception as error:
@@ -616,14 +617,18 @@ class BundleWriter:
         return unseen
 
     def _finish_without(self, error: RankMissing) -> None:
-        """Write the manifest on the lowest rank left, with its own files: a rank died while it wrote."""
+        """Write a manifest that is not there yet on the lowest rank left, with what it knows: a rank died."""
         living = [rank for rank in self._ranks if rank not in error.missing_ranks]
-        if self._rank != min(living, default=None):
+        if (
+            self.directory is None
+            or self._rank != min(living, default=None)
+            or os.path.lexists(self.directory / MANIFEST)
+        ):
             return
         reason = "did not write its part" if error.missing_ranks else "not known: the ranks lost touch"
-        others = {rank: {"files": {}, "error": reason} for rank in self._ranks if rank != self._rank}
-        self._results = {self._rank: self._mine} | others
-        problem = self._write_manifest(f"{error}")
+        unknown = {rank: {"files": {}, "error": reason} for rank in self._ranks}
+        self._results = self._results or {**unknown, self._rank: self._mine}
+        problem = self._write_manifest(f"{self._finding.message}\n{error}")
         if problem:
             _log.warning("%s", problem)
 

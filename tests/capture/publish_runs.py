@@ -56,8 +56,8 @@ def lowest_rank_cannot(dirpath: str, what: str, **options: Any) -> CaptureVerdic
         return bad_step(dirpath, **options)
 
 
-def dies_while_writing(dirpath: str) -> CaptureVerdict:
-    """Rank 1 is killed between its two files."""
+def dies_while_writing(dirpath: str, dead: int) -> CaptureVerdict:
+    """That rank is killed when it has written its part: rank 0 before the parameters."""
     bundle: Any = importlib.import_module("ddpstats.capture.bundle")
 
     def write(*args: Any) -> Any:
@@ -66,8 +66,16 @@ def dies_while_writing(dirpath: str) -> CaptureVerdict:
 
     write_part = bundle.write_part
     with pytest.MonkeyPatch.context() as patch:
-        if rank() == 1:
+        if rank() == dead:
             patch.setattr(bundle, "write_part", write)
+        return bad_step(dirpath)
+
+
+def dies_before_the_manifest(dirpath: str) -> CaptureVerdict:
+    """Rank 0 is killed when all parts are written, and it alone was to write the manifest."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == 0:
+            patch.setattr("ddpstats.capture.bundle.close_bundle", lambda *_, **named: die())
         return bad_step(dirpath)
 
 

@@ -67,15 +67,24 @@ def test_a_file_where_the_directory_should_be_stops_the_run(tmp_path: Path) -> N
     assert "could not make a directory" in verdict.message
 
 
-def test_a_rank_that_dies_while_it_writes_leaves_an_incomplete_bundle(tmp_path: Path) -> None:
-    first, _ = run_ranks(runs.dies_while_writing, 2, str(tmp_path), timeout_sec=40)
-    assert isinstance(first.error, RankMissing)
-    assert first.error.missing_ranks == (1,)
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_dies_while_it_writes_leaves_an_incomplete_bundle(tmp_path: Path, dead: int) -> None:
+    survivor = run_ranks(runs.dies_while_writing, 2, str(tmp_path), dead, timeout_sec=40)[1 - dead]
+    assert isinstance(survivor.error, RankMissing)
+    assert survivor.error.missing_ranks == (dead,)
     (bundle,) = tmp_path.iterdir()
     manifest = manifest_of(bundle)
     assert not manifest["complete"]
-    assert manifest["ranks_present"] == [0]
-    assert manifest["missing"] == {"1": "did not write its part"}
+    assert manifest["ranks_present"] == [1 - dead]
+    assert manifest["missing"][str(dead)] == "did not write its part"
+
+
+def test_a_rank_that_dies_before_it_writes_the_manifest_leaves_a_complete_bundle(tmp_path: Path) -> None:
+    _, survivor = run_ranks(runs.dies_before_the_manifest, 2, str(tmp_path), timeout_sec=40)
+    assert isinstance(survivor.error, RankMissing)
+    (bundle,) = tmp_path.iterdir()
+    manifest = manifest_of(bundle)
+    assert (manifest["complete"], manifest["ranks_present"], manifest["culprit_ranks"]) == (True, [0, 1], [0, 1])
 
 
 def test_a_disk_slower_than_the_timeout_costs_no_verdict(two_ranks: RankPool, tmp_path: Path) -> None:
