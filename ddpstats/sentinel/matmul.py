@@ -563,7 +563,7 @@ class MatmulChecksum(Detector):
         self._has_opened = self._has_rerun = False
 
     def open_for(self, steps: int) -> None:
-        """Check from now on, until so many more steps were judged, or longer if it is open for longer."""
+        """Check until so many more steps are judged, or for as long as an open window would have."""
         self.window.open()
         self._steps_left = max(self._steps_left, steps)
 
@@ -576,7 +576,7 @@ class MatmulChecksum(Detector):
     def before_rerun(self) -> None:
         """Check a micro-batch with an alarm that is about to run again: what its products show is of this step."""
         self.open_after_alarm()
-        self._has_rerun = self.window.is_open
+        self._has_rerun = True  # also where the window of this rank is closed: all ranks gather, or none
 
     def suspicious(self, step: int) -> Any:
         return self._report() if self.window.has_news else None

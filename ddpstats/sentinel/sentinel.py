@@ -303,7 +303,7 @@ class Sentinel(StepWatch):
         return verdict
 
     def check_matmuls(self, steps: int) -> None:
-        """Open the window of layer 4 now, for so many steps: without an alarm. Every rank must call, or none. Local."""
+        """Check every matrix product for so many steps, without an alarm. Local; every rank passes the same number."""
         check_count("check_matmuls: steps", steps, 1)
         if self._setup is not None:
             self._setup.matmul.open_for(steps)

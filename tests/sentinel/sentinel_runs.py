@@ -6,7 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -228,6 +228,11 @@ def train_without_group(plan: Plan) -> Outcome:
     """Train in a process that has compiled nothing, other than that of the tests."""
     dist.destroy_process_group()
     return train(plan)
+
+
+def train_with_windows_of_other_lengths(plan: Plan) -> Outcome:
+    """Check matmuls for one step on rank 0, and for many on the other ranks."""
+    return train(replace(plan, window_steps=1 + 49 * training.rank()))
 
 
 def _zero_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

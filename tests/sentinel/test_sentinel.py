@@ -206,6 +206,13 @@ def test_the_window_shuts_again(two_ranks: RankPool) -> None:
         assert [verdict.layers for verdict in outcome.verdicts] == [(), (), ("matmul checksum",), (), ()]
 
 
+def test_an_alarm_is_explained_where_only_some_ranks_check_matmuls(two_ranks: RankPool) -> None:
+    plan = Plan(options={"mode": 1, "replay_fn": runs.step_fn}, flips=[replace(EXPONENT_FLIP, step=4)], steps=5)
+    for outcome in two_ranks.run(runs.train_with_windows_of_other_lengths, plan).values():
+        assert [verdict.layers for verdict in outcome.verdicts] == [(), (), (), (), ("thresholds",)]
+        assert "a transient fault" in outcome.verdicts[-1].message
+
+
 def test_a_detector_from_outside_is_one_class_and_one_entry_of_the_list(two_ranks: RankPool) -> None:
     plan = Plan(options={"mode": 2, "replay_fn": runs.step_fn}, after_backward=runs.large_on_rank_1)
     step, layers, culprits, text = alarm_of(two_ranks.run(runs.train_with_another_detector, plan).values())
