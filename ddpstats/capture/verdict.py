@@ -175,11 +175,11 @@ def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int
         text = f"step {first.step}: gradients are not finite at scale {scale:g}, and GradScaler skips the step"
         if scaler_skips < max_scaler_skips:
             return CaptureVerdict(first.step, "scaler_skip", message=text)
-        lines = [f"{text}, for the {scaler_skips}th time in a row: this is not about the scale."]
+        lines = [f"{text}, {scaler_skips} times in a row: this is not about the scale."]
         kind = "scaler_skips"
     lines += [_culprit_line(rank, report) for rank, report in own.items() if report.bad]
     finite = [rank for rank, report in reports.items() if not report.bad]
-    if finite:
+    if finite and by_rank and all(report.sees_local for report in reports.values()):
         lines.append(f"The gradients of {ranks_text(finite)} were finite.")
     names = _union(by_rank.values()) or parameters
     return CaptureVerdict(first.step, kind, tuple(by_rank), names, by_rank, message="\n".join(lines))

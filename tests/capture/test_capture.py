@@ -14,6 +14,7 @@ from ddpstats import BundleError, ConfigError, NaNCapture, cli
 from ddpstats._rerun.codec import from_plain
 from ddpstats.capture import CaptureVerdict
 from ddpstats.capture.bundle import Bundle
+from ddpstats.capture.verdict import Report, find
 from ddpstats.testing import RankPool, run_ranks
 from tests import training
 from tests.capabilities import shards_on_cpu
@@ -173,7 +174,15 @@ def test_a_scaler_that_skips_max_scaler_skips_times_is_captured(two_ranks: RankP
     assert verdicts[2].culprit_ranks == (0, 1)
     assert verdicts[2].bundle is not None
     assert verdicts[2].should_stop
-    assert "for the 3th time in a row" in verdicts[2].message
+    assert "GradScaler skips the step, 3 times in a row" in verdicts[2].message
+
+
+@pytest.mark.parametrize("sees_local", [True, False])
+def test_a_scaler_that_skips_calls_no_gradients_finite_where_no_rank_is_the_culprit(sees_local: bool) -> None:
+    report = Report(1, (), ("weight",), sees_local, 2.0**16, 0)
+    verdict = find({0: report, 1: report}, 16, 16)
+    assert (verdict.kind, verdict.culprit_ranks) == ("scaler_skips", ())
+    assert "finite." not in verdict.message
 
 
 @shards_on_cpu
