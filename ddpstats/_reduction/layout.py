@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ddpstats._base.paths import Path, Step, format_path, unique_names
-from ddpstats._base.text import holders_lines
+from ddpstats._base.text import count_of, holders_lines
 from ddpstats._ranks.exchange import fingerprint
 from ddpstats._reduction.flatten import CONTAINERS, DICT, DTYPE_TAGS, LIST, LeafKey, Structure, Tag
 from ddpstats._reduction.ops import NONE, OPS
@@ -357,4 +357,4 @@ def describe(structure: Structure, path: Path) -> str | None:
         return None
     keys = list(dict.fromkeys(key[len(path)] for key, _ in structure.leaves if key[: len(path)] == path))
     shown = ", ".join(repr(key) for key in keys[:4])
-    return f"a {kind} with {len(keys)} entries ({shown}{', ...' if len(keys) > 4 else ''})"
+    return f"a {kind} with {count_of(len(keys), 'entries')} ({shown}{', ...' if len(keys) > 4 else ''})"

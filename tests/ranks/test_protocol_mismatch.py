@@ -391,16 +391,16 @@ def test_flag_without_a_truth_value_is_refused_on_all(name: str) -> None:
 
 # What rank 1 holds, what ranks 0 and 2 hold, the path, and the words for both.
 CONFLICTS: dict[str, tuple[Any, Any, str, str, str]] = {
-    "leaf or dict": ({"a": 1.0}, {"a": {"b": 1.0}}, "a", "a leaf (mean)", "a dict with 1 entries ('b')"),
+    "leaf or dict": ({"a": 1.0}, {"a": {"b": 1.0}}, "a", "a leaf (mean)", "a dict with 1 entry ('b')"),
     "leaf or list": ({"a": 1.0}, {"a": [1.0, 2.0]}, "a", "a leaf (mean)", "a list with 2 entries (0, 1)"),
-    "list or dict": ({"a": [1.0]}, {"a": {"0": 1.0}}, "a", "a list with 1 entries (0)", "a dict with 1 entries ('0')"),
-    "tuple or dict": ({"a": (1.0,)}, {"a": {0: 1.0}}, "a", "a tuple with 1 entries (0)", "a dict with 1 entries (0)"),
+    "list or dict": ({"a": [1.0]}, {"a": {"0": 1.0}}, "a", "a list with 1 entry (0)", "a dict with 1 entry ('0')"),
+    "tuple or dict": ({"a": (1.0,)}, {"a": {0: 1.0}}, "a", "a tuple with 1 entry (0)", "a dict with 1 entry (0)"),
     "mean or sum": ({"a": 1.0}, {"a": Sum(1.0)}, "a", "a leaf (mean)", "a leaf (sum)"),
     "min or max": ({"a": Min(1.0)}, {"a": Max(1.0)}, "a", "a leaf (min)", "a leaf (max)"),
     "any or all": ({"a": ddpstats.Any(1)}, {"a": All(1)}, "a", "a leaf (any)", "a leaf (all)"),
-    "sum or list": ({"a": Sum(1.0)}, {"a": [1.0]}, "a", "a leaf (sum)", "a list with 1 entries (0)"),
+    "sum or list": ({"a": Sum(1.0)}, {"a": [1.0]}, "a", "a leaf (sum)", "a list with 1 entry (0)"),
     "deep down": ({"x": [0.0, {"y": 1.0}]}, {"x": [0.0, {"y": [1.0]}]}, "x[1]/y", "a leaf (mean)", "a list with 1"),
-    "the whole": (1.0, {"a": 1.0}, "", "a leaf (mean)", "a dict with 1 entries ('a')"),
+    "the whole": (1.0, {"a": 1.0}, "", "a leaf (mean)", "a dict with 1 entry ('a')"),
     "dataclass or list": (Losses(1.0, 2.0), [1.0], "", "a dict with 2 entries ('first', 'second')", "a list with 1"),
 }
 

@@ -92,7 +92,7 @@ def test_a_conflict_names_all_ranks_and_the_group(three_ranks: RankPool) -> None
     group = "the default group of 3 ranks"
     for (text, *first), (_, *second) in three_ranks.run(runs.conflicts_on_six_paths).values():
         assert (first, second) == ([(0, 1, 2), "k0", group], [(0, 1, 2), None, group])
-        assert "different things under 'k0':\n  ranks 0, 2: a leaf (mean)\n  rank 1: a list with 1 entries" in text
+        assert "different things under 'k0':\n  ranks 0, 2: a leaf (mean)\n  rank 1: a list with 1 entry" in text
         assert "and 1 more path" in text
 
 
