@@ -20,7 +20,7 @@ from ddpstats._base.paths import Path, format_path
 from ddpstats._base.text import holders_lines, ranks_text
 from ddpstats.errors import InvalidStats, ProtocolMismatch
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 # The kind of a gather's calls: they have no stats, and a name that says what is gathered.
 GATHER = "gather"

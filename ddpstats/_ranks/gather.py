@@ -1,29 +1,29 @@
 """Every rank's tree of tensors, on every rank: what the integrations build on where states are not just averaged.
 
 The control lanes prove that all ranks gather; then come the lengths, then one padded all_gather; a tree that is much
-larger than the others is broadcast instead. A tree travels exact and without pickle::
+larger than the others is broadcast instead. A tree travels exact and without pickle, as safetensors: its tensors, in
+row-major order, and one with the JSON of the rest, in which they are named. `_rerun.codec` writes files so, too.
 
-    8 bytes         length of the head
-    head            JSON: the structure, plain values as they are, tensors as dtype and shape
-    for each tensor its elements in row-major order, starting at a multiple of 16 bytes
-
-Whatever `decode` reads comes from another process: `ProtocolMismatch` where it is not exactly what `encode` writes.
-Strides stay behind: where kernels, and so the last bits, depend on them, the caller sends bytes of `_rerun.codec`.
+Whatever `decode` reads comes from another process: `ProtocolMismatch` where it is not what `encode` writes. Strides
+stay behind: where kernels, and so the last bits, depend on them, the caller sends bytes of `_rerun.codec`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import io
 import json
-import math
 import struct
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, BinaryIO
 
+import safetensors.torch
 import torch
 
 from ddpstats._base import config
 from ddpstats._base.files import parse_json
-from ddpstats._base.paths import Index, Path, Step
-from ddpstats._base.text import dtype_name
+from ddpstats._base.paths import Index, Path
+from ddpstats._base.text import dtype_name, first_line
 from ddpstats._ranks.agreement import Agreement
 from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.exchange import GATHER, Call, Failure, InvalidLeaf, failure_of, refuse
@@ -54,7 +54,7 @@ def gather_trees(tree: Any, *, name: str, group: Any = None) -> list[Any]:
 
     def work(agreement: Agreement) -> list[Any]:
         agreement.ask(call, payload if isinstance(payload, Failure) else ())
-        assert isinstance(payload, bytearray)
+        assert isinstance(payload, bytes)
         parts = agreement.gather(payload)
         return [own if position == agreement.position else decode(part) for position, part in enumerate(parts)]
 
@@ -64,7 +64,7 @@ def gather_trees(tree: Any, *, name: str, group: Any = None) -> list[Any]:
         raise error from cause
 
 
-def _prepare(tree: Any) -> tuple[bytearray | Failure, Any, BaseException | None]:
+def _prepare(tree: Any) -> tuple[bytes | Failure, Any, BaseException | None]:
     """Return the bytes, the tree and no error; or a `Failure`: this rank must take part in any case."""
     try:
         own = tree() if callable(tree) else tree
@@ -73,156 +73,138 @@ def _prepare(tree: Any) -> tuple[bytearray | Failure, Any, BaseException | None]
         return failure_of(error), None, error.__cause__ if isinstance(error, InvalidLeaf) else error
 
 
-# -- as bytes ---------------------------------------------------------------------------------------------------------
+# -- trees as bytes ---------------------------------------------------------------------------------------------------
 
-_LENGTH = struct.Struct("<Q")
-_ALIGN = 16
 _MAX_DEPTH = 200
-_MAX_DIMENSIONS = 1000
-_MAX_ELEMENTS = 1 << 58
-_TOO_LARGE = f"which cannot be sent to other ranks: it has more than {_MAX_DIMENSIONS} dimensions or too many elements"
-_DTYPES = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-    )
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_JSON = "json"
 
 
-def encode(tree: Any) -> bytearray:
+def encode(tree: Any) -> bytes:
     """Encode dicts (keys str or int), lists, tuples, dense tensors of any device, None, bool, int, float, str.
 
     Raises `InvalidLeaf`.
     """
-    tensors: list[torch.Tensor] = []
-    head = json.dumps(_describe(tree, (), tensors)).encode()
-    start = _LENGTH.pack(len(head)) + head
-    start = start.ljust(_align(len(start)), b"\0")
-    raw = list(map(_raw, tensors))
-    out, at = bytearray(len(start) + sum(_align(part.numel()) for part in raw)), len(start)
-    out[:at] = start
-    for part in raw:
-        if part.numel():
-            torch.frombuffer(out, dtype=torch.uint8, offset=at, count=part.numel()).copy_(part)
-        at += _align(part.numel())
-    return out
-
-
-def can_encode(tensor: torch.Tensor) -> bool:
-    """Return whether `encode` takes this tensor."""
-    return tensor.layout == torch.strided and tensor.dtype in _NAMES and not tensor.is_meta
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(_describe(tree, (), tensors)).encode()
+    file = io.BytesIO()
+    write_tensors(file, {**tensors, _JSON: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
+    return file.getvalue()
 
 
 def decode(payload: bytes | bytearray | memoryview) -> Any:
     """Return what was encoded; tensors on the CPU, each with its own memory."""
-    if len(payload) < _LENGTH.size or _LENGTH.unpack_from(payload)[0] > len(payload) - _LENGTH.size:
-        refuse("a head that ends too early")
-    (length,) = _LENGTH.unpack_from(payload)
     try:
-        node = parse_json(bytes(payload[_LENGTH.size : _LENGTH.size + length]), strict=False)
-    except ValueError:
-        refuse("a head that is not JSON")
-    reader = _Tensors(payload, _align(_LENGTH.size + length))
-    tree = _build(node, reader, 0)
-    if reader.at != len(payload):
-        refuse(f"{len(payload) - reader.at} bytes too many")
+        tensors = read_tensors(bytes(payload))
+        tree = _build(parse_json(bytes(bytes_in(tensors.pop(_JSON))), strict=False), tensors, 0)
+    except MALFORMED as error:
+        refuse(f"a tree that it cannot have written ({type(error).__name__}: {first_line(error)[:200]})")
+    if tensors:
+        refuse(f"{len(tensors)} tensors too many")
     return tree
 
 
-def _describe(value: Any, path: Path, tensors: list[torch.Tensor]) -> Any:
-    """Return the head of ``value``; its tensors are appended in the order in which they occur."""
+def _describe(value: Any, path: Path, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return the JSON of ``value``; its tensors are added to ``tensors`` by the names that it has for them."""
     if len(path) > _MAX_DEPTH:
         raise InvalidLeaf(path, f"nested deeper than {_MAX_DEPTH}")
     if isinstance(value, torch.Tensor):
-        tensors.append(_dense(value, path))
-        return ["tensor", _NAMES[value.dtype], list(value.shape)]
+        if not can_store(value):
+            kind = f"{value.layout}, {value.dtype}, on {value.device}"
+            raise InvalidLeaf(path, f"a tensor ({kind}), which cannot be sent to other ranks")
+        name, plain = str(len(tensors)), value.detach().resolve_conj().resolve_neg()
+        tensors[name] = torch.view_as_real(plain) if plain.is_complex() else plain
+        return ["complex" if plain.is_complex() else "tensor", name]
     if isinstance(value, dict):
         wrong = [key for key in value if type(key) not in (str, int)]
         if wrong:
             raise InvalidLeaf(path, f"key {wrong[0]!r} is of type {type(wrong[0]).__name__}, not str or int")
-        return ["dict", [[key, _describe(item, (*path, key), tensors)] for key, item in value.items()]]
+        return ["dict", [*value], [_describe(item, (*path, key), tensors) for key, item in value.items()]]
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [_describe(item, (*path, Index(index)), tensors) for index, item in enumerate(value)]]
-    if _is_plain(value):
-        return ["value", value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
     raise InvalidLeaf(path, f"of type {type(value).__name__}, which cannot be sent to other ranks")
 
 
-def _dense(tensor: torch.Tensor, path: Path) -> torch.Tensor:
-    if not can_encode(tensor):
-        kind = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"
-        raise InvalidLeaf(path, f"a tensor ({kind}), which cannot be sent to other ranks")
-    if not _is_shape(list(tensor.shape)):
-        raise InvalidLeaf(path, f"a tensor of shape {str(list(tensor.shape))[:80]}, {_TOO_LARGE}")
-    plain = tensor.detach()
-    if plain.is_conj() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
-    return (plain if plain.is_cpu else plain.cpu()).contiguous()
+def _build(node: Any, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+    """Return what `_describe` described. Raises one of `MALFORMED` for what it cannot have returned."""
+
+    def build_all(nodes: list[Any]) -> list[Any]:
+        return [_build(below, tensors, depth + 1) for below in nodes]
+
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"nested deeper than {_MAX_DEPTH}")
+    match node:
+        case None | bool() | int() | float() | str():
+            return node
+        case ["tensor", str(name)]:
+            return tensors.pop(name)
+        case ["complex", str(name)]:
+            return torch.view_as_complex(tensors.pop(name))
+        case ["list", [*nodes]]:
+            return build_all(nodes)
+        case ["tuple", [*nodes]]:
+            return tuple(build_all(nodes))
+        case ["dict", [*keys], [*nodes]] if {*map(type, keys)} <= {str, int} and len({*keys}) == len(keys):
+            return dict(zip(keys, build_all(nodes), strict=True))
+    raise ValueError("neither a plain value nor a tensor, list, tuple or dict")
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor: a view. One element may have any stride and count as contiguous."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+# -- tensors as bytes -------------------------------------------------------------------------------------------------
+
+# As safetensors spells them: "F32", "BF16", "I64", "U8", "BOOL", "F8_E4M3".
+DTYPE_NAMES = {
+    dtype: dtype_name(dtype).upper().replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I").removesuffix("FN")
+    for dtype in (
+        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    )
+}
+# Written as pairs of floats: not each version of safetensors has a name for them.
+COMPLEX = (torch.complex64, torch.complex128)
+# What reading raises of bytes that we have not written.
+MALFORMED = (
+    *(safetensors.SafetensorError, LookupError, ValueError, TypeError, RuntimeError),
+    *(ArithmeticError, AttributeError, AssertionError),
+)
 
 
-class _Tensors:
-    """The tensors of a payload, one after another; every length is checked against what is left."""
-
-    def __init__(self, payload: bytes | bytearray | memoryview, at: int) -> None:
-        self._payload, self.at = payload, at
-
-    def take(self, name: Any, shape: Any) -> torch.Tensor:
-        dtype = _DTYPES.get(name) if isinstance(name, str) else None
-        if dtype is None or not _is_shape(shape):
-            refuse(f"a tensor of dtype {str(name)[:40]!r} and shape {str(shape)[:80]}")
-        size = math.prod(shape) * dtype.itemsize
-        start, self.at = self.at, _align(self.at + size)
-        if self.at > len(self._payload):
-            refuse("tensors that end too early")
-        if size == 0:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(bytearray(self._payload[start : start + size]), dtype=dtype).reshape(shape)
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Return whether the elements lie in memory of the tensor's own: not so where another tensor holds them."""
+    is_strided = tensor.layout is torch.strided and tensor.device.type != "meta"
+    is_plain = is_strided and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return is_plain and (tensor.numel() == 0 or tensor.data_ptr() != 0)
 
 
-def _is_shape(shape: Any) -> bool:
-    """Return whether torch can count the elements, also of a shape without any."""
-    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
-        return False
-    return all(type(n) is int and n >= 0 for n in shape) and math.prod(n or 1 for n in shape) <= _MAX_ELEMENTS
+def can_store(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor can be written, as pairs of floats where it is complex."""
+    return is_ordinary(tensor) and (tensor.dtype in DTYPE_NAMES or tensor.dtype in COMPLEX)
 
 
-def _build(node: Any, tensors: _Tensors, depth: int) -> Any:
-    if not isinstance(node, list) or not node or depth > _MAX_DEPTH + 1:
-        refuse("a structure that it cannot have written")
-    kind, *rest = node
-    if kind == "tensor" and len(rest) == 2:
-        return tensors.take(*rest)
-    if kind == "value" and len(rest) == 1 and _is_plain(rest[0]):
-        return rest[0]
-    if kind in ("list", "tuple") and len(rest) == 1 and isinstance(rest[0], list):
-        items = [_build(item, tensors, depth + 1) for item in rest[0]]
-        return items if kind == "list" else tuple(items)
-    if kind != "dict" or len(rest) != 1 or not isinstance(rest[0], list):
-        refuse(f"a {str(kind)[:20]!r} that it cannot have written")
-    built = {_key(item): _build(item[1], tensors, depth + 1) for item in rest[0]}
-    if len(built) != len(rest[0]):
-        refuse("a dict with one key twice")
-    return built
+def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors that `can_store`, one after another; those of a device go to the host one at a time."""
+    header, start = {}, 0
+    for name, tensor in tensors.items():
+        end = start + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    head = json.dumps(header).encode()
+    file.write(struct.pack("<Q", len(head)) + head)
+    for tensor in tensors.values():
+        file.write(bytes_in(tensor.cpu()))
 
 
-def _key(item: Any) -> Step:
-    if not isinstance(item, list) or len(item) != 2 or type(item[0]) not in (str, int):
-        refuse("a dict whose items are not keys and values")
-    key: Step = item[0]
-    return key
+def bytes_in(tensor: torch.Tensor) -> Any:
+    """Return the bytes of a tensor on the CPU, row by row, for a file or a hash."""
+    tensor = tensor.contiguous()
+    memory: Any = (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    memory.owner = tensor
+    return memory
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str)
-
-
-def _align(offset: int) -> int:
-    return -(-offset // _ALIGN) * _ALIGN
+def read_tensors(data: bytes) -> dict[str, torch.Tensor]:
+    """Return the tensors in untrusted bytes, each with its own memory. Raises one of `MALFORMED`."""
+    with torch.device("cpu"):  # whatever the program's default is
+        return safetensors.torch.load(data)

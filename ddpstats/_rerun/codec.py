@@ -14,12 +14,10 @@
 from __future__ import annotations
 
 import collections
-import ctypes
 import dataclasses
 import io
 import json
 import math
-import struct
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +31,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ddpstats._base.files import parse_json
 from ddpstats._base.text import first_line
+from ddpstats._ranks.gather import COMPLEX, MALFORMED, bytes_in, can_store, read_tensors, write_tensors
 from ddpstats._rerun.record import set_fields, walk
 from ddpstats.errors import BundleError
 
@@ -41,30 +40,8 @@ T = TypeVar("T")
 _MAX_DEPTH = 64
 _MAX_JSON_BYTES = 64 << 20
 _REFERENCE, _JSON = "$tensor", "json"
-_DTYPE_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-# Written as pairs of floats: not each version of safetensors has a name for them.
-_COMPLEX = (torch.complex64, torch.complex128)
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _KEY_TYPES = (type(None), bool, int, float, complex, str, bytes, tuple)
 _ARRAY_KINDS = "biufcMmUS"
-# What rebuilding a value raises that no capture wrote.
-_MALFORMED = (LookupError, ValueError, TypeError, RuntimeError, ArithmeticError, AttributeError, AssertionError)
 
 
 class CannotStore(Exception):
@@ -154,18 +131,6 @@ def _paths(path: str, values: Sequence[Any]) -> list[str]:
     return [f"{path}[{index}]" for index in range(len(values))]
 
 
-def is_ordinary(tensor: Tensor) -> bool:
-    """Return whether the elements lie in memory of the tensor's own: not so where another tensor holds them."""
-    is_strided = tensor.layout is torch.strided and tensor.device.type != "meta"
-    is_plain = is_strided and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return is_plain and (tensor.numel() == 0 or tensor.data_ptr() != 0)
-
-
-def can_store(tensor: Tensor) -> bool:
-    """Return whether `write` takes the tensor."""
-    return is_ordinary(tensor) and (tensor.dtype in _DTYPE_NAMES or tensor.dtype in _COMPLEX)
-
-
 def tensor_text(tensor: Tensor) -> str:
     """Return the type of a tensor in words."""
     return f"{_type_name(tensor)} ({tensor.layout}, {tensor.dtype}, {tensor.device})"
@@ -217,23 +182,14 @@ def write(file: BinaryIO, value: Any) -> None:
         tensor, more = item.detach().resolve_conj().resolve_neg().permute(order), dict[str, Any]()
         if order != sorted(order):
             more["order"] = order
-        if tensor.dtype in _COMPLEX:
+        if tensor.dtype in COMPLEX:
             tensor, more["complex"] = torch.view_as_real(tensor), True
         name, _ = tensors.setdefault(id(item), (str(len(tensors)), tensor))
         return {_REFERENCE: name, **more}
 
     text = _bytes_tensor(json.dumps(value, default=plain_of, allow_nan=False).encode())
     _check_json(text)
-    stored = {_JSON: text, **dict(tensors.values())}
-    header, start = {}, 0
-    for name, tensor in stored.items():
-        end = start + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        start = end
-    head = json.dumps(header).encode()
-    file.write(struct.pack("<Q", len(head)) + head)
-    for tensor in stored.values():
-        file.write(bytes_in(tensor.cpu()))
+    write_tensors(file, {_JSON: text, **dict(tensors.values())})
 
 
 def to_bytes(value: Any) -> Tensor:
@@ -241,14 +197,6 @@ def to_bytes(value: Any) -> Tensor:
     file = io.BytesIO()
     write(file, value)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-
-
-def bytes_in(tensor: Tensor) -> Any:
-    """Return the bytes of a tensor on the CPU, row by row, for a file or a hash."""
-    tensor = tensor.contiguous()
-    memory: Any = (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
-    memory.owner = tensor
-    return memory
 
 
 def read(file: BinaryIO, kind: type[T], where: str) -> T:
@@ -264,13 +212,7 @@ def read(file: BinaryIO, kind: type[T], where: str) -> T:
 def from_bytes(data: Tensor, kind: type[T], where: str) -> T:
     """Return what `to_bytes` was given; otherwise as `read`."""
 
-    def stored() -> dict[str, Tensor]:
-        return {
-            name: _bytes_tensor(view["data"]).view(_DTYPES[view["dtype"]]).view(view["shape"])
-            for name, view in safetensors.deserialize(bytes(_bytes_of(data)))  # type: ignore[no-untyped-call]
-        }
-
-    return _read(stored, kind, where)
+    return _read(lambda: read_tensors(bytes(_bytes_of(data))), kind, where)
 
 
 def _read(stored: Callable[[], dict[str, Tensor]], kind: type[T], where: str) -> T:
@@ -280,7 +222,7 @@ def _read(stored: Callable[[], dict[str, Tensor]], kind: type[T], where: str) ->
         _check_json(text)
         tree = _resolve(parse_json(bytes(_bytes_of(text))), tensors, {})
         return msgspec.convert(tree, kind, dec_hook=_instance, str_keys=True)
-    except (safetensors.SafetensorError, OSError, MemoryError, *_MALFORMED) as error:
+    except (OSError, MemoryError, *MALFORMED) as error:
         raise BundleError(
             f"{where} is refused: {type(error).__name__}: {first_line(error)[:300]}. Nothing of it was executed. It is "
             "damaged, hostile, or of another version of ddpstats."
@@ -344,7 +286,7 @@ class _Rebuilding:
             if plain["kind"] not in _KINDS:
                 raise ValueError(f"kind {plain['kind']!r:.40} is not one that ddpstats writes")
             return _KINDS[plain["kind"]](self, plain, path, depth)
-        except _MALFORMED as error:
+        except MALFORMED as error:
             raise BundleError(
                 f"{path} is not what ddpstats writes: {type(error).__name__}: {first_line(error)[:200]}; the bundle is "
                 "damaged or hostile"

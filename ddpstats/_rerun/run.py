@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from ddpstats._observe import collectives
 from ddpstats._observe.operators import Collective
 from ddpstats._observe.torch_compat import in_backward
-from ddpstats._rerun.codec import from_plain, is_ordinary, tensor_text, to_plain
+from ddpstats._ranks.gather import is_ordinary
+from ddpstats._rerun.codec import from_plain, tensor_text, to_plain
 from ddpstats._rerun.record import MicroBatch, PackedStep, Packet, StepRecord
 from ddpstats._rerun.state import Autocast, RandomState, as_in, put_back, set_buffers, switches
 from ddpstats.errors import BundleError, ConfigError

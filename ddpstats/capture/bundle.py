@@ -42,7 +42,7 @@ from ddpstats._base.version import __version__
 from ddpstats._observe.gradient_norms import norm_kind, parts_of
 from ddpstats._observe.gradients import GradientWatch
 from ddpstats._ranks.calls import Channel
-from ddpstats._ranks.gather import gather_trees
+from ddpstats._ranks.gather import bytes_in, gather_trees, is_ordinary
 from ddpstats._rerun import codec
 from ddpstats._rerun.codec import CannotStore, to_plain
 from ddpstats._rerun.record import MicroBatch, Packet, StepRecord, scale_of, tensor_bytes
@@ -293,12 +293,12 @@ class PartSource:
     def digest(self) -> str:
         """Return a hash of every bit of the parameters, the same on replicas; empty where one has no memory."""
         part = self.model_part()
-        if not all(map(codec.is_ordinary, part.parameters.values())):
+        if not all(map(is_ordinary, part.parameters.values())):
             return ""
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in part.parameters.items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {part.shards.get(name)}".encode())
-            digest.update(codec.bytes_in(tensor.cpu()))
+            digest.update(bytes_in(tensor.cpu()))
         return digest.hexdigest()
 
     def model_part(self) -> ModelPart:

@@ -156,7 +156,7 @@ class _Job:
                 self._store.set("file", _make_file(directory, stack))
             self._meet("begin", self._timeout_sec)
             measured, passes = self._measure(directory)
-            self._store.set(f"report/{self._rank}", bytes(encode([facts | {"measured": measured}, passes])))
+            self._store.set(f"report/{self._rank}", encode([facts | {"measured": measured}, passes]))
             self._meet("end", self._timeout_sec + _LOOK_SEC)
         if self._rank != 0:
             self._store.add("left", 1)

@@ -63,7 +63,7 @@ import torch
 
 from ddpstats._base.paths import Index, Path
 from ddpstats._ranks.exchange import InvalidLeaf
-from ddpstats._ranks.gather import can_encode
+from ddpstats._ranks.gather import can_store
 from ddpstats.errors import SchemaConflict
 from ddpstats.integrations.matching import Matching, pack, unite
 from ddpstats.integrations.patches import Patches, in_place_of
@@ -166,7 +166,7 @@ def _combine(own: Any, call: str, combine: CombineLeaves) -> Any:
 def _sendable(tree: Any, path: Path) -> Any:
     """Return ``tree`` as plain containers of tensors on the CPU and plain numbers. Raises `InvalidLeaf`."""
     if isinstance(tree, torch.Tensor):
-        return tree.detach().cpu() if can_encode(tree) else tree
+        return tree.detach().cpu() if can_store(tree) else tree
     if isinstance(tree, int | float):
         return pack(tree)
     if isinstance(tree, Mapping):

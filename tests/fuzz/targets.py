@@ -13,7 +13,6 @@ import hashlib
 import io
 import json
 import shutil
-import struct
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -69,17 +68,13 @@ def leave() -> None:
     scratch.cache_clear()
 
 
-def _behind_its_length(head: bytes) -> bytes:
-    return (struct.pack("<Q", len(head)) + head).ljust(-(-len(head) // 16) * 16 + 64, b"\0")
-
-
 # -- wire --------------------------------------------------------------------------------------------------------------
 
 _READERS: Sequence[tuple[Callable[[bytes], Any], tuple[type[Exception], ...]]] = (
     (decode_schema, (ProtocolMismatch,)),
     (decode_status, (ProtocolMismatch,)),
     (decode, (ProtocolMismatch,)),
-    (lambda data: decode(_behind_its_length(data)), (ProtocolMismatch,)),
+    (lambda data: decode(_with_json(encode([torch.arange(5), torch.ones(2, 2)]), data)), (ProtocolMismatch,)),
     (Verdict.unpack, (ValueError,)),
     (RankStatus.unpack, (ValueError,)),
     (GuardFinding.unpack, (ValueError,)),
@@ -100,7 +95,7 @@ def _wire_seeds() -> list[bytes]:
     stats = {"a": 1.0, "b/c": [Max(1), (torch.ones(1, dtype=torch.float16), None)], 3: None}
     schema = flatten(stats, keep_dtypes=True).structure.encoded
     status = encode_status(Status(Call("reduce_stats", "train", "raise"), bytes(8), None, True, schema))
-    tree = bytes(encode({"a": torch.arange(5), "b": [1.5, "x", (None, torch.ones(2, 2))]}))
+    tree = encode({"a": torch.arange(5), "b": [1.5, "x", (None, torch.ones(2, 2))]})
     event = {"group": "0", "seq": 3, "op": "all_reduce", "shapes": [[2]], "dtypes": ["float32"], "label": "loss"}
     event["evidence"] = ["k", ["k", "l"], "dict", "unused", "", [], False, False, "loop", None]
     finding = {"kind": "mismatch", "message": "m", "group": "0", "seq": 1, "missing": [1]}
@@ -114,7 +109,7 @@ def _wire_seeds() -> list[bytes]:
         event,
         event,
     ]
-    parts = [schema.encode(), status, tree, tree[8 : 8 + struct.unpack_from("<Q", tree)[0]]]
+    parts = [schema.encode(), status, tree, _json_in(tree)]
     packet = Packet(
         to_plain({"x": torch.ones(2)}), {"python": []}, Autocast("cpu", True, torch.bfloat16), torch.ones(1)
     )
@@ -134,7 +129,7 @@ def bundle(data: bytes) -> None:
     kind, content = (data[0] % 4 if data else 0), data[1:]
     name = ("MANIFEST.json", "rank00000.safetensors", "rank00000.safetensors", "model.safetensors")[kind]
     if kind > 1:
-        content = _with_json(CAPTURES / directory.name / name, content)
+        content = _with_json((CAPTURES / directory.name / name).read_bytes(), content)
     original = CAPTURES / directory.name
     (directory / name).write_bytes(content)
     if kind:
@@ -166,22 +161,27 @@ def _use(opened: Bundle) -> None:
                 before.restore()
 
 
-def _with_json(original: Path, text: bytes) -> bytes:
-    """Return the file with another JSON in it."""
-    tensors = safetensors.torch.load(original.read_bytes())
+def _with_json(original: bytes, text: bytes) -> bytes:
+    """Return a file, or what is gathered, with another JSON in it."""
+    tensors = safetensors.torch.load(original)
     tensors["json"] = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)
     return safetensors.torch.save(tensors)
 
 
-def _json_in(path: Path) -> bytes:
-    return bytes(safetensors.torch.load(path.read_bytes())["json"].tolist())
+def _json_in(original: bytes) -> bytes:
+    return bytes(safetensors.torch.load(original)["json"].tolist())
 
 
 def _bundle_seeds() -> list[bytes]:
     (directory,) = CAPTURES.iterdir()
     part, model = directory / "rank00000.safetensors", directory / "model.safetensors"
     manifest = (directory / "MANIFEST.json").read_bytes()
-    return [b"\0" + manifest, b"\1" + part.read_bytes(), b"\2" + _json_in(part), b"\3" + _json_in(model)]
+    return [
+        b"\0" + manifest,
+        b"\1" + part.read_bytes(),
+        b"\2" + _json_in(part.read_bytes()),
+        b"\3" + _json_in(model.read_bytes()),
+    ]
 
 
 # -- dump --------------------------------------------------------------------------------------------------------------

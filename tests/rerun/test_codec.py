@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
+from ddpstats._ranks.gather import COMPLEX, DTYPE_NAMES, bytes_in
 from ddpstats._rerun import codec
 from ddpstats._rerun.codec import CannotStore, from_plain, to_plain
 from ddpstats._rerun.record import PackedStep, Packet
@@ -222,13 +223,13 @@ STEP: Any = PackedStep(
 )
 
 
-@pytest.mark.parametrize("dtype", [*codec._DTYPE_NAMES, *codec._COMPLEX], ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPE_NAMES, *COMPLEX], ids=str)
 @pytest.mark.parametrize("shape", [(), (3, 2), (0, 2)])
 def test_every_dtype_comes_back_from_a_file_and_from_memory(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(math.prod(shape)).view(shape).to(dtype)
     for back in (stored_and_read([tensor], list), codec.from_bytes(codec.to_bytes([tensor]), list, "it")):
         assert (back[0].dtype, back[0].shape) == (dtype, tensor.shape)
-        assert bytes(codec.bytes_in(back[0])) == bytes(codec.bytes_in(tensor))
+        assert bytes(bytes_in(back[0])) == bytes(bytes_in(tensor))
 
 
 def test_a_step_comes_back_from_memory_with_its_strides() -> None:
