@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ddpstats._base import config
-from ddpstats._base.device import record_event
+from ddpstats._base.device import record_event, widest_float
 from ddpstats._base.lazy import refuse_without_values
 from ddpstats._base.text import holders_lines
 from ddpstats._observe.gradients import ForwardBegins, unwrapped
@@ -239,6 +239,12 @@ class PackedStep:
 def tensor_bytes(value: Any) -> int:
     """Return the number of bytes of the tensors in nested containers."""
     return sum(leaf.numel() * leaf.element_size() for _, leaf in walk(value) if isinstance(leaf, Tensor))
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a wider copy of one in float8, whose elements torch cannot check."""
+    is_float8 = tensor.is_floating_point() and tensor.element_size() == 1
+    return tensor.to(widest_float(tensor.device)) if is_float8 else tensor
 
 
 T_co = TypeVar("T_co", covariant=True)

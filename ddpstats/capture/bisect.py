@@ -50,7 +50,7 @@ from ddpstats._observe.torch_compat import (
     storage_id,
     tree_leaves,
 )
-from ddpstats._rerun.record import walk
+from ddpstats._rerun.record import walk, widened
 
 if TYPE_CHECKING:
     from ddpstats.capture.replay import Replay
@@ -335,9 +335,10 @@ def _has_numbers(tensor: Tensor) -> bool:
 def nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
     """Return whether there is a NaN, and an infinity. One pass over a tensor that is finite."""
     with torch.no_grad():
-        if not _has_numbers(tensor) or bool(tensor.isfinite().all()):
+        wide = widened(tensor)
+        if not _has_numbers(wide) or bool(wide.isfinite().all()):
             return False, False
-        return bool(tensor.isnan().any()), bool(tensor.isinf().any())
+        return bool(wide.isnan().any()), bool(wide.isinf().any())
 
 
 def tensor_stats(tensor: Tensor) -> dict[str, Any]:
@@ -346,6 +347,7 @@ def tensor_stats(tensor: Tensor) -> dict[str, Any]:
     if not _has_numbers(tensor):
         return stats | {"nans": 0, "infs": 0, "first": None}
     with torch.no_grad():
+        tensor = widened(tensor)
         finite, nans = tensor.isfinite(), int(tensor.isnan().sum())
         infs = int((~finite).sum()) - nans
         real = (tensor.abs() if tensor.is_complex() else tensor)[finite].to(torch.float64)

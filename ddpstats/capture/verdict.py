@@ -21,12 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ddpstats._base.device import widest_float
 from ddpstats._base.text import ranks_text, shorten
 from ddpstats._observe.gradient_norms import measure
 from ddpstats._observe.gradients import GradientWatch
 from ddpstats._rerun.blame import Cause, Gathered, blame, cause_of, from_rank_on, hand_out, unpack_step
-from ddpstats._rerun.record import scale_of, walk
+from ddpstats._rerun.record import scale_of, walk, widened
 from ddpstats._rerun.run import Rerun, Reruns
 from ddpstats._rerun.state import place_text
 
@@ -283,7 +282,7 @@ def find_cause(
             f"{path} of micro-batch {index}"
             for index, micro in enumerate(micro_batches)
             for path, leaf in walk(micro.batch)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not _is_finite(leaf)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(widened(leaf).isfinite().all())
         ]
         return {
             "step": reruns.pack(micro_batches),
@@ -305,11 +304,6 @@ def find_cause(
 
     answers = blame(gathered, rank, culprit, () if peer is None else (peer,), run)
     return _cause_text(culprit, peer, packet, answers, verdict.bundle)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    wide = tensor if tensor.element_size() > 1 else tensor.to(widest_float(tensor.device))  # torch checks no float8
-    return bool(wide.isfinite().all())
 
 
 def _cause_text(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ddpstats import cli
-from ddpstats.capture.bisect import OperationTracer
+from ddpstats.capture.bisect import OperationTracer, nan_and_inf, tensor_stats
 from tests.capabilities import numbers_nodes
 from tests.capture import replay_models
 from tests.capture.making import MODELS, captured
@@ -52,6 +52,16 @@ def spoiled(name: str) -> Callable[[nn.Module], None]:
     return spoil
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz])
+def test_a_nan_in_float8_is_seen(dtype: torch.dtype) -> None:
+    assert nan_and_inf(torch.ones(2).to(dtype)) == (False, False)
+    tensor = torch.tensor([1.0, float("nan")]).to(dtype)
+    assert nan_and_inf(tensor) == (True, False)
+    stats = tensor_stats(tensor)
+    assert (stats["low"], stats["nans"], stats["infs"], stats["first"]) == (1.0, 1, 0, (1,))
+    assert stats["dtype"] == str(dtype)
+
+
 @pytest.mark.parametrize(
     ("model", "step", "batches", "how", "expected"),
     [
@@ -66,6 +76,10 @@ def spoiled(name: str) -> Callable[[nn.Module], None]:
         (
             *("LogZero", "sum_step", [FINE], {}),
             {"what": "aten.log.default", "line": "return torch.log(self.layer(x).relu() * 0)", "module": ""},
+        ),
+        (
+            *("Float8Cast", "sum_step", [FINE], {}),
+            {"what": "aten.log.default", "line": "return torch.log(nn.functional.linear(x, narrow).relu() * 0)"},
         ),
         (*("Nested", "sum_step", [FINE], {}), {"what": "aten.log.default", "module": "deep.0"}),
         pytest.param(
