@@ -40,6 +40,7 @@ from ddpstats._observe.operators import OPERATORS, Collective, Operator, index_o
 from ddpstats._observe.torch_compat import (
     Kernels,
     dispatch_mode_count,
+    explain_unseen,
     hide_from_dynamo,
     keys_of_device,
     next_kernel,
@@ -48,7 +49,6 @@ from ddpstats._observe.torch_compat import (
     profiler_enabled,
     refuse,
     schema,
-    unseen,
 )
 from ddpstats.errors import ConfigError
 
@@ -132,7 +132,7 @@ def _try_out() -> None:
     """Raise `ConfigError` where a collective of a group of one, which is local, is not seen. Once in a process."""
     try:
         with group_of_one("ddpstats-probe") as only:
-            reason = unseen(lambda: _sees(only[0]) and _sees(only[0], dist.AllreduceOptions()))
+            reason = explain_unseen(lambda: _sees(only[0]) and _sees(only[0], dist.AllreduceOptions()))
     except Exception:  # no gloo: nothing to try it on
         return
     if reason is not None:

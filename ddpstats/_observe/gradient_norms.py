@@ -33,7 +33,7 @@ def measure(gradients: Sequence[Tensor | None]) -> Tensor:
         with torch.no_grad():
             values = [elements(gradient) for gradient in gradients if gradient is not None]
             norms = as_vector(norms_of(values))
-            result[torch.tensor(indices, device="cpu")] = exact(values, norms.cpu()).to(torch.float64)
+            result[torch.tensor(indices, device="cpu")] = correct_overflows(values, norms.cpu()).to(torch.float64)
     return result
 
 
@@ -84,7 +84,7 @@ def as_vector(norms: list[Tensor]) -> Tensor:
         return torch.stack([norm.cpu() for norm in norms])
 
 
-def exact(gradients: list[Tensor], norms: Tensor) -> Tensor:
+def correct_overflows(gradients: list[Tensor], norms: Tensor) -> Tensor:
     """Return the norms, corrected where the 2-norm of finite numbers overflowed."""
     for index in (~norms.isfinite()).nonzero().flatten().tolist():
         if bool(gradients[index].isfinite().all()):
@@ -200,13 +200,13 @@ class BackwardNorms:
     @property
     def exchanged(self) -> list[bool]:
         """For each pass, whether its gradients were reduced afterwards, or meanwhile."""
-        return [it.exchanged or bool(self._foreign(number)) for number, it in enumerate(self.passes)]
+        return [it.exchanged or bool(self._find_foreign(number)) for number, it in enumerate(self.passes)]
 
-    def shared_with(self) -> list[tuple[int, ...]]:
+    def find_communicating_ranks(self) -> list[tuple[int, ...]]:
         """Return for each pass the ranks with which the program itself communicated; empty for this rank's own."""
-        return [ranks_of(self._foreign(number)) for number in range(len(self.passes))]
+        return [ranks_of(self._find_foreign(number)) for number in range(len(self.passes))]
 
-    def _foreign(self, number: int) -> list[Any]:
+    def _find_foreign(self, number: int) -> list[Any]:
         """Return the groups on which more was issued, until the end of that pass, than DDP issues until then."""
         current = self.passes[number]
         reductions = sum(earlier.exchanged for earlier in self.passes[current.first : number + 1])
@@ -218,28 +218,28 @@ class BackwardNorms:
 
     def indices(self) -> set[int]:
         """Return the indices of parameters that got a gradient."""
-        return {index for indices, _ in self._measured() for index in indices}
+        return {index for indices, _ in self._all_norms() for index in indices}
 
-    def local(self) -> dict[int, Tensor] | None:
+    def own_gradients(self) -> dict[int, Tensor] | None:
         """Return index of a parameter -> this rank's own gradient.
 
         None where not all of them could be kept, or the program's hooks on parameters may have reduced them.
         """
         indices = self.indices()
-        if any(self.shared_with()) and any(gradient_hooks(self.parameters[index]) for index in indices):
+        if any(self.find_communicating_ranks()) and any(gradient_hooks(self.parameters[index]) for index in indices):
             return None
         return self.kept if self.kept and indices == self.kept.keys() else None
 
-    def away(self) -> list[Tensor]:
+    def norms_on_accelerator(self) -> list[Tensor]:
         """Return the norms that are on an accelerator."""
-        return [norms for _, norms in self._measured() if not norms.is_cpu]
+        return [norms for _, norms in self._all_norms() if not norms.is_cpu]
 
     def norms(self) -> Tensor | None:
         """Return one per parameter, float64 on the host, `NO_GRADIENT` where none came; None where no gradient came."""
-        if not self._measured():
+        if not self._all_norms():
             return None
         result = torch.full((len(self.parameters),), NO_GRADIENT, dtype=torch.float64, device="cpu")
-        for indices, norms in self._measured():
+        for indices, norms in self._all_norms():
             result[torch.tensor(indices, device="cpu")] = norms.to("cpu", torch.float64)
         return result
 
@@ -247,7 +247,7 @@ class BackwardNorms:
         """Return the `BackwardPass.bad_indices` of each pass."""
         return [it.bad_indices() for it in self.passes]
 
-    def _measured(self) -> list[tuple[list[int], Tensor]]:
+    def _all_norms(self) -> list[tuple[list[int], Tensor]]:
         return [measured for it in self.passes for measured in it.measured]
 
 

@@ -41,8 +41,8 @@ from ddpstats._observe.gradient_norms import (
     BackwardNorms,
     BackwardPass,
     as_vector,
+    correct_overflows,
     elements,
-    exact,
     is_sharded,
     is_sparse,
     norms_of,
@@ -67,7 +67,7 @@ class GradientWatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        named = list(unwrapped(module).named_parameters())
+        named = list(unwrap(module).named_parameters())
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.sees_local = not any(is_sharded(parameter) for parameter in self.parameters)
@@ -86,7 +86,7 @@ class GradientWatch:
         self._hook()
         if self._replicas is None:
             self._replicas = replicas_in(self._module)
-            inner = unwrapped(self._module)
+            inner = unwrap(self._module)
             hook = ForwardBegins(inner, self, GradientWatch._forward_begins, inner is not self._module)
             self._handles.append(inner.register_forward_pre_hook(hook))
         if self.arrivals and not self._replicas:
@@ -139,7 +139,7 @@ class GradientWatch:
         if self._micro is not None and not in_backward():
             self._micro.count_from_here()
 
-    def _arrived(self, micro: BackwardNorms, index: int) -> None:
+    def _gradient_arrives(self, micro: BackwardNorms, index: int) -> None:
         task, parameter = graph_task(), self.parameters[index]
         if task not in micro.tasks:
             self._note_task(micro, task)
@@ -178,7 +178,7 @@ class GradientWatch:
             norms = as_vector(norms_of(gradients))
             if norms.is_cpu:
                 if not math.isfinite(norms.sum().item()):
-                    norms = exact(gradients, norms)
+                    norms = correct_overflows(gradients, norms)
                     self.bad = self.bad or not bool(norms.isfinite().all())
                 if self.bad:  # kept before they are reduced
                     micro.kept.update({index: gradient.detach().clone() for index, gradient in own.items()})
@@ -197,7 +197,7 @@ class _ArrivalHook:
     def __call__(self, parameter: Tensor) -> None:
         watch = self._watch()
         if watch is not None and watch._micro is not None:
-            watch._arrived(watch._micro, self._index)
+            watch._gradient_arrives(watch._micro, self._index)
 
 
 def _put_first(hooks: Any, number: int) -> None:
@@ -217,7 +217,7 @@ def replicas_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
     return [replica for replica in live_replicas() if replica.module is module]
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap(module: nn.Module) -> nn.Module:
     """Return the module inside a DistributedDataParallel, also where that was compiled; any other module itself."""
     replica = without_compile(module)
     inner = replica.module if isinstance(replica, nn.parallel.DistributedDataParallel) else module

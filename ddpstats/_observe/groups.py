@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpstats._observe.torch_compat import find, lacking as lacking, note_lack
+from ddpstats._observe.torch_compat import find, list_lacking as list_lacking, note_lack
 from ddpstats._ranks.gloo import OWN_GROUP, gloo_backend, group_around, store_of
 
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def is_registered(group: Any) -> bool:
     return group in _world().pg_names
 
 
-def groups_made() -> int:
+def count_groups() -> int:
     """Return how many groups without a given name torch has made; 0 where it does not say."""
     return int(_world().group_count)
 
@@ -88,7 +88,7 @@ def backends_of(group: Any) -> Sequence[Any]:
     return list({id(backend): backend for backend in backends}.values())
 
 
-def collectives_issued(issuer: Any) -> int:
+def read_collective_count(issuer: Any) -> int:
     """Return the number of collectives that a group or a backend counts. Raises as `backends_of` where it does not."""
     return int(issuer._get_sequence_number_for_group())
 
@@ -229,6 +229,6 @@ def ranks_of(groups: Iterable[Any]) -> tuple[int, ...]:
 def _count(group: Any) -> int | None:
     """Return a group's number: those of its backends for each kind of device add up."""
     try:
-        return sum(map(collectives_issued, backends_of(group)))
+        return sum(map(read_collective_count, backends_of(group)))
     except (RuntimeError, AttributeError):
         return None

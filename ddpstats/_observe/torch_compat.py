@@ -2,10 +2,10 @@
 
 `Kernels` registers kernels that see operators of torch, and takes them away again.
 
-`find` looks for a name when this file is imported; versions are never compared. `lacking` returns the names that this
-torch has not; a comment at each says what that costs. Names for process groups and DDP are in `groups`, in the same
-way. What other files import from here are functions and values that work either way. Names that are read off an object
-later (of a process group, a node, a module) are looked for there.
+`find` looks for a name when this file is imported; versions are never compared. `list_lacking` returns the names that
+this torch has not; a comment at each says what that costs. Names for process groups and DDP are in `groups`, in the
+same way. What other files import from here are functions and values that work either way. Names that are read off an
+object later (of a process group, a node, a module) are looked for there.
 
 Two files below this room may not import it and have their own names: `ddpstats._base.lazy`, which is used before
 torch is imported, and `ddpstats._ranks.gloo`. A test refuses them in all other files. C functions are bound here
@@ -34,7 +34,7 @@ from ddpstats.errors import ConfigError
 _lacking: list[str] = []
 
 
-def lacking() -> list[str]:
+def list_lacking() -> list[str]:
     """Return the private names that this torch does not have, of those that have been looked for."""
     return list(_lacking)
 
@@ -174,7 +174,7 @@ class Kernels:
         _destroy(self._library)
 
 
-def unseen(sees: Callable[[], bool]) -> str | None:
+def explain_unseen(sees: Callable[[], bool]) -> str | None:
     """Return why kernels do not see their operators on this torch; None where ``sees`` returns True."""
     try:
         return None if sees() else "what was tried was not seen"

@@ -89,7 +89,7 @@ class _Plain:
             return self._tuple(value, path, depth)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = set_fields(value)
-            return self._named("object", value, names, [getattr(value, name) for name in names], path, depth)
+            return self._named_fields("object", value, names, [getattr(value, name) for name in names], path, depth)
         raise CannotStore(path, _type_name(value))
 
     def _items(self, values: Sequence[Any], paths: Sequence[str], depth: int) -> list[Any]:
@@ -115,12 +115,12 @@ class _Plain:
         names = getattr(type(value), "_fields", None)
         if isinstance(names, tuple):
             kind = "packed" if isinstance(value, PackedSequence) else "namedtuple"
-            return self._named(kind, value, list(names), value, path, depth)
+            return self._named_fields(kind, value, list(names), value, path, depth)
         if type(value) not in (tuple, torch.Size):
             raise CannotStore(path, _type_name(value))
         return {"kind": "tuple", "items": self._items(value, _paths(path, value), depth)}
 
-    def _named(
+    def _named_fields(
         self, kind: str, value: Any, names: list[str], contents: Sequence[Any], path: str, depth: int
     ) -> dict[str, Any]:
         items = self._items(contents, [f"{path}.{name}" for name in names], depth)
@@ -329,7 +329,7 @@ class _Rebuilding:
     def _tuple(self, plain: dict[str, Any], path: str, depth: int) -> tuple[Any, ...]:
         return tuple(self._items(plain["items"], path, depth))
 
-    def _named(self, plain: dict[str, Any], path: str, depth: int) -> Any:
+    def _named_fields(self, plain: dict[str, Any], path: str, depth: int) -> Any:
         name, fields = plain["name"], plain["fields"]
         items = self._items(plain["items"], path, depth)
         if plain["kind"] == "packed":
@@ -349,7 +349,7 @@ _KINDS: dict[str, Callable[[_Rebuilding, dict[str, Any], str, int], Any]] = {
     **dict.fromkeys(("array", "scalar"), _Rebuilding._array),
     "dict": _Rebuilding._dict,
     "tuple": _Rebuilding._tuple,
-    **dict.fromkeys(("packed", "namedtuple", "object"), _Rebuilding._named),
+    **dict.fromkeys(("packed", "namedtuple", "object"), _Rebuilding._named_fields),
 }
 
 

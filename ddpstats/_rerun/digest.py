@@ -41,13 +41,13 @@ def digests(tensors: Iterable[Tensor]) -> Tensor:
         int64[number of tensors] on the device of the first one; on the CPU without any.
     """
     with torch.no_grad():
-        results = [_digest(flattened(tensor)) for tensor in tensors]
+        results = [_digest(flatten_elements(tensor)) for tensor in tensors]
         if not results:
             return torch.zeros(0, dtype=torch.int64, device="cpu")
         return torch.stack([result.to(results[0].device) for result in results])
 
 
-def flattened(tensor: Tensor) -> Tensor:
+def flatten_elements(tensor: Tensor) -> Tensor:
     """Return the elements in row-major order, 1-d and contiguous: a view where it can be."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()

@@ -35,7 +35,7 @@ from ddpstats._base import config
 from ddpstats._base.device import record_event, widest_float
 from ddpstats._base.lazy import refuse_without_values
 from ddpstats._base.text import holders_lines
-from ddpstats._observe.gradients import ForwardBegins, unwrapped
+from ddpstats._observe.gradients import ForwardBegins, unwrap
 from ddpstats._observe.torch_compat import buffers_of, copy_each, version_of
 from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.gather import gather_trees
@@ -89,7 +89,7 @@ class StepRecord:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.module = module = unwrapped(model)
+        self.module = module = unwrap(model)
         self.micro_batches: list[MicroBatch] = []
         self.buffers: dict[str, Tensor] | None = None
         self.copies = False
@@ -370,7 +370,7 @@ def _close_all(closing: Sequence[Callable[[], None]]) -> None:
         close()
 
 
-def checked_step(step: Any, call: str) -> int:
+def check_step(step: Any, call: str) -> int:
     """Return the caller's number of a step. Raises `ConfigError`, which names ``call``."""
     try:
         number = operator.index(step)

@@ -54,7 +54,7 @@ class RunSettings:
 
 
 @contextmanager
-def alone(what: str, device: torch.device) -> Iterator[None]:
+def run_alone(what: str, device: torch.device) -> Iterator[None]:
     """Run ``what``, the user's function, on one rank while the others wait; put the random state back afterwards.
 
     No collective may run in this thread, or in a backward pass: `ConfigError`. Those of other threads, such as a
@@ -94,7 +94,7 @@ class Runner:
         return from_plain(packet.batch, self._settings.device, WIDER.get(self._settings.precision))
 
     @contextmanager
-    def as_kept(self, packet: Packet) -> Iterator[None]:
+    def restore_state(self, packet: Packet) -> Iterator[None]:
         """Set what the micro-batch had, around forward and backward pass: checkpointing runs forward passes in it.
 
         Raises:
@@ -243,11 +243,11 @@ class Reruns:
         runner = Runner(module, self._step, self._name, RunSettings(device), "the micro-batch that is run again")
         wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
         total: list[Tensor | None] = [None] * len(wanted)
-        with alone(self._name, device), put_back(module), as_in(step.switches):
+        with run_alone(self._name, device), put_back(module), as_in(step.switches):
             set_buffers(module, {**(self.record.buffers or {}), **step.buffers})
             for micro in step.micro_batches:
                 batch = runner.batch(micro)
-                with runner.as_kept(micro):
+                with runner.restore_state(micro):
                     loss = runner.loss(micro, batch)
                     loss = runner.scale_loss(loss, 1.0 if micro.factor is not None else step.scale)
                     compiled |= _has_compiled_part(loss)

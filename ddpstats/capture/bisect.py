@@ -128,7 +128,7 @@ class _Input(NamedTuple):
 
 
 class OperationTracer:
-    """Marks of one run. Use `watching` around what is to be seen. ``micro_batch`` is the current one."""
+    """Marks of one run. Use `watch` around what is to be seen. ``micro_batch`` is the current one."""
 
     def __init__(self, model: nn.Module) -> None:
         self.micro_batch = 0
@@ -141,7 +141,7 @@ class OperationTracer:
         self._operations = 0
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Watch this thread, and what autograd does for it."""
         self._modules.clear()
         handles = [
@@ -168,7 +168,7 @@ class OperationTracer:
             self._set(tensor, NonfiniteMark(origin))
 
     def mark_of(self, tensor: Tensor) -> NonfiniteMark | None:
-        """Return None for a tensor that is finite, or that no operation under `watching` made."""
+        """Return None for a tensor that is finite, or that no operation under `watch` made."""
         return self._input(tensor).mark
 
     def _input(self, tensor: Tensor) -> _Input:
@@ -391,7 +391,7 @@ class Search:
         self.mark: NonfiniteMark | None = None
 
     @contextmanager
-    def watching(self, index: int, batch: Any) -> Iterator[None]:
+    def watch(self, index: int, batch: Any) -> Iterator[None]:
         """Watch the forward and backward pass of a micro-batch."""
         self._tracer.micro_batch = index
         if index == 0:
@@ -402,7 +402,7 @@ class Search:
         for path, leaf in walk(batch):
             if isinstance(leaf, Tensor):
                 self._tracer.add_source(path, leaf)
-        with self._tracer.watching():
+        with self._tracer.watch():
             yield
 
     def look(self, index: int, loss: Tensor, gradients: dict[str, Tensor]) -> None:

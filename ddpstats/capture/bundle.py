@@ -368,7 +368,7 @@ class PartSource:
     def _local_gradients(self) -> dict[str, Tensor] | None:
         """Return those of the last micro-batch, before they were reduced, where they could be kept."""
         arrivals = self._watch.arrivals
-        local = arrivals[-1].local() if arrivals else None
+        local = arrivals[-1].own_gradients() if arrivals else None
         if local is None:
             return None
         named = ((self._watch.names[index], gradient) for index, gradient in local.items())
@@ -504,7 +504,7 @@ class BundleWriter:
         """Return the lines of the verdict about the bundle."""
         if self.directory is None:
             return (f"No bundle was written: {self._unwritten}",)
-        missing = self._missing()
+        missing = self._find_missing()
         if not missing:
             return (
                 f"Bundle: {self.directory}",
@@ -515,9 +515,9 @@ class BundleWriter:
     def finish(self, verdict: CaptureVerdict) -> CaptureVerdict:
         """Write the manifest, remove old bundles. Collective. An incomplete bundle is a reason to stop."""
         if self.directory is None:
-            return verdict if self._is_too_large else _stopping(verdict)
+            return verdict if self._is_too_large else _stop_run(verdict)
         problem = self._manifest_with(verdict.message)
-        return _stopping(verdict, problem) if problem or self._missing() else verdict
+        return _stop_run(verdict, problem) if problem or self._find_missing() else verdict
 
     def amend(self, verdict: CaptureVerdict) -> CaptureVerdict:
         """Return ``verdict``, whose message replaces the one in the manifest. Collective."""
@@ -571,7 +571,7 @@ class BundleWriter:
     def _model_file(self, writer: int) -> str:
         return "model.safetensors" if writer == self._lowest else model_file(writer)
 
-    def _missing(self) -> dict[int, str]:
+    def _find_missing(self) -> dict[int, str]:
         """Return rank -> why its part is missing."""
         missing = {rank: result["error"] for rank, result in self._results.items() if result["error"] is not None}
         for rank in self._results.keys() - missing.keys():
@@ -598,7 +598,7 @@ class BundleWriter:
                     files[name] = Written(**entry)
                 else:
                     unseen[rank] = f"rank {self._rank} does not see its files: all ranks need one file system"
-        missing = {**self._missing(), **unseen}
+        missing = {**self._find_missing(), **unseen}
         model_files = {rank: self._model_file(writer) for rank, writer in self.model_writers.items()}
         close_bundle(
             directory,
@@ -641,7 +641,7 @@ def _rank_lines(by_rank: dict[int, str]) -> list[str]:
     return [f"  rank {rank}: {why}" for rank, why in sorted(by_rank.items())]
 
 
-def _stopping(verdict: CaptureVerdict, problem: str = "") -> CaptureVerdict:
+def _stop_run(verdict: CaptureVerdict, problem: str = "") -> CaptureVerdict:
     lines = [verdict.message, problem, "A bundle that is not complete stops the run, whatever on_nonfinite says."]
     return replace(verdict, should_stop=True, should_skip=True, message="\n".join(filter(None, lines)))
 

@@ -33,7 +33,7 @@ from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.failure import LOST_BY_BACKEND, nccl_reason
 from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.codec import CannotStore, to_plain
-from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step, scale_of
+from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, check_step, scale_of
 from ddpstats._rerun.run import Reruns
 from ddpstats.capture.bundle import AloneBundle, BundleWriter, PartSource
 from ddpstats.capture.manifest import bundle_name
@@ -174,7 +174,7 @@ class NaNCapture(StepWatch):
         """
         self._refuse_to_judge()
         if step is not None:
-            checked_step(step, self._method)
+            check_step(step, self._method)
         verdict: CaptureVerdict = ask_all(f"{self._method}()", [self], step, self._group)[0]
         return verdict
 
@@ -184,7 +184,7 @@ class NaNCapture(StepWatch):
         """Return whether settings are still to be agreed on, and whether this rank saw anything wrong."""
         self._refuse_to_judge()
         if step is not None:
-            self._step = checked_step(step, self._method)
+            self._step = check_step(step, self._method)
         return float(not self._agreed), float(self._look())
 
     def _answer(self, sums: Sequence[float], group: Any) -> CaptureVerdict:
@@ -272,7 +272,7 @@ class NaNCapture(StepWatch):
             self._wait_for_device(self._record.device)
             if self._watch.bad:
                 return True
-            away = [norms for arrivals in self._watch.arrivals for norms in arrivals.away()]
+            away = [norms for arrivals in self._watch.arrivals for norms in arrivals.norms_on_accelerator()]
             return any_bad([parameter.grad for parameter in self._watch.parameters], away)
         except Exception as error:
             self._problem = error

@@ -364,8 +364,8 @@ class Replay:
 
         batch, named, tensors = self._runner.batch(micro), self.named_parameters(), outcome.tensors
         arrived, has_backward = set[str](), micro.norms is not None or self.part.error is not None
-        watching = search.watching(index, batch) if search else contextlib.nullcontext()
-        with contextlib.ExitStack() as hooks, self._runner.as_kept(micro), watching:
+        watching = search.watch(index, batch) if search else contextlib.nullcontext()
+        with contextlib.ExitStack() as hooks, self._runner.restore_state(micro), watching:
             for name, parameter in named.items():
                 if parameter.requires_grad:
                     hook: Any = parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.add(name))  # type: ignore[no-untyped-call]

@@ -130,7 +130,7 @@ def report_of(watch: GradientWatch, scaler: Any, step: int) -> Report:
     for micro_batch, arrivals in enumerate(watch.arrivals):
         arrived |= arrivals.indices()
         norms = arrivals.norms()
-        passes = zip(arrivals.bad_indices(), arrivals.exchanged, arrivals.shared_with(), strict=True)
+        passes = zip(arrivals.bad_indices(), arrivals.exchanged, arrivals.find_communicating_ranks(), strict=True)
         for indices, is_reduced, shared_with in passes:
             if indices:
                 assert norms is not None
@@ -275,7 +275,7 @@ def find_cause(
     finite = [replica for replica in peers if replica not in verdict.culprit_ranks]
     peer = next(iter([*finite, *peers]), None)
 
-    def packed() -> dict[str, Any]:
+    def pack_evidence() -> dict[str, Any]:
         micro_batches = reruns.record.micro_batches
         losses = [None if micro.loss is None else float(torch.as_tensor(micro.loss).sum()) for micro in micro_batches]
         bad = [
@@ -292,7 +292,7 @@ def find_cause(
             "host": place_text(reruns.record.module),
         }
 
-    packet = hand_out(gathered, rank, [culprit], packed, f"the step of rank {culprit}")[culprit]
+    packet = hand_out(gathered, rank, [culprit], pack_evidence, f"the step of rank {culprit}")[culprit]
     if "error" in packet:
         return f"Cause not found: rank {culprit} could not send the step: {packet['error']}"
 

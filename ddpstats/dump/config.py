@@ -245,7 +245,7 @@ def _values(
         try:
             values[name] = key.default if value is None else key.read(value)
         except ValueError:
-            raise ConfigError(f"{where}: {prefix + name!r} is {_shown(value)}, but must be {key.legal}") from None
+            raise ConfigError(f"{where}: {prefix + name!r} is {_show(value)}, but must be {key.legal}") from None
     return values
 
 
@@ -258,11 +258,11 @@ def _load(path: str) -> tuple[str, Mapping[str, Any]]:
     except ValueError as error:
         raise ConfigError(f"{path}: is not legal JSON: {error}") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: holds {_shown(settings)}, but must hold one JSON object, as in {EXAMPLE}")
+        raise ConfigError(f"{path}: holds {_show(settings)}, but must hold one JSON object, as in {EXAMPLE}")
     return path, settings
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     """Return the value in JSON, and not too long."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -162,8 +162,8 @@ def common_names(a: Iterable[str], b: Iterable[str]) -> tuple[dict[str, str], di
     wrapped = [_is_wrapped(names) for names in sides]
     spellings = [_spellings(names) for names in sides]
     return (
-        _renamed(sides[0], wrapped == [True, False], spellings[0], spellings[1]),
-        _renamed(sides[1], wrapped == [False, True], spellings[1], spellings[0]),
+        _rename(sides[0], wrapped == [True, False], spellings[0], spellings[1]),
+        _rename(sides[1], wrapped == [False, True], spellings[1], spellings[0]),
     )
 
 
@@ -179,7 +179,7 @@ def _spellings(names: Iterable[Name]) -> Mapping[str, set[str]]:
     return spellings
 
 
-def _renamed(
+def _rename(
     names: Iterable[Name], unwrap: bool, own: Mapping[str, set[str]], others: Mapping[str, set[str]]
 ) -> dict[str, str]:
     renamed: dict[str, str] = {}

@@ -128,7 +128,7 @@ def _gather_for_metrics(
     # Lists and tuples are accelerate's business: of tensors, it comes to `gather`; of objects, it is right.
     if use_gather_object or not isinstance(input_data, Mapping) or not _has_keys(input_data):
         return original(self, input_data, use_gather_object)
-    samples = _samples_left(self.gradient_state)
+    samples = _count_samples_left(self.gradient_state)
     return _combine(input_data, "accelerate.gather", lambda leaves: _gather_leaves(leaves, samples))
 
 
@@ -142,7 +142,7 @@ def _has_dict(tree: Any) -> bool:
     return isinstance(tree, Mapping) or (isinstance(tree, (list, tuple)) and any(map(_has_dict, tree)))
 
 
-def _samples_left(gradient_state: Any) -> int | None:
+def _count_samples_left(gradient_state: Any) -> int | None:
     """Return how many samples of the last, filled up batch are no duplicates; None where all of them are wanted."""
     try:
         remainder = int(gradient_state.remainder)

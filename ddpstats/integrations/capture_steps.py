@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ddpstats._observe.gradients import unwrapped
+from ddpstats._observe.gradients import unwrap
 from ddpstats._rerun.record import MicroBatch
 from ddpstats.capture import CaptureVerdict, NaNCapture
 from ddpstats.capture.verdict import Policy
@@ -51,7 +51,7 @@ class CaptureSteps:
         """Begin a training of this model, and end what was before."""
         self.close()
         self._capture = NaNCapture(self._dirpath, model=model, scaler=scaler, **self._settings)
-        self._model, self._scaler = unwrapped(model), scaler
+        self._model, self._scaler = unwrap(model), scaler
         self.verdict, self._was_ok = None, True
 
     def begin(self, batch: Any) -> MicroBatch | None:

@@ -180,7 +180,7 @@ class Capturing(TrainerCapture):
         if model is not self._model:  # an epoch's last gradients belong to the next epoch's first step
             self._model = model
             steps.start(model, arguments["scaler"])
-        with _observing(model, steps):
+        with _observe_forward(model, steps):
             try:
                 result = original(trainer, **arguments)
             except BaseException as error:
@@ -296,7 +296,7 @@ class _View:
 
 
 @contextlib.contextmanager
-def _observing(model: Any, steps: CaptureSteps) -> Iterator[None]:
+def _observe_forward(model: Any, steps: CaptureSteps) -> Iterator[None]:
     """Begin a micro-batch with each forward pass, before other code sees its arguments."""
 
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:

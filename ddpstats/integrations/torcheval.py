@@ -95,13 +95,13 @@ def uninstall() -> None:
 def _get_synced_metric(metric: Any, process_group: Any = None) -> Any:
     if _is_alone(process_group):
         return metric
-    return _metric_of(_merge_metrics({_SINGLE: metric}, _matching("get_synced_metric", process_group))[0], _SINGLE)
+    return _metric_of(_merge_metrics({_SINGLE: metric}, _make_matching("get_synced_metric", process_group))[0], _SINGLE)
 
 
 def _get_synced_metric_collection(metric_collection: MutableMapping[str, Any], process_group: Any = None) -> Any:
     if _is_alone(process_group):
         return metric_collection
-    merged, _ = _merge_metrics(metric_collection, _matching("get_synced_metric_collection", process_group))
+    merged, _ = _merge_metrics(metric_collection, _make_matching("get_synced_metric_collection", process_group))
     return {name: _metric_of(merged, name) for name in merged}
 
 
@@ -109,7 +109,7 @@ def _sync_and_compute_collection(metrics: MutableMapping[str, Any], process_grou
     if _is_alone(process_group):
         return {name: metric.compute() for name, metric in metrics.items()}
     # stock calls get_synced_metric_collection for its part, so ranks may call either
-    matching = _matching("get_synced_metric_collection", process_group)
+    matching = _make_matching("get_synced_metric_collection", process_group)
     merged, members = _merge_metrics(metrics, matching)
     result_of = functools.cache(lambda name: _metric_of(merged, name).compute())
     device = next((metric.device for metric in metrics.values()), torch.device("cpu"))
@@ -131,7 +131,7 @@ def _is_alone(group: Any) -> bool:
     return world_size == 1
 
 
-def _matching(function: str, group: Any) -> Matching:
+def _make_matching(function: str, group: Any) -> Matching:
     return Matching(
         f"torcheval.{function}",
         group,

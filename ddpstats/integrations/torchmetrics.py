@@ -130,7 +130,7 @@ def _sync_dist(original: Callable[..., Any], self: Any, dist_sync_fn: Any = None
         return
     for state, reduction in self._reductions.items():
         values = [entry["states"][state][1] for entry in entries.values()]
-        setattr(self, state, _reduced(values, reduction, getattr(self, state), self))
+        setattr(self, state, _reduce(values, reduction, getattr(self, state), self))
 
 
 def _compute(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _compute(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, An
     for group, matching, metrics in _by_group(self, "_to_sync", _metrics_of):
         trees = matching.gather(functools.partial(_entries, metrics, own))
         members: MetricsOfMembers = unite({rank: _with_states(tree) for rank, tree in trees.items()})
-        for (name, path), entries in _fitting(matching, members).items():
+        for (name, path), entries in _match_entries(matching, members).items():
             metric = metrics.get(name, {}).get(path)
             if metric is not None:
                 if not all(entry["cached"] for entry in entries.values()):  # no rank may keep an older result
@@ -166,7 +166,7 @@ def _forward(original: Callable[..., dict[str, Any]], self: Any, *args: Any, **k
     for group, matching, metrics in _by_group(self, "dist_sync_on_step", lambda member: {"": member}):
         headings = {name: {"": _heading(own[name], own[name])} for name in metrics}
         members: MetricsOfMembers = unite(matching.gather(headings))
-        _fitting(matching, members)
+        _match_entries(matching, members)
         for name, held in members.items():
             if name in metrics:
                 result = own[name](*args, **own[name]._filter_kwargs(**kwargs))
@@ -177,7 +177,7 @@ def _forward(original: Callable[..., dict[str, Any]], self: Any, *args: Any, **k
     return original(_with_members(self, {**everyones, **own, **stepped}), *args, **kwargs)
 
 
-def _matching(call: str, group: Any) -> Matching:
+def _make_matching(call: str, group: Any) -> Matching:
     return Matching(
         call,
         group,
@@ -253,7 +253,7 @@ def _by_group(
                     groups.setdefault(group, {}).setdefault(name, {})[path] = metric
                     break
     in_order = sorted(groups, key=lambda group: (group_ranks(group), group.group_name))
-    return [(group, _matching(call, group), groups[group]) for group in in_order]
+    return [(group, _make_matching(call, group), groups[group]) for group in in_order]
 
 
 def _metrics_of(member: Any) -> dict[str, Any]:
@@ -369,12 +369,12 @@ def _name(reduction: Any) -> str:
 
 def _exchange(class_name: str, entry: Callable[[], MetricEntry] | None, group: Any) -> dict[int, MetricEntry]:
     """Return the ranks' entries of one metric. Every rank of ``group`` must call; None where it has no such metric."""
-    matching = _matching(f"torchmetrics/{class_name}", group)
+    matching = _make_matching(f"torchmetrics/{class_name}", group)
     entries = {rank: {"": entry} for rank, entry in matching.gather(entry).items() if entry is not None}
-    return _fitting(matching, {class_name: entries})[class_name, ""]
+    return _match_entries(matching, {class_name: entries})[class_name, ""]
 
 
-def _fitting(matching: Matching, members: MetricsOfMembers) -> dict[tuple[str, str], dict[int, MetricEntry]]:
+def _match_entries(matching: Matching, members: MetricsOfMembers) -> dict[tuple[str, str], dict[int, MetricEntry]]:
     """Return each metric's entries by member and path. Raises `SchemaConflict` where they do not fit together."""
     fitting: dict[tuple[str, str], dict[int, MetricEntry]] = {}
     for name, held in members.items():
@@ -409,7 +409,7 @@ def _kind(reduction: str | None, value: Any) -> Kind:
     return Kind(what, f", items of shape ({', '.join(['*', *map(str, value[0].shape[1:])])})")
 
 
-def _reduced(values: list[Any], reduction: Any, own: Any, metric: Any) -> Any:
+def _reduce(values: list[Any], reduction: Any, own: Any, metric: Any) -> Any:
     """Apply torchmetrics' own reduction to the ranks' values of one state."""
     device = next(iter([own] if isinstance(own, torch.Tensor) else own), metric).device
     if isinstance(own, torch.Tensor):

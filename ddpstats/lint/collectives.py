@@ -17,7 +17,7 @@ from functools import cache
 from itertools import islice
 
 from ddpstats._observe.operators import operator_of
-from ddpstats.lint.program import FunctionNode, Program, blocks_of, calls_in, dotted, exits, heads_of, last_name
+from ddpstats.lint.program import FunctionNode, Program, blocks_of, calls_in, exits, heads_of, last_name, name_of
 
 # Functions of torch.distributed that all ranks must call and that are no operators of c10d: the index of the process
 # group among their parameters (None: they make one), and whether all ranks get the same result.
@@ -147,7 +147,7 @@ class Collectives:
         """Return an operation that the call may run, of any group and under any condition; empty if it runs none."""
         if run := self.of_library(call):
             return run[0].op
-        function = self.program.function_called(call)
+        function = self.program.find_function(call)
         if function is not None and function not in self._possible_of:
             self._possible_of[function] = ""  # of one that calls itself
             inside = map(self.possible, calls_in(*function.body))
@@ -157,14 +157,14 @@ class Collectives:
     # -- a function of the file ---------------------------------------------------------------------------------------
 
     def _through(self, call: ast.Call) -> tuple[CollectiveCall, ...]:
-        function = self.program.function_called(call)
+        function = self.program.find_function(call)
         if function is None or is_for_one_rank(function):
             return ()
         if function not in self._certain_of:
             self._certain_of[function] = ()  # of one that calls itself
             ops = (op for op in self._certain(function.body) if op != "backward")
             self._certain_of[function] = tuple(islice(ops, _MOST_OPS))
-        grouped = any(map(_names_group, _names_of_arguments(call)))
+        grouped = any(map(_names_group, _argument_names(call)))
         return tuple(CollectiveCall(op, call, function.name, grouped) for op in self._certain_of[function])
 
     def _certain(self, statements: Sequence[ast.stmt]) -> Iterator[str]:
@@ -196,11 +196,10 @@ class Collectives:
             return self._of_torch(call, op, returns_result=bool(re.search(r"functional|\.nn", home)))
         for known, ops in _FUNCTIONS.items():
             if op in ops and (home == known or home.startswith(f"{known}.")):
-                names = _names_of_arguments(call)
-                grouped = any(name in ("", "no_dist", "groups") or _names_group(name) for name in names)
+                grouped = any(name in ("", "no_dist", "groups") or _names_group(name) for name in _argument_names(call))
                 return (CollectiveCall(op, call, "", grouped, op != "barrier"),)
         if op in _WRAPPED and _WRAPPERS.fullmatch(home) and not home.startswith("torch."):
-            first = dotted(call.func).partition(".")[0]
+            first = name_of(call.func).partition(".")[0]
             is_module = first in self.program.imports or first in self.program.modules  # and no communicator
             return self._of_torch(call, op) if is_module else ()
         return self._method(call)
@@ -211,23 +210,23 @@ class Collectives:
         # Those that return the result have the group elsewhere, behind numbers and operations.
         index, agrees = _group_and_agreement(op) or (None, True)
         others = [argument for argument in call.args[1:] if not isinstance(argument, ast.Constant)]
-        others = [argument for argument in others if "ReduceOp" not in dotted(argument)]
-        positional = others if returns_result else [] if index is None else call.args[index : index + 1]
+        others = [argument for argument in others if "ReduceOp" not in name_of(argument)]
         groups = [keyword.value for keyword in call.keywords if keyword.arg is None or _names_group(keyword.arg)]
-        groups += positional
+        groups += others if returns_result else [] if index is None else call.args[index : index + 1]
         groups += [argument for argument in call.args if _names_group(last_name(getattr(argument, "func", argument)))]
-        grouped = not all(ast.unparse(group) == "None" or dotted(group).endswith(".WORLD") for group in groups)
+        grouped = not all(ast.unparse(group) == "None" or name_of(group).endswith(".WORLD") for group in groups)
         return (CollectiveCall(op, call, "", grouped, agrees),)
 
     def _method(self, call: ast.Call) -> tuple[CollectiveCall, ...]:
         op, on = "__call__", call.func  # of an object that the file has made, or a method
-        if isinstance(on, ast.Attribute) and not self.program.maker(dotted(on)):
+        if isinstance(on, ast.Attribute) and not self.program.maker(name_of(on)):
             op, on = on.attr, on.value
-        maker = self.program.maker(dotted(on)) or (on if isinstance(on, ast.Call) else None)
+        maker = self.program.maker(name_of(on)) or (on if isinstance(on, ast.Call) else None)
         made_by = self.program.resolve(maker.func) if maker else ""
         keywords = [node.arg for node in ast.walk(maker) if isinstance(node, ast.keyword)] if maker else []
         is_partial = made_by == "functools.partial" and op == "__call__"
-        if maker and is_partial and maker.args and not self.program.maker(dotted(maker.args[0])):  # no chain, no circle
+        # no chain, no circle
+        if maker and is_partial and maker.args and not self.program.maker(name_of(maker.args[0])):
             whole = ast.Call(maker.args[0], [*maker.args[1:], *call.args], [*maker.keywords, *call.keywords])
             return tuple(replace(collective, call=call) for collective in self.of_library(whole))
         alone = not _SYNCS_OTHERWISE.isdisjoint(keywords)
@@ -245,7 +244,7 @@ class Collectives:
         if op in ("log", "log_dict"):
             keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
             return keywords.get("sync_dist") == "True" and keywords.keys().isdisjoint(_SYNCS_OTHERWISE)
-        gathers = op == "all_gather" and dotted(on) in ("self", "pl_module")
+        gathers = op == "all_gather" and name_of(on) in ("self", "pl_module")
         return self._has_lightning and (gathers or (op == "save_checkpoint" and last_name(on) == "trainer"))
 
 
@@ -269,7 +268,7 @@ def is_about_world(test: ast.expr) -> bool:
     return bool(_ASKS_FOR_WORLD.search(text)) and not _ASKS_FOR_RANK.search(text)
 
 
-def _names_of_arguments(call: ast.Call) -> list[str]:
+def _argument_names(call: ast.Call) -> list[str]:
     """Return the names of keywords, "" of ``**kwargs``, and of variables that are passed."""
     positional = filter(None, map(last_name, call.args))
     return [*(keyword.arg or "" for keyword in call.keywords), *positional]

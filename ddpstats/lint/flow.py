@@ -193,7 +193,7 @@ class FlowWalk:
         calls = list(calls_in(*side))
         if (side and isinstance(side[-1], ast.Raise)) or any(last_name(call.func) in _ENDS_THE_RUN for call in calls):
             return True
-        called: Iterator[FunctionNode] = filter(None, map(self._program.function_called, calls))
+        called: Iterator[FunctionNode] = filter(None, map(self._program.find_function, calls))
         endless = (isinstance(node, ast.While) and _is_true(node.test) for function in called for node in function.body)
         inner = (each.body for part in side for each in ast.walk(part) if isinstance(each, ast.FunctionDef))
         if any(endless) or any(map(self._among, inner)):
@@ -267,7 +267,7 @@ class FlowWalk:
         before = (known for known in self._among(self._body) if known.call.lineno < loop.iter.lineno)
         if not call or is_same or any("object" in known.op for known in before):  # such as the lists of keys
             return
-        if why := self._origins.differing_order(loop, call):
+        if why := self._origins.find_differing_order(loop, call):
             reason = f"{op} for each entry in the order of {why}."
             self.accusations.append(Accusation(DICT_ORDER, call, reason))
 
@@ -378,7 +378,7 @@ def _is_harmless(call: ast.Call) -> bool:
     return bool(_HARMLESS.fullmatch(last_name(call.func)))
 
 
-def without_completed(accused: Sequence[Accusation]) -> list[Accusation]:
+def drop_completed(accused: Sequence[Accusation]) -> list[Accusation]:
     """Drop what one function runs on rank 0 and another on the rest, as in ``__enter__`` and ``__exit__``."""
     branches = {(accusation.ops, accusation.is_for_rest) for accusation in accused if accusation.ops}
     completed = {ops for ops, is_for_rest in branches if (ops, not is_for_rest) in branches}

@@ -33,7 +33,7 @@ from ddpstats._base.text import VerbReport, check_writable, count_of, first_line
 from ddpstats._base.version import __version__
 from ddpstats.errors import DdpstatsError
 from ddpstats.lint.collectives import MAY_HOLD, Collectives
-from ddpstats.lint.flow import DICT_ORDER, EARLY_EXIT, SWALLOWED_ERROR, Accusation, FlowWalk, without_completed
+from ddpstats.lint.flow import DICT_ORDER, EARLY_EXIT, SWALLOWED_ERROR, Accusation, FlowWalk, drop_completed
 from ddpstats.lint.origins import DATA_BRANCH, RANK_BRANCH
 from ddpstats.lint.program import Program
 
@@ -78,7 +78,7 @@ class Finding:
 _COMMENT = re.compile(r"#\s*ddpstats:\s*ignore(?:\[([^\]]*)\])?")
 
 
-def _without_ignored(findings: Iterable[Finding], text: str, path: str) -> Iterator[Finding]:
+def _drop_ignored(findings: Iterable[Finding], text: str, path: str) -> Iterator[Finding]:
     """Yield the findings that no comment of the file suppresses, and the comments that suppress none."""
     comments = dict(_comments(text, path)) if "ddpstats" in text else {}
     used = set[tuple[int, str]]()
@@ -232,9 +232,9 @@ def check_text(text: str, path: str) -> list[Finding]:
     for body, function in program.scopes():
         accused += FlowWalk(collectives, body, function).accusations
     lines = text.split("\n")
-    for accusation in without_completed(accused):
+    for accusation in drop_completed(accused):
         node = accusation.node
         before = lines[node.lineno - 1].encode()[: node.col_offset].decode()  # ast counts bytes
         last = node.end_lineno or node.lineno
         findings.add(Finding(path, node.lineno, len(before) + 1, accusation.rule, accusation.reason, last))
-    return sorted(_without_ignored(sorted(findings), text, path))
+    return sorted(_drop_ignored(sorted(findings), text, path))

@@ -29,10 +29,10 @@ from ddpstats.lint.program import (
     FunctionNode,
     blocks_of,
     calls_in,
-    dotted,
     elements_of,
     heads_of,
     last_name,
+    name_of,
     parameters_of,
     parts_of,
     text_of,
@@ -183,10 +183,11 @@ class Origins:
             if isinstance(statement, ast.Assign):
                 elements = (element for target in statement.targets for element in elements_of(target))
                 held = (element.value if isinstance(element, ast.Subscript) else element for element in elements)
-                read_until = max((read.get(dotted(each), 0) for each in held), default=0)  # `() = f()` holds nothing
+                # `() = f()` holds nothing
+                read_until = max((read.get(name_of(each), 0) for each in held), default=0)
                 unread.append((ast.unparse(statement), read_until, statement.lineno))
             loads = (part for part in ast.walk(statement) if isinstance(getattr(part, "ctx", None), ast.Load))
-            read.update((dotted(part), statement.end_lineno or 0) for part in loads)
+            read.update((name_of(part), statement.end_lineno or 0) for part in loads)
         return unread
 
     # -- statements ---------------------------------------------------------------------------------------------------
@@ -256,23 +257,23 @@ class Origins:
             for element in (each for argument in arguments for each in elements_of(argument)):
                 target = element.value if isinstance(element, ast.Attribute) and element.attr == "data" else element
                 if not _RANK.fullmatch(last_name(target)):  # a number that is passed on stays as it is
-                    self._set(target, self._known(target)._replace(origin=SAME))
+                    self._set(target, self._look_up(target)._replace(origin=SAME))
             name, on = last_name(part.func), getattr(part.func, "value", None)
             if name in ("extend", "append") and part.args and on is not None and self.of(part.args[0]) == SAME:
-                self._set(on, self._known(on)._replace(origin=SAME))
+                self._set(on, self._look_up(on)._replace(origin=SAME))
             is_judged = name == "backward" and self._may_reduce
             if is_judged and (any(map(self._is_made, (part.func, *part.args))) or self._collectives.of_library(part)):
                 self._collectives.reducing.add(part)
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
-    def _known(self, target: ast.expr) -> ValueOrigin:
+    def _look_up(self, target: ast.expr) -> ValueOrigin:
         return self._variables.get(ast.unparse(target)) or ValueOrigin()
 
     def _set(self, target: ast.expr, value: ValueOrigin) -> None:
         self._variables.set(ast.unparse(target), value)
         if isinstance(target, ast.Subscript):
-            held = self._known(target.value)._replace(is_made=value.is_made)
+            held = self._look_up(target.value)._replace(is_made=value.is_made)
             self._variables.set(ast.unparse(target.value), held)
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
@@ -301,9 +302,9 @@ class Origins:
         called = node.func if isinstance(node, ast.Call) else node
         if isinstance(node, (ast.Lambda, ast.Compare, ast.IfExp)) or _CUTS.fullmatch(last_name(called)):
             return False
-        if isinstance(node, ast.Call) and self._is_model(dotted(node.func)):
+        if isinstance(node, ast.Call) and self._is_model(name_of(node.func)):
             return True
-        known = self._variables.get(dotted(node))
+        known = self._variables.get(name_of(node))
         return bool(known and known.is_made) or any(map(self._is_made, ast.iter_child_nodes(node)))
 
     # -- expressions --------------------------------------------------------------------------------------------------
@@ -319,13 +320,13 @@ class Origins:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             return self.of_condition(node.operand)
         called = node.func if isinstance(node, ast.Call) else node.value if isinstance(node, ast.Subscript) else None
-        return SAME if called is not None and "environ" in dotted(called) else self.of(node)
+        return SAME if called is not None and "environ" in name_of(called) else self.of(node)
 
     def of(self, node: ast.expr) -> Origin:
         if isinstance(node, ast.Constant):
             return SAME
         if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
-            if known := self._known(node).origin:
+            if known := self._look_up(node).origin:
                 return known
             if not isinstance(node, ast.Subscript):
                 return self._of_name(node)
@@ -355,7 +356,7 @@ class Origins:
             origin = self.of(values[0])  # a flag of the class or the module
             self._asked.remove(text)
             return origin if is_of_rank(origin) else None
-        is_part = isinstance(node, ast.Attribute) and self._known(node.value).origin == SAME
+        is_part = isinstance(node, ast.Attribute) and self._look_up(node.value).origin == SAME
         return SAME if is_part else None
 
     def _of_comparison(self, node: ast.Compare) -> Origin:
@@ -413,7 +414,7 @@ class Origins:
 
     def _is_seen_made(self, node: ast.expr) -> bool:
         """Return whether the text shows that this rank computed it, by a model or a function without collectives."""
-        named = [dotted(maker.func) for maker in self._makers(node)]
+        named = [name_of(maker.func) for maker in self._makers(node)]
         return bool(named) and all(map(_COMPUTES.match, named)) and not self._may_be_equal(node)
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -436,7 +437,7 @@ class Origins:
         if name in _FILE_CHECKS and on is not None and (full.startswith("os.path.") or not call.args):
             file = ast.unparse(key or on)
             return Differs(DATA_BRANCH, f"`{text}` changes when the first rank makes the file", file)
-        function = self._program.function_called(call)
+        function = self._program.find_function(call)
         if SYNCED.search(name):
             return SAME
         first = function.body[0] if function is not None and function.name not in self._asked else None
@@ -450,7 +451,7 @@ class Origins:
         if name == "len" and key is not None:
             origin = self._of_own_value(key, text)
             return None if is_of_rank(origin) else origin  # a progress bar on one rank is as long
-        is_method = on is not None and dotted(on) not in ("torch", "np", "numpy", "math")
+        is_method = on is not None and name_of(on) not in ("torch", "np", "numpy", "math")
         if on is not None and is_method and name in _NUMBERS:
             return self._of_own_value(on, text)
         origin = _combine([self.of(source) for source in ([on] if on is not None and is_method else call.args)])
@@ -476,7 +477,7 @@ class Origins:
 
     # -- the order of an iteration ------------------------------------------------------------------------------------
 
-    def differing_order(self, loop: ast.For | ast.AsyncFor | ast.comprehension, call: ast.Call) -> str:
+    def find_differing_order(self, loop: ast.For | ast.AsyncFor | ast.comprehension, call: ast.Call) -> str:
         """Return what gives this rank an order that others may not have; empty where that is not known.
 
         ``call`` is the one in the loop that runs a collective.
@@ -484,13 +485,13 @@ class Origins:
         iterated, target = loop.iter, ast.unparse(loop.target)
         while isinstance(iterated, ast.Call) and last_name(iterated.func) in _PASSES_ON and iterated.args:
             iterated = iterated.args[0]
-        values = self._values.get(dotted(iterated), [])
+        values = self._values.get(name_of(iterated), [])
         source = values[0] if len(values) == 1 else iterated
         args = source.args if isinstance(source, ast.Call) else []
         has_keys = any(
             _names_entries(argument) and f"{ast.unparse(argument)}[{target}]" in self.text for argument in args
         )
-        if _is_set_of_strings(source, "keys" if has_keys else dotted(iterated)):
+        if _is_set_of_strings(source, "keys" if has_keys else name_of(iterated)):
             return f"the set `{text_of(iterated)}`, whose strings each process hashes otherwise"
         if isinstance(iterated, ast.Call) and isinstance(iterated.func, ast.Attribute) and not iterated.args:
             held = iterated.func.value if iterated.func.attr in ("items", "keys", "values") else iterated
@@ -498,7 +499,7 @@ class Origins:
         else:
             held = iterated
             is_dict = _names_entries(held) and f"{ast.unparse(held)}[{target}]" in self.text
-        name = dotted(held)
+        name = name_of(held)
         is_own = is_dict and name and not _SHARED.fullmatch(name) and self._is_own(name)
         return f"the dict `{name}`, which is that of its insertions on this rank" if is_own else ""
 
@@ -518,12 +519,12 @@ class Origins:
         if function is None or name not in self._parameters:
             return False
         resets = [
-            node.value for node in function.body if isinstance(node, ast.Assign) and dotted(node.targets[0]) == name
+            node.value for node in function.body if isinstance(node, ast.Assign) and name_of(node.targets[0]) == name
         ]
-        is_reset = any(name not in map(dotted, ast.walk(value)) for value in resets)
+        is_reset = any(name not in map(name_of, ast.walk(value)) for value in resets)
         if is_reset or any("sorted(" in ast.unparse(value) for value in values):
             return False
-        calls = [(map(dotted, call.args), caller) for call, caller in self._program.calls_of(function)]
+        calls = [(map(name_of, call.args), caller) for call, caller in self._program.calls_of(function)]
         return not calls or any(caller and not set(parameters_of(caller)).isdisjoint(args) for args, caller in calls)
 
 
@@ -556,7 +557,7 @@ def _is_set_of_strings(iterated: ast.expr, name: str) -> bool:
     """Return whether it and the name of its variable show a set of strings: one of numbers has the same order."""
     while isinstance(iterated, ast.BinOp):
         iterated = iterated.left
-    args = iterated.args if isinstance(iterated, ast.Call) and dotted(iterated.func) == "set" else []
+    args = iterated.args if isinstance(iterated, ast.Call) and name_of(iterated.func) == "set" else []
     held = args[0] if args else iterated
     is_set = held is not iterated or isinstance(held, (ast.Set, ast.SetComp))
     if isinstance(held, (ast.Set, ast.List, ast.Tuple)):

@@ -49,13 +49,13 @@ class Program:
                     self.constants[last_name(target)] = isinstance(node.value, ast.UnaryOp)
                 if isinstance(node.value, (ast.Compare, ast.Call, ast.Subscript)):
                     for first in elements_of(target)[:1]:
-                        self.flags.setdefault(dotted(first), []).append(node.value)
+                        self.flags.setdefault(name_of(first), []).append(node.value)
         elif isinstance(node, ast.Call) and last_name(node.func) in _SHAPED and len(node.args) > 1:
             self.sizes.update(map(last_name, node.args))
         elif isinstance(node, ast.arg):
             self._parameters.add(node.arg)
         elif isinstance(node, ast.ClassDef):
-            self._bases[node.name] = [dotted(base) for base in node.bases]
+            self._bases[node.name] = [name_of(base) for base in node.bases]
             self._class_around.update((inner, node.name) for inner in ast.walk(node))  # an inner class comes later
             self.functions.update((inner, node.name) for inner in ast.walk(node) if isinstance(inner, FunctionNode))
         elif isinstance(node, FunctionNode):
@@ -72,17 +72,17 @@ class Program:
 
     def is_elsewhere(self, call: ast.Call) -> bool:
         """Return whether a call is of another file of the program, or of a library that may know ranks."""
-        first = dotted(call.func).partition(".")[0]
+        first = name_of(call.func).partition(".")[0]
         return first in self.imports and self.imports[first].partition(".")[0] not in _WITHOUT_RANKS
 
     def resolve(self, called: ast.expr) -> str:
         """Return ``torch.distributed.all_reduce`` for ``dist.all_reduce``; empty where it is no plain name."""
-        first, dot, rest = dotted(called).partition(".")
+        first, dot, rest = name_of(called).partition(".")
         return self.imports.get(first, first) + dot + rest
 
-    def function_called(self, call: ast.Call) -> FunctionNode | None:
+    def find_function(self, call: ast.Call) -> FunctionNode | None:
         """Return the function of this file that a call runs, where only one has its name."""
-        first, _, name = dotted(call.func).rpartition(".")
+        first, _, name = name_of(call.func).rpartition(".")
         owner = self._class_around.get(call, "")
         if not first:
             functions = self._by_name.get(("", name), []) if name not in self._parameters else []
@@ -107,7 +107,7 @@ class Program:
         for body, caller in self.scopes():
             for call in calls_in(*body) if caller is not function else ():
                 is_its = self.functions[function] and getattr(call.func, "attr", "") == function.name
-                if is_its or self.function_called(call) is function:
+                if is_its or self.find_function(call) is function:
                     yield call, caller
 
 
@@ -152,7 +152,7 @@ def parameters_of(function: FunctionNode) -> dict[str, ast.expr | None]:
     return {argument.arg: default for argument, default in pairs if argument.arg not in ("self", "cls")}
 
 
-def dotted(node: ast.AST) -> str:
+def name_of(node: ast.AST) -> str:
     """Return ``a.b.c`` for a plain name, and an empty text for anything more."""
     parts = []
     while isinstance(node, ast.Attribute):

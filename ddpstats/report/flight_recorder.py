@@ -140,7 +140,7 @@ def _event(entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) ->
         op, peer = message[1], int(message[3])
         peer = groups[group]["ranks"][peer] if group in groups else peer  # it is a rank of the group
     is_message = op in ("send", "recv")
-    compared = _compared(op)
+    compared = _find_compared(op)
     return Event.from_dict(
         {
             "group": f"{group}{MESSAGES}" if is_message else group,
@@ -155,7 +155,7 @@ def _event(entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) ->
     )
 
 
-def _compared(op: str) -> str:
+def _find_compared(op: str) -> str:
     """Return which tensors of an operation have the same shapes on all ranks: "input", "output", or "" for none.
 
     Dumps call it as torch's function is called, or as the method of ``ProcessGroup``.

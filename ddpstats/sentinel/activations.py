@@ -140,7 +140,7 @@ class _CheckpointHook(ModuleHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        checkpoints, tensor = self._hook.checkpoints(), _first_wanting_gradient(output)
+        checkpoints, tensor = self._hook.checkpoints(), _find_differentiable(output)
         if checkpoints is None or tensor is None or tensor.is_leaf:  # a hook on a parameter would stay on it
             return
         kind = tensor.device.type
@@ -164,7 +164,7 @@ class _GradientHook:
             checkpoints._keep_gradient(self.index, gradient)
 
 
-def _first_wanting_gradient(output: Any) -> Tensor | None:
+def _find_differentiable(output: Any) -> Tensor | None:
     leaves = [output] if isinstance(output, Tensor) else (leaf for _, leaf in walk(output))
     return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad), None)
 

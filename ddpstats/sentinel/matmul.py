@@ -71,12 +71,12 @@ from ddpstats._base.device import is_capturing, widest_float
 from ddpstats._base.text import dtype_name
 from ddpstats._observe.torch_compat import (
     Kernels,
+    explain_unseen,
     in_backward,
     kernel_at,
     keys_below,
     next_kernel,
     no_dispatch_no_grad,
-    unseen,
 )
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict, finding_of
@@ -478,7 +478,7 @@ class ChecksumWindow:
             ConfigError: this torch does not show its matrix products.
         """
         with _lock:
-            why = None if _windows else unseen(_sees_a_product)
+            why = None if _windows else explain_unseen(_sees_a_product)
             if why is not None:
                 raise ConfigError(
                     f"torch {torch.__version__} does not show its matrix products to the sentinel ({why}). It was "

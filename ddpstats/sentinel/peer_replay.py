@@ -322,8 +322,8 @@ class PeerReplay(Detector):
         if self._noise is None:
             self._noise, text = measure_noise(offers, self._limit, self._compiled)
             self._warn(text)
-        differing = _differing_buffers([offer["buffers"] for offer in offers.values()])
-        owners = _chosen(offers, differing, self._turn)
+        differing = _find_differing_buffers([offer["buffers"] for offer in offers.values()])
+        owners = _choose_owners(offers, differing, self._turn)
         if not owners:
             why = holders_lines({rank: offer["why"] for rank, offer in offers.items()})
             self._warn("\n".join(["no rank's first micro-batch of this step can be repeated:", *why]))
@@ -361,7 +361,7 @@ class PeerReplay(Detector):
             self._noise = None  # measured again at the next time
             self._warn(judgement.text)
             return None
-        names = self._differing([run.result for run in runs])
+        names = self._find_differing([run.result for run in runs])
         text = f"{judgement.text}\nGradients that differ: {shorten(names, _SHOWN_NAMES)}."
         return SentinelFinding("peer replay", judgement.culprit_ranks, names[0], text)
 
@@ -369,14 +369,14 @@ class PeerReplay(Detector):
         """Return what can be handed out, or why nothing can; the packet goes into ``own``."""
         micro_batches = self._reruns.record.micro_batches[:1]
         if not micro_batches:
-            return _nothing("no micro_batch(): put `with sentinel.micro_batch(batch):` around each of them")
+            return _offer_nothing("no micro_batch(): put `with sentinel.micro_batch(batch):` around each of them")
         try:
             step = self._reruns.pack(micro_batches)
         except BatchChanged as error:
-            return _nothing(f"{error}; from now on batches are copied")
+            return _offer_nothing(f"{error}; from now on batches are copied")
         original = self._original.witness()
         if original is None:
-            return _nothing(self._original.problem)
+            return _offer_nothing(self._original.problem)
         own.append({"step": step, "original": original.to_tree()})
         return {
             "bytes": tensor_bytes(step.micro_batches),
@@ -408,7 +408,7 @@ class PeerReplay(Detector):
         if not self._compiled and any(tree["compiled"] for tree in trees):
             self._compiled = True
             self._warn(
-                f"a part of the step is compiled, or does not pass the model's forward(). {_less_is_seen(self._limit)}"
+                f"a part of the step is compiled, or does not pass the model's forward(). {_explain_room(self._limit)}"
             )
 
     def _is_same(self, first: GradientDigests, second: GradientDigests) -> bool:
@@ -422,7 +422,7 @@ class PeerReplay(Detector):
         if text:
             warnings.warn(f"Sentinel, peer replay: {text}", stacklevel=2)
 
-    def _differing(self, results: Sequence[GradientDigests]) -> list[str]:
+    def _find_differing(self, results: Sequence[GradientDigests]) -> list[str]:
         """Return the parameters whose gradient is not the same in all results. Never empty."""
         names = self._reruns.names
         if any(len(result.digests) != len(names) for result in results):
@@ -432,14 +432,14 @@ class PeerReplay(Detector):
         return [name for name, is_other in zip(names, differs, strict=True) if is_other]
 
 
-def _less_is_seen(room: float) -> str:
+def _explain_room(room: float) -> str:
     return (
         f"Peers' gradients are compared by their norms, with room for {room:.1e} of the largest one; smaller faults "
         "are not seen."
     )
 
 
-def _nothing(why: str) -> dict[str, Any]:
+def _offer_nothing(why: str) -> dict[str, Any]:
     return {"bytes": -1, "buffers": None, "compiled": False, "why": why}
 
 
@@ -451,7 +451,7 @@ def _packet(own: Sequence[dict[str, Any]], differing: Sequence[int] | None) -> d
     return {**own[0], "step": replace(step, buffers=kept)}
 
 
-def _differing_buffers(by_rank: Sequence[Tensor | None]) -> list[int] | None:
+def _find_differing_buffers(by_rank: Sequence[Tensor | None]) -> list[int] | None:
     """Return the indices of buffers that differ between ranks; None: all of them. ``by_rank``: digests, if known."""
     known = [values for values in by_rank if values is not None]
     if len(known) < len(by_rank) or any(values.shape != known[0].shape for values in known):
@@ -459,7 +459,7 @@ def _differing_buffers(by_rank: Sequence[Tensor | None]) -> list[int] | None:
     return [int(index) for index in (torch.stack(known) != known[0]).any(0).nonzero()]
 
 
-def _chosen(offers: Mapping[int, dict[str, Any]], differing: Sequence[int] | None, turn: int) -> list[int]:
+def _choose_owners(offers: Mapping[int, dict[str, Any]], differing: Sequence[int] | None, turn: int) -> list[int]:
     """Return whose micro-batches are handed out: those of as many ranks as fit, in turns; at least one."""
     holders = [rank for rank, offer in offers.items() if offer["bytes"] >= 0]
     chosen, total = list[int](), 0
@@ -511,7 +511,7 @@ def measure_noise(offers: Mapping[int, Mapping[str, Any]], limit: float, compile
     room = min(_ROOM * distance, limit)
     return room, (
         f"run again, the step gives gradients whose norms differ by up to {distance:.1e} of the largest one. "
-        f"{_less_is_seen(room)} torch.use_deterministic_algorithms(True) may make it repeat itself."
+        f"{_explain_room(room)} torch.use_deterministic_algorithms(True) may make it repeat itself."
     )
 
 

@@ -40,10 +40,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats._base.text import dtype_name, holders_lines, ranks_text, shorten
 from ddpstats._observe.gradient_norms import is_sharded, parts_of
-from ddpstats._observe.gradients import ForwardBegins, replicas_in, unwrapped
+from ddpstats._observe.gradients import ForwardBegins, replicas_in, unwrap
 from ddpstats._observe.torch_compat import buffers_of
 from ddpstats._rerun.blame import Gathered
-from ddpstats._rerun.digest import digests, flattened
+from ddpstats._rerun.digest import digests, flatten_elements
 from ddpstats._rerun.record import BufferCopies
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict
 
@@ -257,7 +257,7 @@ _BLOCK_ELEMENTS = 256
 _BLOCKS = 1024
 
 
-def differing_structure(gathered: Gathered, entries: Sequence[TensorEntry]) -> Divergence:
+def find_differing_structure(gathered: Gathered, entries: Sequence[TensorEntry]) -> Divergence:
     """Find the tensors that only some ranks hold, or in another dtype or shape. Collective."""
     trees = gathered(
         lambda: {"held": [[entry.kind, entry.name, entry.described] for entry in entries]}, "replica structures"
@@ -273,7 +273,7 @@ def differing_structure(gathered: Gathered, entries: Sequence[TensorEntry]) -> D
     return Divergence(kind, name, differing[kind, name], [(*key, differing[key]) for key in others], structural=True)
 
 
-def differing_elements(gathered: Gathered, entries: Sequence[TensorEntry]) -> Divergence:
+def find_differing_elements(gathered: Gathered, entries: Sequence[TensorEntry]) -> Divergence:
     """Find the first of these tensors that differs, and its first element. Collective."""
     entries = [entry for kind in KINDS for entry in entries if entry.kind == kind and entry.tensor is not None]
     held = _digests_of_all(gathered, "replica tensors", lambda: tensors_of(entries))
@@ -288,11 +288,11 @@ def differing_elements(gathered: Gathered, entries: Sequence[TensorEntry]) -> Di
         by_rank,
         [(entry.kind, entry.name, digest) for entry, digest in others],
         described=first.described,
-        **_first_differing_block(gathered, tensor),
+        **_find_differing_block(gathered, tensor),
     )
 
 
-def _first_differing_block(gathered: Gathered, tensor: Tensor) -> dict[str, Any]:
+def _find_differing_block(gathered: Gathered, tensor: Tensor) -> dict[str, Any]:
     """Return the fields of a `Divergence` about the first block of ``tensor`` that differs. Collective.
 
     What may fail on one rank, such as a copy for want of memory, happens inside of `gathered`.
@@ -300,7 +300,7 @@ def _first_differing_block(gathered: Gathered, tensor: Tensor) -> dict[str, Any]
     start, size, alone = 0, tensor.numel(), True
 
     def block() -> Tensor:
-        return flattened(tensor)[start : start + size]
+        return flatten_elements(tensor)[start : start + size]
 
     while size > _BLOCK_ELEMENTS:
         piece = max(_BLOCK_ELEMENTS, -(-size // _BLOCKS))
@@ -364,7 +364,7 @@ class Replicas:
 
     def __init__(self, model: nn.Module, ignore: Sequence[str] = ()) -> None:
         self._model, self._ignore = model, tuple(ignore)
-        self._inner = unwrapped(model)
+        self._inner = unwrap(model)
         self._units: list[Unit] | None = None
         sharded = len(_find_sharded(self._inner))
         text = f"{sharded} sharded parameters are not compared with replicas: each rank holds another part of them."
@@ -397,9 +397,9 @@ class Replicas:
             shared = {name: part for name, part in parts.items() if all(name in tree for tree in trees.values())}
             entries = [entry for part in shared.values() for entry in part]
             if any(differ(tree[name]["signature"] for tree in trees.values()) for name in shared):
-                return differing_structure(gathered, entries)
+                return find_differing_structure(gathered, entries)
             if any(differ(tree[name]["digest"] for tree in trees.values()) for name in shared):
-                return differing_elements(gathered, entries)
+                return find_differing_elements(gathered, entries)
             return None
         finally:
             for unit in self._units or ():
@@ -415,7 +415,7 @@ class Replicas:
         """Return what this rank holds. Buffers are parts by themselves: a rank without a forward pass has no copies."""
         ignored = _find_sharded(self._inner)
         for unit in self._find_units():
-            names = unit.ignored()
+            names = unit.ignored_names()
             ignored.update(id(parameter) for name, parameter in unit.module.named_parameters() if name in names)
         named = [
             (name, parameter)
@@ -512,7 +512,7 @@ class Unit:
         self.copies: dict[str, Tensor] | None = None
         self._handle: Any = None
 
-    def ignored(self) -> set[str]:
+    def ignored_names(self) -> set[str]:
         """Return the names in ``module`` that DistributedDataParallel leaves out."""
         return set(getattr(self._replica, "parameters_to_ignore", None) or ())
 
@@ -537,7 +537,7 @@ class Unit:
         misses = broadcasts and not getattr(self._replica, "will_sync_module_buffers", lambda: True)()
         if misses or any(nn.parameter.is_lazy(buffer) for buffer in self.module.buffers()):
             return
-        left_out = self.ignored() if broadcasts else self.ignored() | running_names(self.module)
+        left_out = self.ignored_names() if broadcasts else self.ignored_names() | running_names(self.module)
         copies = BufferCopies(self.module).take()
         self.copies = {self._prefix + name: copy for name, copy in copies.items() if name not in left_out}
 

@@ -27,10 +27,10 @@ from ddpstats._base import marks
 from ddpstats._base.config import check_count, check_flag
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.text import ranks_text
-from ddpstats._observe.gradients import replicas_in, unwrapped
+from ddpstats._observe.gradients import replicas_in, unwrap
 from ddpstats._ranks.comm import group_ranks
 from ddpstats._ranks.step import ask_all
-from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, checked_step, scale_of
+from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, check_step, scale_of
 from ddpstats._rerun.run import Reruns, StepFunction
 from ddpstats._rerun.state import device_of, place_text
 from ddpstats.errors import ConfigError, SentinelAlarm
@@ -77,7 +77,7 @@ class Options(SentinelSettings):
             raise ConfigError(f"scaler={self.scaler!r} must be a torch.amp.GradScaler")
         if not isinstance(self.ignore, (list, tuple)) or not all(isinstance(pattern, str) for pattern in self.ignore):
             raise ConfigError(f"ignore={self.ignore!r} must be a list of patterns, such as ['*.running_mean']")
-        inner = unwrapped(model)
+        inner = unwrap(model)
         names = [name for name, _ in (*inner.named_parameters(), *inner.named_buffers())]
         for pattern in self.ignore:
             if not fnmatch.filter(names, pattern):
@@ -107,7 +107,7 @@ class Setup:
         self.model, self.options = model, replace(options, replay_fn=None)
         self.ranks, self.rank = sentinel._ranks, sentinel._rank
         self.scale = scale = functools.partial(scale_of, options.scaler)
-        self.checkpoints = Checkpoints(unwrapped(model), options.checkpoints, RULES[options.detector].value_of)
+        self.checkpoints = Checkpoints(unwrap(model), options.checkpoints, RULES[options.detector].value_of)
         self.matmul = MatmulChecksum(options.checksum_steps if options.matmul_checksum else 0)
         self.record: StepRecord | None = None
         self.reruns: Reruns | None = None
@@ -336,7 +336,7 @@ class Sentinel(StepWatch):
         """Return whether settings are still to be agreed on, and whether this rank suspects anything."""
         self._refuse_to_judge()
         try:
-            self._step = self._step if step is None else checked_step(step, self._method)
+            self._step = self._step if step is None else check_step(step, self._method)
         except ConfigError as problem:  # on this rank alone, and the others are about to wait
             self._problem = problem
         try:

@@ -71,23 +71,23 @@ def count_collectives() -> Iterator[CollectiveCount]:
     originals = {op: vars(dist.ProcessGroup)[op] for op in _METHODS if op in vars(dist.ProcessGroup)}
     try:
         for op in originals:
-            setattr(dist.ProcessGroup, op, _counting(op, getattr(dist.ProcessGroup, op), count))
+            setattr(dist.ProcessGroup, op, _count_calls(op, getattr(dist.ProcessGroup, op), count))
         yield count
     finally:
         for op, original in originals.items():
             setattr(dist.ProcessGroup, op, original)
 
 
-def _counting(op: str, call: Callable[..., Any], count: CollectiveCount) -> Callable[..., Any]:
+def _count_calls(op: str, call: Callable[..., Any], count: CollectiveCount) -> Callable[..., Any]:
     @functools.wraps(call)
     def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        count.add(op, _bytes(_handed_in(op, args, kwargs)))
+        count.add(op, _bytes(_find_payload(op, args, kwargs)))
         return call(group, *args, **kwargs)
 
     return counted
 
 
-def _handed_in(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _find_payload(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the tensors among the arguments: those that are handed in, or, of a receive, that are written to."""
     operator = _METHODS[method]
     index = index_of_tensors(operator.schema, "in", "inout")

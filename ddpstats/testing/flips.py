@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpstats._observe.gradients import ModuleHook, unwrapped
+from ddpstats._observe.gradients import ModuleHook, unwrap
 from ddpstats._observe.torch_compat import Kernels, kernel_at, keys_of_device, queue_callback, stored_values, tree_map
 from ddpstats.errors import ConfigError
 
@@ -110,7 +110,7 @@ class Fault:
     def __init__(
         self, flip: BitFlip, rank: int, model: nn.Module, injector: FlipInjector, hooks: contextlib.ExitStack
     ) -> None:
-        self.flip, self.rank, self.model, self.module = flip, rank, model, unwrapped(model)
+        self.flip, self.rank, self.model, self.module = flip, rank, model, unwrap(model)
         self._injector, self._hooks = injector, hooks
         self._stuck_at: bool | None = None
 

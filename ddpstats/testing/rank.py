@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats._base import config
-from ddpstats._observe.groups import collectives_issued, groups_made
+from ddpstats._observe.groups import count_groups, read_collective_count
 from ddpstats.testing.outcomes import RankOutcome, RankUnpicklable
 
 END = b""
@@ -103,7 +103,7 @@ def _group_state(world_size: int) -> tuple[int, ...] | None:
     if not dist.is_initialized() or dist.get_world_size() != world_size:
         return None
     try:
-        collectives = collectives_issued(dist.group.WORLD)
+        collectives = read_collective_count(dist.group.WORLD)
     except RuntimeError:  # what a backend without numbers raises
         collectives = 0
-    return collectives, groups_made()
+    return collectives, count_groups()

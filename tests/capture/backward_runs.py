@@ -338,5 +338,5 @@ def gradients_kept(reduces: bool) -> int | None:
     (loss_of(module, batch_of(0)) * torch.nan).backward()  # type: ignore[no-untyped-call]
     watch.end()
     watch.close()
-    kept = watch.arrivals[-1].local()
+    kept = watch.arrivals[-1].own_gradients()
     return None if kept is None else len(kept)

@@ -194,7 +194,7 @@ def test_nodes_of_two_threads_that_have_one_number_are_not_confused() -> None:
     tracer, results = OperationTracer(model), list[Any]()
 
     def watched(run: Callable[[], Any]) -> None:
-        with tracer.watching():
+        with tracer.watch():
             results.append(run())
 
     for run in (lambda: model(FINE["x"]).sum(), lambda: results[0].backward()):

@@ -220,7 +220,7 @@ def test_memory_is_one_batch_by_reference_and_the_buffers(tmp_path: Path) -> Non
         copies = capture._record.buffers
         assert copies is not None
         assert sum(copy.nbytes for copy in copies.values()) == sum(buffer.nbytes for buffer in model.buffers())
-        assert capture._watch.arrivals[0].local() is None
+        assert capture._watch.arrivals[0].own_gradients() is None
         del batch, micro
         assert alive() is not None
         capture.check()

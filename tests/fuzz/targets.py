@@ -155,7 +155,7 @@ def _use(opened: Bundle) -> None:
         for micro in part.micro_batches:
             from_plain(micro.batch)
             try:
-                with runner.as_kept(micro):
+                with runner.restore_state(micro):
                     pass
             finally:
                 before.restore()

@@ -60,7 +60,7 @@ MADE: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 def captured(body: Callable[[Tensor], Tensor]) -> str | None:
     tracer = OperationTracer(nn.Identity())
-    with tracer.watching():
+    with tracer.watch():
         mark = tracer.mark_of(body(torch.ones(2, 3)))
     return mark.origin.what if mark is not None and mark.origin.kind == OPERATION else None
 

@@ -68,7 +68,7 @@ def test_a_run_begins_with_the_random_state_that_was_kept_under_its_autocast() -
     drawn = torch.rand(2)
     assert packet.autocast == ("cpu", True, torch.bfloat16)
     again = runner(None)
-    with torch.no_grad(), again.as_kept(packet):
+    with torch.no_grad(), again.restore_state(packet):
         assert not torch.is_autocast_enabled("cpu")  # the module's forward pass alone is under it
         assert again._module(torch.ones(1, 1)).dtype is torch.bfloat16
         assert torch.is_grad_enabled()
@@ -77,7 +77,7 @@ def test_a_run_begins_with_the_random_state_that_was_kept_under_its_autocast() -
 
 def test_a_random_state_that_is_none_is_named() -> None:
     packet = replace(packet_of(0), random={"python": 1})
-    with pytest.raises(BundleError, match="rank 3: the random state is not one"), runner(None).as_kept(packet):
+    with pytest.raises(BundleError, match="rank 3: the random state is not one"), runner(None).restore_state(packet):
         pass
 
 

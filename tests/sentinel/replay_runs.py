@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import ConfigError, Sentinel, SentinelAlarm
-from ddpstats._rerun.run import alone
+from ddpstats._rerun.run import run_alone
 from ddpstats.testing import count_collectives
 from tests.training import tensor_of_kind
 
@@ -309,7 +309,7 @@ def refused_collectives() -> dict[str, str]:
 
     x = torch.ones(2, requires_grad=True)
     loss = _Reduced.apply(x).sum()  # type: ignore[no-untyped-call]
-    with alone("step_fn", torch.device("cpu")):
+    with run_alone("step_fn", torch.device("cpu")):
         tried("own", lambda: dist.all_reduce(torch.ones(1)))
         tried("backward", lambda: loss.backward())
         other = threading.Thread(target=tried, args=("thread", lambda: dist.all_reduce(torch.ones(1))))

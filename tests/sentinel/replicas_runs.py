@@ -346,7 +346,7 @@ def no_room_on_rank_1() -> str:
     model, text = _large(dist.get_rank()), "none"
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(replicas, "flattened", _without_memory)
+            patch.setattr(replicas, "flatten_elements", _without_memory)
         try:
             Replicas(model).compare(gathering([]))
         except InvalidStats as error:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import ConfigError, InvalidStats, Sentinel, SentinelAlarm
-from ddpstats._observe.gradients import unwrapped
+from ddpstats._observe.gradients import unwrap
 from ddpstats.sentinel import SentinelFinding, SentinelVerdict, peer_replay, sentinel as sentinel_module
 from ddpstats.sentinel.verdict import Detector, Exam
 from ddpstats.testing import BitFlip, RankPool, count_collectives, inject_bit_flips
@@ -243,7 +243,7 @@ class LargeParameter(Detector):
     """A detector of the test's own, in one class: a parameter of some rank is beyond 100."""
 
     def __init__(self, setup: Any) -> None:
-        self.parameters = dict(unwrapped(setup.model).named_parameters())
+        self.parameters = dict(unwrap(setup.model).named_parameters())
 
     def suspicious(self, step: int) -> str | None:
         return next((name for name, one in self.parameters.items() if bool((one.abs() > 100).any())), None)

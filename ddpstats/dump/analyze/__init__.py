@@ -108,9 +108,9 @@ class RankDump:
                         continue
                     if _END.fullmatch(line) and not file.read(1):
                         return
-                    raise damaged(self.path, f"the line at byte {offset:,} is no entry, or the file ends in it")
+                    raise explain_damage(self.path, f"the line at byte {offset:,} is no entry, or the file ends in it")
                 yield EntryText(json.loads(match[1], strict=False), match[2], offset + match.start(2), len(match[2]))
-        raise damaged(self.path, "it ends in the middle of its JSON")
+        raise explain_damage(self.path, "it ends in the middle of its JSON")
 
     def reread(self, key: str, offset: int, size: int) -> EntryText:
         """Read an entry again of which only the position was kept."""
@@ -131,7 +131,7 @@ class RankDump:
         try:
             raw = parse_json(member.text, strict=False)
         except ValueError as error:
-            raise damaged(self.path, f"{member.key} is not JSON: {error}") from None
+            raise explain_damage(self.path, f"{member.key} is not JSON: {error}") from None
         _check_mapping(self.path, member.key, raw)
         return DumpEntry(member.key, raw, str(self.path))
 
@@ -181,9 +181,9 @@ class RankDump:
         root = (self.directory / msprobe.TENSORS).resolve()
         path = root if "\0" in data_name else (root / data_name).resolve()
         if path.parent != root:
-            raise damaged(self.path, f"data_name {data_name!r} leads out of {msprobe.TENSORS}")
+            raise explain_damage(self.path, f"data_name {data_name!r} leads out of {msprobe.TENSORS}")
         if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
-            raise damaged(self.path, f"{path} is not there, or no regular file")
+            raise explain_damage(self.path, f"{path} is not there, or no regular file")
         return path
 
 
@@ -212,7 +212,7 @@ def find_ranks(path: str | Path) -> list[RankDump]:
     step = next(iter(steps.values())) if steps else path
     ranks = [child for child in _rank_directories(step) if _file_in(child) is not None]
     if not ranks:
-        raise _no_dump(path)
+        raise _explain_no_dump(path)
     dumps = sorted(map(open_rank, ranks), key=rank_of)
     for lower, upper in pairwise(dumps):
         if rank_of(lower) == rank_of(upper):
@@ -241,7 +241,7 @@ def open_rank(path: str | Path) -> RankDump:
     """Open one rank's directory, dump.json or dump.jsonl. Raises `DumpError` naming path and fix."""
     path = _file_in(Path(path)) or Path(path)
     if not path.is_file():
-        raise _no_dump(path)
+        raise _explain_no_dump(path)
     header, foreign = _contents(path)
     version = header.get(msprobe.VERSION, msprobe.FORMAT)  # other tools' dumps have none
     if (refused := explain_version(version, msprobe.FORMAT)) is not None:
@@ -271,7 +271,7 @@ def _rank_directories(step: Path) -> list[Path]:
     return [child for child in _children(step) if msprobe.RANK_DIRECTORY.fullmatch(child.name)]
 
 
-def _no_dump(path: Path) -> DumpError:
+def _explain_no_dump(path: Path) -> DumpError:
     content = "no such file or directory"
     if path.exists():
         names = shorten(sorted(child.name for child in path.iterdir()), _SHOWN, "") if path.is_dir() else ""
@@ -310,17 +310,17 @@ def _contents(path: Path) -> tuple[dict[str, Any], dict[str, str] | None]:
         first = file.readline(LARGEST_ENTRY_BYTES)
     if path.suffix != ".jsonl":
         if _HEADER.fullmatch(first) is None:
-            return _foreign(path)
+            return _read_foreign(path)
         first += b"}}"
     try:
         header = parse_json(first, strict=False)
     except ValueError as error:
-        raise damaged(path, f"its first line is no JSON object: {error}") from None
+        raise explain_damage(path, f"its first line is no JSON object: {error}") from None
     _check_mapping(path, "its first line", header)
     return header, None
 
 
-def _foreign(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_foreign(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     header = _parse_whole(path)
     data = header.pop("data", None)
     _check_mapping(path, '"data"', data)
@@ -329,7 +329,7 @@ def _foreign(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         return header, {name: json.dumps(entry) for name, entry in data.items()}
     except RecursionError:
-        raise damaged(path, "it is nested too deeply") from None
+        raise explain_damage(path, "it is nested too deeply") from None
 
 
 def _parse_whole(path: Path) -> dict[str, Any]:
@@ -345,17 +345,17 @@ def _parse_whole(path: Path) -> dict[str, Any]:
         try:
             whole = parse_json(read_at_most(file, LARGEST_FILE_BYTES), strict=False)
         except ValueError as error:
-            raise damaged(path, f"it is not JSON: {error}") from None
+            raise explain_damage(path, f"it is not JSON: {error}") from None
     _check_mapping(path, "it", whole)
     return whole  # type: ignore[no-any-return]
 
 
 def _check_mapping(path: Path, what: str, value: Any) -> None:
     if not isinstance(value, dict):
-        raise damaged(path, f"{what} is {str(value)[:60]!r}, and should be an object")
+        raise explain_damage(path, f"{what} is {str(value)[:60]!r}, and should be an object")
 
 
-def damaged(path: Path, problem: str) -> DumpError:
+def explain_damage(path: Path, problem: str) -> DumpError:
     return DumpError(
         f"{path}: {problem}. It is damaged, not copied completely, or no statistics dump: copy it again, or dump the "
         "step again.",
@@ -371,7 +371,7 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, str]]:
             yield offset, line.decode("ascii")
             offset += len(line)
     except ValueError as error:
-        raise damaged(path, f"at byte {offset:,}: {error}") from None
+        raise explain_damage(path, f"at byte {offset:,}: {error}") from None
 
 
 def _records(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -385,7 +385,7 @@ def _records(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
             except (ValueError, TypeError, KeyError) as error:
                 if not line.endswith("\n") or not file.read(1):  # killed while it was written
                     return
-                raise damaged(path, f"the line at byte {offset:,} is not one of a dump: {error!r}") from None
+                raise explain_damage(path, f"the line at byte {offset:,} is not one of a dump: {error!r}") from None
             if offset:
                 yield offset, len(line), record
 
@@ -511,17 +511,17 @@ class DumpEntry:
     def values(self, *, nulls: bool = False) -> Iterator[tuple[str, DumpLeaf]]:
         """Yield all tensors and plain values, in the order of the dump; with ``nulls`` those that are None too."""
         if _is_deep(self.raw):
-            raise self._damaged(f"it is nested more than {_DEEPEST} deep")
+            raise self._explain_damage(f"it is nested more than {_DEEPEST} deep")
         for key, section in self.raw.items():
             if key not in _SECTIONS and isinstance(section, list) and len(section) == 1:
                 section = section[0]  # a parameter's gradient: {"weight": [leaf]}
             for path, raw in _leaves(section, "input" if key == "input_args" else key, nulls):
                 leaf = DumpLeaf(raw)
                 if leaf.is_tensor and (problem := _problem(raw)) is not None:
-                    raise self._damaged(f"{path}: {problem}")
+                    raise self._explain_damage(f"{path}: {problem}")
                 yield path, leaf
 
-    def _damaged(self, problem: str) -> DumpError:
+    def _explain_damage(self, problem: str) -> DumpError:
         return DumpError(
             f"{self.source or 'dump'}: {self.name}: {problem}. The file is damaged, or no statistics dump: dump the "
             "step again.",

@@ -311,7 +311,7 @@ def compare(args: argparse.Namespace) -> CompareFindings:
         exact,
         lacking,
         comparisons,
-        [*missing, *_unlike(tasks[0]), *notes_of(dumps)],
+        [*missing, *_find_differences(tasks[0]), *notes_of(dumps)],
     )
 
 
@@ -367,7 +367,7 @@ def _mode_of(dumps: Sequence[RankDump]) -> CompareMode:
     return "md5" if all(any(map(_CHECKSUM.search, texts)) for texts in first) else "statistics"
 
 
-def _unlike(sides: Sequence[Side]) -> list[str]:
+def _find_differences(sides: Sequence[Side]) -> list[str]:
     """Return what the sides should have in common and have not: their entries may have no counterparts."""
     return [
         f"{sides[0].label} is of {what} {first}, {side.label} of {what} {second}"
@@ -592,19 +592,19 @@ class Comparer:
         """Decide whether two values are equal: the only function that does."""
         absent = {side.label for side in (a, b)} - names.keys()
         if len(absent) == 1:
-            return _incomparable(f"{absent.pop()} lacks this entry")
+            return _leave_uncompared(f"{absent.pop()} lacks this entry")
         if leaf_a is None or leaf_b is None:
             if leaf_a is leaf_b:
                 return LeafVerdict("", "", False)
             label, leaf = (a.label, leaf_b) if leaf_a is None else (b.label, leaf_a)
-            return _incomparable(f"{label} lacks this {'tensor' if leaf and leaf.is_tensor else 'argument'}")
+            return _leave_uncompared(f"{label} lacks this {'tensor' if leaf and leaf.is_tensor else 'argument'}")
         if leaf_a.is_tensor != leaf_b.is_tensor:
-            return _incomparable(f"a {leaf_a.type} in {a.label} and a {leaf_b.type} in {b.label}")
+            return _leave_uncompared(f"a {leaf_a.type} in {a.label} and a {leaf_b.type} in {b.label}")
         if not leaf_a.is_tensor:
             return self._verdict_on_plain(a, leaf_a, b, leaf_b)
         shape_a, shape_b = (leaf.raw.get("local_shape") or list(leaf.shape) for leaf in (leaf_a, leaf_b))
         if shape_a != shape_b:
-            return _incomparable(f"the shape is {shape_a} in {a.label} and {shape_b} in {b.label}")
+            return _leave_uncompared(f"the shape is {shape_a} in {a.label} and {shape_b} in {b.label}")
         errors = {
             row.key: difference(row.read(leaf_a.raw.get(row.key)), row.read(leaf_b.raw.get(row.key)))
             for row in statistics.STATISTICS
@@ -622,7 +622,7 @@ class Comparer:
             compared, unequal = "checksum", leaf_a.md5 != leaf_b.md5
             result = "Different" if unequal else "Pass"
         elif len({any(leaf.raw.get(key) is not None for key in errors) for leaf in (leaf_a, leaf_b)}) == 2:
-            return _incomparable(f"{a.label} or {b.label} has no statistics of it")
+            return _leave_uncompared(f"{a.label} or {b.label} has no statistics of it")
         else:
             compared, unequal = "statistics", any(error[0] for error in errors.values())
             over = [key for key, error in errors.items() if self._is_over(error)]
@@ -662,7 +662,7 @@ def _has_mean_near_zero(leaf: DumpLeaf) -> bool:
     return mean <= 0.01 * max(high, low)
 
 
-def _incomparable(message: str) -> LeafVerdict:
+def _leave_uncompared(message: str) -> LeafVerdict:
     return LeafVerdict("N/A", "", True, message)
 
 

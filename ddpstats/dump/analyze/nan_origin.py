@@ -148,21 +148,23 @@ def examine(dumps: Sequence[RankDump]) -> OriginFindings:
         raise DumpError(f"{dumps[0].path} has no entries. Does its configuration choose any, by scope and list?")
     matches = _match_collectives(scans)
     order = _set_clocks(matches)
-    earliest = _earliest(scans, matches)
+    earliest = _pick_earliest(scans, matches)
     also = [
         f"{_rank(scan.dump.rank)}: {candidate.entry.name} made {candidate.what}; nothing that was recorded used it"
         for scan in scans
         for candidate in scan.candidates
         if candidate.relevance == "unused" and candidate not in earliest
     ]
-    left_out = _left_out(scans)
+    left_out = _describe_left_out(scans)
     if any(scan.overlaps is None for scan in scans):
         left_out.append("where tensors are in memory")
     ranks, origins = [scan.summary() for scan in scans], [*map(_origin, earliest)]
-    return OriginFindings(dumps[0].step, ranks, origins, [*_unmatched(scans, order)], also, left_out, notes_of(dumps))
+    return OriginFindings(
+        dumps[0].step, ranks, origins, [*_report_unmatched(scans, order)], also, left_out, notes_of(dumps)
+    )
 
 
-def _earliest(scans: Sequence[RankScan], matches: Mapping[int, Sequence[_Match]]) -> list[Candidate]:
+def _pick_earliest(scans: Sequence[RankScan], matches: Mapping[int, Sequence[_Match]]) -> list[Candidate]:
     """Return what comes first, one of a rank; what something used goes before what nothing did."""
     by_clock: defaultdict[tuple[bool, int, bool], dict[int, Candidate]] = defaultdict(dict)
     for scan in sorted(scans, key=lambda scan: scan.rank):
@@ -288,7 +290,7 @@ class RankScan:
         call = read_collective(entry, name, self.rank) if name.is_collective else None
         inputs, outputs = (self._read(entry, operation), entry.outputs) if call is None else (call.taken, call.made)
         made = _bad(outputs)
-        taken = [self._taken(entry, name, bad, bool(made)) for bad in _bad(inputs)]
+        taken = [self._find_input(entry, name, bad, bool(made)) for bad in _bad(inputs)]
         is_sink = is_gradient or call is not None
         if is_sink:
             _reach(tensor.cause for tensor in taken)
@@ -319,7 +321,7 @@ class RankScan:
             if not is_target and not path.startswith("output"):
                 yield path, leaf
 
-    def _taken(self, entry: DumpEntry, name: Name, bad: tuple[str, DumpLeaf], has_made: bool) -> _Tensor:
+    def _find_input(self, entry: DumpEntry, name: Name, bad: tuple[str, DumpLeaf], has_made: bool) -> _Tensor:
         """Return the tensor that goes in; one that was never seen before has arrived."""
         path, leaf = bad
         is_parameter = path.startswith(_PARAMETERS)
@@ -350,7 +352,8 @@ class RankScan:
             is_alias = tensor_rules.writes_in_place(operation) or tensor_rules.is_view(operation)
             is_raw = is_alias and all(tensor.is_raw for tensor in taken)
         elif None in known and not self._is_meant(entry, operation, made, has_mask):
-            kind, late = self._kind(entry, name, made), self._arrived(made) if name.direction == "backward" else None
+            kind = self._kind(entry, name, made)
+            late = self._find_arrival(made) if name.direction == "backward" else None
             cause = late or self._blame(kind, entry, made)
             cause.kind, cause.entry, cause.bad, cause.masked = kind, entry, made, has_mask
             is_raw = cause.kind == "uninitialised"
@@ -389,7 +392,7 @@ class RankScan:
         self._tensors.update(dict.fromkeys(filter(None, _keys(leaf)), tensor))
         return tensor
 
-    def _arrived(self, made: Leaves) -> Candidate | None:
+    def _find_arrival(self, made: Leaves) -> Candidate | None:
         """Return the candidate of an entry that took these: what made them is written when the backward pass ends."""
         causes = (tensor.cause for _, leaf in made if (tensor := self._find(leaf)) is not None)
         return next((cause for cause in causes if cause is not None and cause.kind == "arrived"), None)
@@ -556,7 +559,7 @@ def _set_clocks(of_rank: Mapping[int, Sequence[_Match]]) -> list[_Match]:
     return order
 
 
-def _unmatched(scans: Sequence[RankScan], order: Sequence[_Match]) -> Iterator[str]:
+def _report_unmatched(scans: Sequence[RankScan], order: Sequence[_Match]) -> Iterator[str]:
     dumped = {scan.rank for scan in scans}
     for match in order:
         rank, member = next(iter(match.members.items()))
@@ -567,7 +570,7 @@ def _unmatched(scans: Sequence[RankScan], order: Sequence[_Match]) -> Iterator[s
                 yield f"{member.call.name} of rank {rank} had not ended when the dump did, or it failed"
 
 
-def _left_out(scans: Sequence[RankScan]) -> list[str]:
+def _describe_left_out(scans: Sequence[RankScan]) -> list[str]:
     """Return in words what the dumps do not hold of the step, as far as torch shows it."""
     left_out: dict[str, None] = {}
     for scan in scans:
@@ -613,7 +616,7 @@ def _verdict(candidate: Candidate) -> str:
     """Return what happened, without the rank and the time."""
     name, what = candidate.entry.name, candidate.what
     paths = shorten((path for path, _ in candidate.bad), _SHOWN)
-    before = f"before {'the first entry of this dump' if _left_out([candidate.scan]) else 'the step'}"
+    before = f"before {'the first entry of this dump' if _describe_left_out([candidate.scan]) else 'the step'}"
     if candidate.kind == "arrived" and candidate.order:
         before = "and made by nothing that was recorded"
     parameters = ", ".join(dict.fromkeys(candidate.parameters))
@@ -683,17 +686,17 @@ def as_text(findings: OriginFindings) -> str:
     lines = [f"{ranks}, {entries}, {collectives}."]
     if findings.left_out:
         lines.append(f"Not recorded: {'; '.join(findings.left_out)}.")
-    lines += _capped([f"note: {line}" for line in findings.unmatched])
-    lines += _origins(findings) if findings.origins else ["", _nothing(findings)]
-    lines += _capped([f"also: {line}" for line in findings.also])
+    lines += _cap([f"note: {line}" for line in findings.unmatched])
+    lines += _origins(findings) if findings.origins else ["", _say_nothing_found(findings)]
+    lines += _cap([f"also: {line}" for line in findings.also])
     for rank in findings.ranks:
         if rank.shared_memory:
             stomp = "live storages that share memory (a stomp, unless it is meant, as by from_numpy or dlpack)"
-            lines += ["", f"note: {_rank(rank.rank)}: {stomp}:", *_capped([f"  {line}" for line in rank.shared_memory])]
+            lines += ["", f"note: {_rank(rank.rank)}: {stomp}:", *_cap([f"  {line}" for line in rank.shared_memory])]
     return printable([*lines, *(f"note: {note}" for note in findings.notes)])
 
 
-def _nothing(findings: OriginFindings) -> str:
+def _say_nothing_found(findings: OriginFindings) -> str:
     if findings.also:
         return "No NaN or infinity found that reached a gradient or a collective."
     what = "No NaN or infinity" if any(rank.shared_memory for rank in findings.ranks) else "Nothing"
@@ -720,8 +723,8 @@ def _details(origin: NaNOrigin) -> Iterator[str]:
     if origin.modules:
         yield "  in " + ", in ".join(origin.modules[:_SHOWN])
     leaves = list(DumpEntry(origin.name, origin.entry).leaves())
-    yield from _capped([_tensor(path, leaf) for path, leaf in leaves if not path.startswith("output")])
-    yield from _capped([_tensor(path, leaf) for path, leaf in leaves if path.startswith("output")])
+    yield from _cap([_tensor(path, leaf) for path, leaf in leaves if not path.startswith("output")])
+    yield from _cap([_tensor(path, leaf) for path, leaf in leaves if path.startswith("output")])
     if (grower := origin.growth) is not None:
         yield (
             f"  It grew until it overflowed: {grower.operation} ({grower.direction}) makes it larger in {grower.times} "
@@ -741,6 +744,6 @@ def _rank(rank: int | None) -> str:
     return "this process" if rank is None else f"rank {rank}"
 
 
-def _capped(lines: list[str]) -> list[str]:
+def _cap(lines: list[str]) -> list[str]:
     left = len(lines) - _SHOWN
     return lines if left <= 0 else [*lines[:_SHOWN], f"    ... and {left:,} more"]

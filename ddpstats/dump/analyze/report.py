@@ -84,7 +84,7 @@ def _comparison_lines(comparison: Comparison) -> Iterator[str]:
     if len(rows) > 1:
         listed = ([row for row in rows if row.verdict.failed] or rows)[:_SHOWN_ROWS]
         yield f"  {len(listed)} of {comparison.failed or comparison.unequal:,} in execution order:"
-        yield from _aligned([[row.verdict.result or "unequal", row.name(), _reason(row)] for row in listed])
+        yield from _align([[row.verdict.result or "unequal", row.name(), _reason(row)] for row in listed])
     splits = Counter(_split(row) for row in rows if "A" not in row.leaves and not row.culprits)
     for split, number in splits.most_common(1):
         yield f"  No majority in {number:,} of {count_of(len(rows), 'rows')}: {split}. Under tensor or pipeline"
@@ -106,7 +106,7 @@ def _details(row: LeafRow) -> Iterator[str]:
         for side, raw in raws.items():
             table.append([side, *(str(raw.get(key, "")) for key in keys), _memory(DumpLeaf(raw))])
         table += [["relative", *("" if error is None else f"{error:.4g}" for error in errors), ""]] * any(errors)
-        yield from _aligned(table, indent=6)
+        yield from _align(table, indent=6)
     if (close := row.verdict.closeness) is not None:
         yield f"      cosine {close.cosine:.9g}, largest absolute difference {close.max_abs:.6g}"
     if row.parent:
@@ -136,7 +136,7 @@ def _split(row: LeafRow) -> str:
     return " | ".join(shorten(group, 8) for group in row.groups)
 
 
-def _aligned(rows: Sequence[Sequence[str]], indent: int = 4) -> Iterator[str]:
+def _align(rows: Sequence[Sequence[str]], indent: int = 4) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield " " * indent + "  ".join(map(str.ljust, row, widths)).rstrip()

@@ -203,7 +203,7 @@ def _at_exit() -> None:
     _unfinished.clear()
 
 
-def _in_forked() -> None:
+def _forget_in_fork() -> None:
     """Workers of a DataLoader are forked inside the step, or between two pieces of it, and go on with all there was."""
     for recorder, watches in _unfinished.items():
         recorder.forget()
@@ -214,7 +214,7 @@ def _in_forked() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_forked)
+    os.register_at_fork(after_in_child=_forget_in_fork)
 
 
 def _open(config: DumpConfig, directory: Path) -> Recorder:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ddpstats._observe.gradients import ModuleHook, unwrapped
+from ddpstats._observe.gradients import ModuleHook, unwrap
 from ddpstats._observe.torch_compat import (
     compiled_call,
     gradient_hooks,
@@ -101,7 +101,7 @@ class ModuleWatch:
                 self._hooks.callback(leave_no_hooks, parameter)
             handles = [parameter.register_hook(partial(self._gradient_arrives, gradients, name))]  # type: ignore[no-untyped-call]
             if hasattr(parameter, "placements"):
-                hook = partial(self._gradient_accumulated, gradients, name)
+                hook = partial(self._gradient_accumulates, gradients, name)
                 handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
             for handle in handles:
                 self._hooks.enter_context(handle)
@@ -111,7 +111,7 @@ class ModuleWatch:
         if self.is_seen():
             gradients.arrive(name, gradient)
 
-    def _gradient_accumulated(self, gradients: ParameterGradients, name: str, parameter: Tensor) -> None:
+    def _gradient_accumulates(self, gradients: ParameterGradients, name: str, parameter: Tensor) -> None:
         if name not in gradients.in_graph and self.is_seen():
             gradients.arrive(name, parameter.grad)
 
@@ -159,7 +159,7 @@ def _parts_of(model: Any) -> list[tuple[str, nn.Module]]:
 def _find_modules(module: nn.Module, path: str, modules: dict[int, tuple[str, nn.Module]]) -> bool:
     """Put modules into ``modules``, depth first, but those inside ``torch.compile``; return whether there are such."""
     is_compiled = without_compile(module) is not module
-    module = module if is_compiled else unwrapped(module)
+    module = module if is_compiled else unwrap(module)
     if id(module) in modules:
         return False
     if compiled_call(module) or isinstance(module, torch.jit.ScriptModule):
