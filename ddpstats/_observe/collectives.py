@@ -1,4 +1,4 @@
-"""The only file that observes the process's collectives; guard, dump and replay subscribe.
+"""The only file that observes the process's collectives, and shows them to whatever subscribes.
 
 torch runs every collective, however it was called (``dist.*``, ``group.allreduce``, DDP's C++ reducer, functional
 collectives, DTensor, FSDP, compiled code, any thread), as an operator ``c10d::*``. While a subscriber is there, each of

@@ -1,4 +1,4 @@
-"""The only file that observes gradients before the reduce; capture and sentinel build on it.
+"""The only file that observes gradients before they are reduced: this rank's own.
 
 DistributedDataParallel takes one communication hook, and that belongs to the user. So:
 

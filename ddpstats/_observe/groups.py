@@ -69,8 +69,8 @@ def count_groups() -> int:
 unbox_group: Callable[[Any], Any] = find("distributed.ProcessGroup.unbox")
 unbox_work: Callable[[Any], Any] = find("distributed.Work.unbox")
 
-# Whether the reduce op that a c10d operator is given can be read. (Its class is no module of torch's.) Without it no
-# guard can be entered, and a dump has no reduce ops.
+# Whether the reduce op that a c10d operator is given can be read. (Its class is no module of torch's.) Without it that
+# of a `Collective` is None.
 try:
     operators_name_reduce_op = dist.is_available() and hasattr(torch.classes.c10d.ReduceOp(), "op")
 except (AttributeError, RuntimeError):

@@ -1,7 +1,7 @@
 """Judge by an operation's name what it does to values that are not finite, and which infinities are meant.
 
-One table for whatever follows such values: capture's tracer, which sees ATen's names ("constant_pad_nd"), and dumps,
-which have those of the Python functions ("pad", "__add__", "kaiming_uniform_"). Imports no torch.
+One table for whatever follows such values, by ATen's names ("constant_pad_nd") or by those of the Python functions
+("pad", "__add__", "kaiming_uniform_"). Imports no torch.
 """
 
 from __future__ import annotations

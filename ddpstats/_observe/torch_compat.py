@@ -115,7 +115,7 @@ def keys_below(key: str) -> Any:
 
 
 # The kernel that an operator has at a key now: to keep it while a thread may still enter it, and to call it. Without it
-# removed kernels are not kept, the sentinel's parked ones stay, and bits of matrix products cannot be flipped.
+# removed kernels are not kept, kernels that wait to be removed stay, and bits of matrix products cannot be flipped.
 kernel_at: Callable[[str, str], Any] | None = find("_C._dispatch_get_computed_kernel_for_dispatch_key")
 
 # Takes the kernels of a `torch.library.Library` away at a moment that we choose. Without it no kernel is registered: no
@@ -183,7 +183,7 @@ def explain_unseen(sees: Callable[[], bool]) -> str | None:
 
 
 # The classes of operators below torch's functions, and the modules that functions written in C say they are of. Without
-# them operators are named as functions are in a dump.
+# them an operator is named as a function is.
 OPERATOR_CLASSES: tuple[Any, ...] = tuple(filter(None, (find("_ops.OpOverload"), find("_ops.OpOverloadPacket"))))
 TENSOR_METHODS = "torch._tensor"
 NN_FUNCTIONS = "torch._C._nn"
@@ -213,7 +213,7 @@ def compiled_call(module: nn.Module) -> Any:
 
 
 def without_compile(module: nn.Module) -> nn.Module:
-    """Return the module inside what ``torch.compile`` returns; any other itself. Without the name a dump lacks it."""
+    """Return the module inside what ``torch.compile`` returns; any other itself, and so each without that name."""
     inner = vars(module).get("_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else module
 
@@ -236,23 +236,23 @@ def has_compiled() -> bool:
 dispatch_mode_count: Callable[[], int] = find("_C._len_torch_dispatch_stack", lambda: 1)
 profiler_enabled: Callable[[], bool] = find("_C._autograd._profiler_enabled", lambda: True)
 # Takes these modes off, and those of `TorchFunctionMode` with classes of tensors, and the classes alone. Without them
-# those of the program see what a dump computes and saves.
+# those of the program see what we compute and save.
 _without_dispatch_modes: Any = find("utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
 _without_torch_function: Any = find("_C.DisableTorchFunction", contextlib.nullcontext)
 without_tensor_classes: Any = find("_C.DisableTorchFunctionSubclass", contextlib.nullcontext)
-# `torch.jit.trace` records what runs. Without it what a dump computes becomes part of a traced program.
+# `torch.jit.trace` records what runs. Without it what we compute becomes part of a traced program.
 _is_jit_tracing: Callable[[], bool] = find("_C._is_tracing", lambda: False)
-# Tensors inside ``torch.func`` have no value of their own. Without it a dump notes errors there in place of numbers.
+# Tensors inside ``torch.func`` have no value of their own. Without it to read one is an error.
 is_functorch_tensor: Callable[[Tensor], bool] = find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 
-# This thread's `TorchFunctionMode`s, innermost last. Without it a dump's mode stays on the stack, and does nothing.
+# This thread's `TorchFunctionMode`s, innermost last. Without it a mode of ours may stay there, and does nothing.
 function_modes: Callable[[], list[Any]] = find("overrides._get_current_function_mode_stack", list)
 
 # Reaches every tensor that a module returns. Without it bits are flipped where a module returns a tensor alone.
 tree_map: Callable[[Callable[[Any], Any], Any], Any] = find("utils._pytree.tree_map", lambda change, leaf: change(leaf))
 
 # Sees every operation of a step, forward and backward; and every leaf in the arguments of one. Without them no origin
-# of a value is traced in a replay.
+# of a value is traced.
 tree_leaves: Callable[[Any], Iterable[Any]] = find("utils._pytree.tree_leaves")
 DispatchMode: Any = find("utils._python_dispatch.TorchDispatchMode", object)
 
@@ -291,8 +291,8 @@ def is_tracing() -> bool:
 queue_callback: Callable[[Callable[[], None]], None] | None = find("autograd.Variable._execution_engine.queue_callback")
 # The number of the backward pass that this thread is in; -1 outside of any, and where torch does not say.
 graph_task: Callable[[], int] = find("_C._current_graph_task_id", lambda: -1)
-# The node of the graph whose backward operation this thread runs. Without it, or without the numbers of nodes, a replay
-# does not name the module of a backward operation, and a dump takes no node to be old.
+# The node of the graph whose backward operation this thread runs. Without it, or without the numbers of nodes, the
+# module of a backward operation is not known, and no node counts as old.
 current_node: Callable[[], Any] = find("_C._current_autograd_node", lambda: None)
 _next_number = find("autograd._get_sequence_nr")
 _has_numbers = find("autograd.graph.Node._sequence_nr") is not None and _next_number is not None
@@ -319,8 +319,8 @@ _ENGINE = "_engine_run_backward"
 def engine_under(mode: Any, function: Any) -> Callable[..., Any]:
     """Return a copy of ``torch.autograd.backward`` or ``grad`` that starts autograd's engine with ``mode`` on.
 
-    Where torch has no engine by that name, what hooks call in the backward pass, and what is run again there, is not
-    seen by a dump.
+    Where torch has no engine by that name, ``mode`` sees neither what hooks call in the backward pass, nor what is run
+    again there.
     """
     names, code = function.__globals__, function.__code__
     if _ENGINE not in names or _ENGINE not in code.co_names:

@@ -6,8 +6,8 @@
    right on a peer: hardware of the owner, or what only the owner holds outside of what was handed out. Wrong on a peer,
    too: software or data.
 
-Only the caller knows what is wrong: for capture a gradient that is not finite, for the sentinel's alarm a value that is
-not normal on that rank, for peer replay gradients with other bits than most runs have.
+Only the caller knows what is wrong: a gradient that is not finite, a value that is not normal on that rank, or
+gradients with other bits than most runs have.
 
 Ranks that wait for an answer receive an error in its place.
 """

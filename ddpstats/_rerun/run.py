@@ -1,6 +1,6 @@
-"""A kept micro-batch, run again: by capture's replay on a module from a bundle, or live, on the module in use.
+"""A kept micro-batch, run again: on a module that was loaded for it, or live, on the module in use.
 
-`alone` is around what one rank runs while the others wait. A `Runner` gives a fresh copy of the batch, sets the random
+`run_alone` is around what one rank runs while the others wait. A `Runner` gives a fresh copy of the batch, sets the random
 state and the autocast settings that the micro-batch had, and calls the user's step. `Reruns` does so on the module in
 use: it packs micro-batches into plain data that can go to another rank, and runs such a packet.
 

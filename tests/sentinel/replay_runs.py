@@ -297,7 +297,7 @@ class _Reduced(torch.autograd.Function):
 
 
 def refused_collectives() -> dict[str, str]:
-    """What each kind of collective raises under `alone`."""
+    """What each kind of collective raises under `run_alone`."""
     found: dict[str, str] = {}
 
     def tried(name: str, run: Callable[[], Any]) -> None:
