@@ -1,8 +1,8 @@
 """A kept micro-batch, run again: on a module that was loaded for it, or live, on the module in use.
 
-`run_alone` is around what one rank runs while the others wait. A `Runner` gives a fresh copy of the batch, sets the random
-state and the autocast settings that the micro-batch had, and calls the user's step. `Reruns` does so on the module in
-use: it packs micro-batches into plain data that can go to another rank, and runs such a packet.
+`run_alone` is around what one rank runs while the others wait. A `Runner` gives a fresh copy of the batch, sets the
+random state and the autocast settings that the micro-batch had, and calls the user's step. `Reruns` does so on the
+module in use: it packs micro-batches into plain data that can go to another rank, and runs such a packet.
 
 Gradients of a live rerun are taken by ``torch.autograd.grad``: nothing is accumulated into ``.grad``, and no hook on an
 accumulated gradient runs: not DistributedDataParallel's, nor that of an optimizer inside the backward pass. The
