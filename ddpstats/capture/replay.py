@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ddpstats._rerun.run import RunSettings, StepFunction
     from ddpstats.capture.bisect import Search
     from ddpstats.capture.bundle import Bundle, CapturedMicroBatch, RankPart
+    from ddpstats.capture.manifest import Manifest
 
 _PRECISIONS = ("captured", "amp", "fp32", "fp64")
 _AMP_DTYPES = ("bfloat16", "float16")
@@ -92,11 +93,16 @@ def _replay(args: argparse.Namespace) -> dict[str, Any]:
         with _users_errors(f"--model {args.model}"):
             model = factory()
         replay = Replay(model, step, part, parameters, settings)
-        outcomes = []
+        first: Outcome | None = None
+        runs = list[RunFacts]()
         for _ in range(args.repeat):
             collectives.clear()  # the factory's own are not the step's
-            outcomes.append(replay.run())
-        facts = _facts(bundle, replay, settings, outcomes) | {"collectives": dict(collectives), "bisect": None}
+            outcome = replay.run()
+            first = first or outcome
+            runs.append(_facts_of_run(bundle.manifest, replay, settings, first, outcome))
+            del outcome  # before the next run: it holds gradients on the device
+        assert first is not None
+        facts = _facts(bundle, replay, settings, first, runs) | {"collectives": dict(collectives), "bisect": None}
         if args.bisect:
             from ddpstats.capture.bisect import bisect
 
@@ -490,16 +496,32 @@ def _adapt(model: nn.Module, device: torch.device) -> list[str]:
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
-def _facts(bundle: Bundle, replay: Replay, settings: RunSettings, outcomes: list[Outcome]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class RunFacts:
+    """The result of one run, without its tensors. ``is_identical``: to the first run, in every bit."""
+
+    reproduced: bool
+    is_identical: bool
+    nonfinite: list[str]
+    comparison: dict[str, str]
+
+
+def _facts_of_run(
+    manifest: Manifest, replay: Replay, settings: RunSettings, first: Outcome, outcome: Outcome
+) -> RunFacts:
+    comparison = _compare(replay.part, outcome, settings)
+    has_overflow = manifest.reason == "overflow" and comparison["norms"] == "equal"
+    reproduced = bool(outcome.nonfinite) or has_overflow
+    if manifest.reason == "exception":
+        reproduced = outcome.error is not None
+    return RunFacts(reproduced, first.is_same(outcome), outcome.nonfinite, comparison)
+
+
+def _facts(
+    bundle: Bundle, replay: Replay, settings: RunSettings, first: Outcome, runs: list[RunFacts]
+) -> dict[str, Any]:
     """Return what the report says, as JSON has it: losses are text there, because it has no NaN."""
     manifest, part = bundle.manifest, replay.part
-    compared = [_compare(part, outcome, settings) for outcome in outcomes]
-    reproduced = [
-        outcome.error is not None
-        if manifest.reason == "exception"
-        else bool(outcome.nonfinite) or (manifest.reason == "overflow" and comparison["norms"] == "equal")
-        for outcome, comparison in zip(outcomes, compared, strict=True)
-    ]
     bad = set(map(_plain_name, manifest.parameters.get(part.rank, [])))
     return {
         "bundle": bundle.path.name,
@@ -512,16 +534,16 @@ def _facts(bundle: Bundle, replay: Replay, settings: RunSettings, outcomes: list
         "captured_on": part.device,
         "device": str(settings.device),
         "precision": settings.precision,
-        "reproduced": any(reproduced),
-        "runs": len(outcomes),
-        "reproduced_runs": sum(reproduced),
-        "runs_identical": all(outcomes[0].is_same(outcome) for outcome in outcomes[1:]),
+        "reproduced": any(run.reproduced for run in runs),
+        "runs": len(runs),
+        "reproduced_runs": sum(run.reproduced for run in runs),
+        "runs_identical": all(run.is_identical for run in runs),
         "nonfinite_then": [name for name in part.parameter_names if name in bad],
-        "nonfinite_now": list(dict.fromkeys(name for outcome in outcomes for name in outcome.nonfinite)),
+        "nonfinite_now": list(dict.fromkeys(name for run in runs for name in run.nonfinite)),
         "error_then": part.error,
-        "error_now": outcomes[0].error,
-        "losses": [_value(loss) for loss in outcomes[0].tensors["losses"].values()],
-        "bit_for_bit": compared[0],
+        "error_now": first.error,
+        "losses": [_value(loss) for loss in first.tensors["losses"].values()],
+        "bit_for_bit": runs[0].comparison,
         "notes": [*bundle.notes, *_notes(bundle, part, settings), *replay.notes],
     }
 

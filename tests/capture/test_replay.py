@@ -9,6 +9,7 @@ import json
 import os
 import random
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 
 from ddpstats import cli
 from ddpstats._base.files import replace_file
+from ddpstats.capture import replay as replays
 from ddpstats.capture.bundle import Bundle
 from tests import programs
 from tests.capabilities import needs_guard
@@ -170,6 +172,26 @@ def test_a_result_that_differs_between_runs_is_a_race(tmp_path: Path, replay: Re
     status, out, _ = replay(bundle, "Small", "flaky_step", "--repeat", "4")
     assert status == 0
     assert "reproduced in 2 of 4 runs; the result differs between runs: a race or transient fault" in out
+
+
+def test_runs_after_the_first_one_are_let_go_of_before_the_next(
+    tmp_path: Path, replay: Replay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds the gradients of all parameters, on the device."""
+    outcomes, alive = list[weakref.ref[Any]](), list[int]()
+
+    def run(self: Any, search: Any = None) -> Any:
+        alive.append(sum(outcome() is not None for outcome in outcomes))
+        outcome = run_once(self, search)
+        outcomes.append(weakref.ref(outcome))
+        return outcome
+
+    run_once = replays.Replay.run
+    monkeypatch.setattr(replays.Replay, "run", run)
+    bundle = captured(tmp_path, Small, replay_models.mean_step, NAN)
+    status, out, _ = replay(bundle, "Small", "mean_step", "--repeat", "4")
+    assert "reproduced in 4 of 4 runs; the runs are equal in every bit" in out
+    assert (status, alive) == (0, [0, 1, 1, 1])
 
 
 def test_settings_of_this_process_stay(tmp_path: Path, replay: Replay) -> None:
