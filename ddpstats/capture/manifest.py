@@ -80,7 +80,7 @@ class Manifest:
     reason: Literal["nonfinite", "overflow", "scaler_skips", "exception"]
     step: StepNumber
     created_utc: str
-    ranks: tuple[RankNumber, ...]
+    ranks: Annotated[tuple[RankNumber, ...], msgspec.Meta(min_length=1)]
     complete: bool
     culprit_ranks: tuple[RankNumber, ...]
     message: str

@@ -176,6 +176,7 @@ def test_a_directory_without_a_bundle_is_an_error(tmp_path: Path) -> None:
         (lambda m: m.pop("step"), "missing required field `step`"),
         (lambda m: m.update(step=10**30), "$.step"),
         (lambda m: m.update(ranks=[10**9]), "$.ranks[0]"),
+        (lambda m: m.update(ranks=[], ranks_present=[], model_files={}), "$.ranks"),
         (lambda m: m.update(complete=1), "$.complete"),
         (lambda m: m.update(culprit_ranks=[-1]), "$.culprit_ranks[0]"),
         (lambda m: m.update(ranks_present=[0]), "ranks_present"),
@@ -191,7 +192,7 @@ def test_a_directory_without_a_bundle_is_an_error(tmp_path: Path) -> None:
         (lambda m: m["files"].update({"rank00000.safetensors": {"bytes": 1, "sha256": "0" * 63}}), "$.files"),
         (lambda m: m.update(model_files={"0": "../model.safetensors"}), "model_files"),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_a_wrong_field_of_a_manifest_is_named(
     directory: Path, change: Callable[[dict[str, Any]], object], text: str
