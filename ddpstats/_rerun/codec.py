@@ -58,9 +58,9 @@ class CannotStore(Exception):
 # -- a batch as plain values ------------------------------------------------------------------------------------------
 
 
-def to_plain(value: Any, path: str = "batch") -> Any:
+def to_plain(batch: Any) -> Any:
     """Return plain values for `write`. Raises `CannotStore`, which names the path (``batch['x'][0]``) and the type."""
-    return _Plain().convert(value, path, 0)
+    return _Plain().convert(batch, "batch", 0)
 
 
 class _Plain:
@@ -98,7 +98,9 @@ class _Plain:
     def _tensor(self, value: Tensor, path: str) -> dict[str, Any]:
         if not can_store(value):
             raise CannotStore(path, tensor_text(value))
-        _, copy = self._copies.setdefault(id(value), (value, _host_copy(value)))
+        if id(value) not in self._copies:
+            self._copies[id(value)] = value, _host_copy(value)
+        _, copy = self._copies[id(value)]
         is_off_host = value.device.type != "cpu"
         return {"kind": "tensor", "data": copy, "accelerator": is_off_host, "requires_grad": value.requires_grad}
 

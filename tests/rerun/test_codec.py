@@ -197,10 +197,18 @@ def test_a_quantized_tensor_is_named() -> None:
         to_plain({"x": [quantized]})
 
 
-def test_a_tensor_that_occurs_twice_is_stored_once() -> None:
+def test_a_tensor_that_occurs_twice_is_copied_and_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = list[torch.Tensor]()
+
+    def copy_of(value: torch.Tensor) -> torch.Tensor:
+        copied.append(value)
+        return value.clone()
+
+    monkeypatch.setattr(codec, "_host_copy", copy_of)
     tensor = torch.arange(1000.0)
     file = io.BytesIO()
     codec.write(file, [to_plain([tensor, tensor])])
+    assert len(copied) == 1
     assert len(file.getvalue()) < 6000
     first, second = through_a_file([tensor, tensor])
     assert first is second
