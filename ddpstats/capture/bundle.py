@@ -671,8 +671,8 @@ class AloneBundle:
         error: Exception,
         step: int,
         channel: Channel,
-        keep: int = 3,
-        max_bytes: int | None = None,
+        keep: int,
+        max_bytes: int | None,
     ) -> None:
         self._name, self._source, self._error, self._step = name, source, _words(error), step
         self._rank, self._ranks = int(channel.rank), tuple(map(int, channel.ranks))

@@ -136,6 +136,6 @@ def sharded_raise(dirpath: str) -> str:
         return ""
     with source_of(dirpath, model) as (source, peers):
         path = Path(dirpath) / bundle_name(0, datetime(2026, 1, 2, tzinfo=timezone.utc), 1)
-        bundle = AloneBundle(path, source, BOOM, 0, peers)
+        bundle = AloneBundle(path, source, BOOM, 0, peers, keep=3, max_bytes=None)
         bundle.write()
         return bundle.finish()

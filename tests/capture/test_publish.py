@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -125,7 +125,9 @@ def test_the_bundle_just_written_stays_where_the_clock_went_back(tmp_path: Path)
 # -- a rank that raised, and writes alone -----------------------------------------------------------------------------
 
 
-def written_alone(directory: Path, monkeypatch: pytest.MonkeyPatch, fails: str = "", **limits: Any) -> str:
+def written_alone(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, fails: str = "", max_bytes: int | None = None
+) -> str:
     """Write the bundle of rank 1 of 2, which raised; ``fails``: what the disk has no room for."""
 
     def full(*_: object) -> None:
@@ -133,7 +135,7 @@ def written_alone(directory: Path, monkeypatch: pytest.MonkeyPatch, fails: str =
 
     with runs.source_of(directory.parent, torch.nn.Linear(4, 1)) as (source, _):
         peers = cast(Channel, SimpleNamespace(rank=1, ranks=(0, 1)))
-        bundle = AloneBundle(directory, source, runs.BOOM, 7, peers, **limits)
+        bundle = AloneBundle(directory, source, runs.BOOM, 7, peers, keep=3, max_bytes=max_bytes)
         if fails == "its part":
             monkeypatch.setattr("ddpstats.capture.bundle.write_part", full)
         bundle.write()
