@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpstats
-from ddpstats._base.config import GuardMode
+from ddpstats.guard.group import GuardMode
 from tests.training import batch_of, loss_of, make_model, rank
 
 FAULTY_STEP, FAULTY_RANK = 2, 1

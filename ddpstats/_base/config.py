@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
 from ddpstats.errors import ConfigError
 
 DISABLE = "DDPSTATS_DISABLE"
 TIMEOUT_SEC = "DDPSTATS_TIMEOUT_SEC"
-GUARD = "DDPSTATS_GUARD"
-RECORD_DIR = "DDPSTATS_RECORD_DIR"
-SENTINEL_MODE = "DDPSTATS_SENTINEL_MODE"
-SENTINEL_UPPER_THRESH = "DDPSTATS_SENTINEL_UPPER_THRESH"
-SENTINEL_SIGMA_THRESH = "DDPSTATS_SENTINEL_SIGMA_THRESH"
-
-GuardMode = Literal["strict", "step", "record", "off"]
 
 DEFAULT_TIMEOUT_SEC = 300.0
 
@@ -24,7 +17,7 @@ _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"", "0", "fals
 
 
 def is_disabled() -> bool:
-    """DDPSTATS_DISABLE=1: ``install()`` of every integration leaves its library as it is; DDPSTATS_GUARD is ignored.
+    """DDPSTATS_DISABLE=1: nothing of another library is replaced, and nothing begins when ddpstats is imported.
 
     Explicit calls such as ``reduce_stats`` are not affected: without them the numbers would be one rank's own.
     """
@@ -34,16 +27,11 @@ def is_disabled() -> bool:
     return text in _TRUE
 
 
-def guard_mode() -> GuardMode:
-    """DDPSTATS_GUARD: the mode of a guard that begins when ddpstats is imported; "off" by default."""
-    text = os.environ.get(GUARD, "").strip() or "off"
-    check_choice(GUARD, text, get_args(GuardMode))
-    return cast(GuardMode, text)
-
-
-def record_dir() -> str | None:
-    """DDPSTATS_RECORD_DIR: where that guard writes each rank's collectives; None by default."""
-    return os.environ.get(RECORD_DIR) or None
+def choice(variable: str, default: str, legal: Sequence[str]) -> Any:
+    """Return what a variable says, which must be ``legal``; ``default`` where it is empty or not set."""
+    text = os.environ.get(variable, "").strip() or default
+    check_choice(variable, text, legal)
+    return text
 
 
 def has_timeout(argument: float | None) -> bool:

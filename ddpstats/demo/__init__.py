@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from ddpstats._base import config
 from ddpstats._base.text import VerbReport
 from ddpstats.errors import DdpstatsError
 
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         # without the guard: the first half of the demo is what the guard stops
-        reports = run_ranks(measure_rank, args.ranks, timeout_sec=_LIMIT_SEC, env={config.GUARD: ""}).values()
+        reports = run_ranks(measure_rank, args.ranks, timeout_sec=_LIMIT_SEC, env={"DDPSTATS_GUARD": ""}).values()
     except RankError as error:
         raise DdpstatsError(f"the ranks could not run: {error}") from error
     report = report_of(reports)

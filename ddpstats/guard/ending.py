@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from ddpstats._base import config
 from ddpstats.errors import DdpstatsError
-from ddpstats.guard.group import had_ranks
+from ddpstats.guard.group import MODES, had_ranks
 from ddpstats.guard.guard import collective_guard
 from ddpstats.guard.printing import end_process, print_message
 
@@ -73,10 +73,10 @@ _of_environment: Ending | None = None
 def start() -> None:
     """Begin once, as DDPSTATS_GUARD and DDPSTATS_RECORD_DIR say. Raises ``ConfigError`` for what makes no sense."""
     global _of_environment
-    mode = config.guard_mode()
+    mode = config.choice("DDPSTATS_GUARD", "off", MODES)
     if mode == "off" or config.is_disabled() or _of_environment is not None:
         return
-    guard = collective_guard(mode, record_dir=config.record_dir())
+    guard = collective_guard(mode, record_dir=os.environ.get("DDPSTATS_RECORD_DIR") or None)
 
     def report() -> None:
         if guard.has_begun or had_ranks():  # otherwise the process is a helper, or belongs to no distributed program

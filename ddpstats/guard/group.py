@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch.distributed as dist
 
-from ddpstats._base import config
 from ddpstats._observe.groups import GroupView, default_store, longest_timeout_sec
 from ddpstats._ranks.comm import attempt_prefix, bounded_part, refuse_fake
 from ddpstats._ranks.failure import Membership
@@ -33,6 +32,9 @@ from ddpstats.guard.failure_agreement import FailureAgreement, OwnRank
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.printing import GIVEN_UP, MESSAGES_SEEN, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
 from ddpstats.guard.recording import Identity, Recording
+
+GuardMode = Literal["strict", "step", "record", "off"]
+MODES: tuple[GuardMode, ...] = get_args(GuardMode)
 
 _KEPT_DESTROYED = 64
 _turn = 0  # how often guards of this process have begun, and process groups ended under one
@@ -48,7 +50,7 @@ def next_turn() -> None:
 class Settings(NamedTuple):
     """The settings of a guard, as `collective_guard` explains them. ``warn``: where a mismatch is not raised."""
 
-    mode: config.GuardMode
+    mode: GuardMode
     warn: bool
     infer_labels: bool
     check_every: int

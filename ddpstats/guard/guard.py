@@ -41,7 +41,7 @@ from ddpstats._base.text import count_of, first_line
 from ddpstats._observe import collectives, groups
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard.compare import StepQuestion
-from ddpstats.guard.group import Settings, before_destroying, had_ranks, next_turn
+from ddpstats.guard.group import MODES, GuardMode, Settings, before_destroying, had_ranks, next_turn
 from ddpstats.guard.pipeline import Watching
 from ddpstats.guard.printing import NO_GROUP, TO_RUN, GuardCounters, errors_behind, in_short, last_line
 from ddpstats.guard.verdicts import Unfinished, is_broken
@@ -88,7 +88,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     def __init__(
         self,
-        mode: config.GuardMode = "step",
+        mode: GuardMode = "step",
         *,
         on_mismatch: MismatchPolicy = "raise",
         infer_labels: bool = True,
@@ -96,7 +96,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         timeout_sec: float | None = None,
         record_dir: str | Path | None = None,
     ) -> None:
-        check_choice("mode", mode, get_args(config.GuardMode))
+        check_choice("mode", mode, MODES)
         check_choice("on_mismatch", on_mismatch, get_args(MismatchPolicy))
         check_count("check_every", check_every, 1)
         if mode == "record" and record_dir is None:

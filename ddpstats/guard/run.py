@@ -24,7 +24,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from ddpstats._base import config
 from ddpstats.errors import ConfigError, DdpstatsError
@@ -35,7 +35,7 @@ from ddpstats.guard.watch import EVERY_SEC, Lines, Records, picture_of
 if TYPE_CHECKING:
     from ddpstats.guard.guard import collective_guard
 
-_MODES = get_args(config.GuardMode)
+_MODES = ("strict", "step", "record", "off")
 ENDING_SEC = 40.0  # torchrun kills ranks that have not ended 30 s after an interrupt
 
 EPILOG = """examples:
@@ -48,8 +48,7 @@ torchrun's: 1 where a rank ended with any other than 0"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    modes = "strict (default), step, record, off"
-    parser.add_argument("--guard", choices=_MODES, metavar="MODE", help=f"{modes}; DDPSTATS_GUARD where it is set")
+    parser.add_argument("--guard", choices=_MODES, help="the mode of the guard (default: DDPSTATS_GUARD, or strict)")
     parser.add_argument("--no-labels", action="store_true", help="compare operations and shapes, not keys")
     timeout = "how long a collective waits for other ranks (default: the timeout of its process group)"
     parser.add_argument("--timeout-sec", type=float, metavar="S", help=timeout)
@@ -68,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return the script's own exit status. Raises `ConfigError` for options that make no sense."""
-    args.guard = args.guard or (config.guard_mode() if os.environ.get(config.GUARD) else "strict")
-    args.record_dir = args.record_dir or config.record_dir()
+    args.guard = args.guard or config.choice("DDPSTATS_GUARD", "strict", _MODES)
+    args.record_dir = args.record_dir or os.environ.get("DDPSTATS_RECORD_DIR") or None
     if not args.module and not os.path.exists(args.script):
         raise ConfigError(f"there is no file {args.script}. Give the path of the program, or -m and a module's name.")
     if args.guard == "record" and args.record_dir is None:

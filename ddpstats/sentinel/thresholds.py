@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ddpstats._base.config import SENTINEL_MODE, SENTINEL_SIGMA_THRESH, SENTINEL_UPPER_THRESH, check_choice
+from ddpstats._base.config import check_choice
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel.activations import NumberedTensors
 from ddpstats.sentinel.peer_replay import explain_alarm
@@ -55,9 +55,9 @@ State = tuple[Tensor, ...]
 NORMAL, ERROR, WARNING = 0, 1, 2
 
 _MODES = (0, 1, 2, 3)
-_MODE_NAMES = (SENTINEL_MODE, "NPU_ASD_ENABLE")
-_UPPER_NAMES = (SENTINEL_UPPER_THRESH, "NPU_ASD_UPPER_THRESH")
-_SIGMA_NAMES = (SENTINEL_SIGMA_THRESH, "NPU_ASD_SIGMA_THRESH")
+_MODE_NAMES = ("DDPSTATS_SENTINEL_MODE", "NPU_ASD_ENABLE")
+_UPPER_NAMES = ("DDPSTATS_SENTINEL_UPPER_THRESH", "NPU_ASD_UPPER_THRESH")
+_SIGMA_NAMES = ("DDPSTATS_SENTINEL_SIGMA_THRESH", "NPU_ASD_SIGMA_THRESH")
 _SIGMA: ThresholdPair = (1e5, 5e3)
 _SMALLEST, _LARGEST = 3.0, 3e38  # a larger number is infinity in float32
 _PAIR = re.compile(r"\s*([+-]?\d+)\s*,\s*([+-]?\d+)\s*", re.ASCII)
@@ -120,7 +120,7 @@ def read_settings(
         modes = {str(number): number for number in _MODES}
         mode = from_environ(_MODE_NAMES, modes.get, None, f"one of {', '.join(modes)}")
         if mode is None:
-            notes.append(f"the sentinel is off: pass mode=1, 2 or 3, or set {SENTINEL_MODE} to one of them")
+            notes.append(f"the sentinel is off: pass mode=1, 2 or 3, or set {_MODE_NAMES[0]} to one of them")
             mode = 0
     elif type(mode) is not int or mode not in _MODES:
         raise ConfigError(f"mode={mode!r} is not understood; legal values: {', '.join(map(str, _MODES))}")

@@ -29,8 +29,6 @@ from multiprocessing import connection, reduction
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from ddpstats._base import config
-
 _LONG_PATH = 60
 
 _preloaded = ["torch", "torch.distributed", "ddpstats.testing.rank"]
@@ -104,7 +102,7 @@ def _state_for_the_server() -> Iterator[None]:
     temporary directory: the server's socket is there, and its path has about 100 bytes at most. Starting a process
     also chooses the start method of the whole program, which is for the program to do.
     """
-    main, guard, directory = sys.modules["__main__"], os.environ.pop(config.GUARD, None), tempfile.tempdir
+    main, guard, directory = sys.modules["__main__"], os.environ.pop("DDPSTATS_GUARD", None), tempfile.tempdir
     start_method = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.get_context("forkserver").set_forkserver_preload(_preloaded)
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -115,7 +113,7 @@ def _state_for_the_server() -> Iterator[None]:
     finally:
         sys.modules["__main__"], tempfile.tempdir = main, directory
         if guard is not None:
-            os.environ[config.GUARD] = guard
+            os.environ["DDPSTATS_GUARD"] = guard
         if not start_method:
             multiprocessing.set_start_method(None, force=True)
 

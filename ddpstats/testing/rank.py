@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
-from ddpstats._base import config
 from ddpstats._observe.groups import count_groups, read_collective_count
 from ddpstats.testing.outcomes import RankOutcome, RankUnpicklable
 
@@ -42,7 +41,7 @@ def main(rank: int, world_size: int, store_port: int, control: Connection) -> No
     """Serve the parent until it says "end" or is gone."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)  # the function may change stderr
-    if os.environ.get(config.GUARD):  # the server has imported ddpstats without it, so this process begins the guard
+    if os.environ.get("DDPSTATS_GUARD"):  # the server imported ddpstats without it, so this process begins the guard
         from ddpstats.guard import ending
 
         ending.start()

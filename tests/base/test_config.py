@@ -36,6 +36,15 @@ def test_switch_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.Monkey
         config.is_disabled()
 
 
+def test_choice_comes_from_the_variable_unless_that_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, chosen in (("step", "step"), (" step ", "step"), ("", "off"), ("  ", "off")):
+        monkeypatch.setenv("DDPSTATS_GUARD", text)
+        assert config.choice("DDPSTATS_GUARD", "off", ("step", "off")) == chosen
+    monkeypatch.setenv("DDPSTATS_GUARD", "on")
+    with pytest.raises(ConfigError, match=r"^DDPSTATS_GUARD='on' is not understood; legal values: step, off$"):
+        config.choice("DDPSTATS_GUARD", "off", ("step", "off"))
+
+
 @pytest.mark.parametrize("value", [0, True, 1.0, "1", None])
 def test_count_that_is_no_whole_number_from_the_least_on_is_refused(value: Any) -> None:
     check_count("keep", 1, 1)

@@ -18,11 +18,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 import ddpstats
 from ddpstats._base import config
-from ddpstats._base.config import GuardMode
 from ddpstats._ranks.comm import GlooComm
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import bounded
 from ddpstats.guard.failure_agreement import FailureAgreement
+from ddpstats.guard.group import GuardMode
 
 AFTERWARDS_SEC = 2.0
 

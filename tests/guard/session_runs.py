@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddpstats._base.config import GuardMode
 from ddpstats._observe.groups import view_of
 from ddpstats.guard import collective_guard
+from ddpstats.guard.group import GuardMode
 from ddpstats.guard.notes import Note
 
 

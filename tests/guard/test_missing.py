@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from ddpstats._base.config import GuardMode
 from ddpstats.guard.diagnosis import LEFT, MISMATCH, MISSING, NOTHING, RankStatus, find
 from ddpstats.guard.event import Event, Signature, digest_of
+from ddpstats.guard.group import GuardMode
 from ddpstats.testing import run_ranks
 from tests.guard import missing_runs as runs
 from tests.guard.tiers import tiers

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 from ddpstats import cli
-from ddpstats._base.config import GuardMode
 from ddpstats.guard import notes_shm
+from ddpstats.guard.group import GuardMode
 from ddpstats.guard.notes import Note
 from ddpstats.testing import run_ranks
 from tests.guard import session_runs as runs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats._base.config import GuardMode
+from ddpstats.guard.group import GuardMode
 from ddpstats.testing import run_ranks
 from tests.guard import timeout_runs as runs
 from tests.guard.tiers import tiers

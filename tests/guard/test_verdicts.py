@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpstats._base.config import GuardMode
+from ddpstats.guard.group import GuardMode
 from ddpstats.guard.verdicts import ends_by_timeout, is_broken
 from ddpstats.testing import RankPool, run_ranks
 from tests.guard import verdict_runs as runs

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ddpstats import DdpstatsError
-from ddpstats._base.config import GuardMode
 from ddpstats.guard import collective_guard, notes_shm
+from ddpstats.guard.group import GuardMode
 
 LIMIT_SEC = 2.0
 Ending = tuple[str, float, str]

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 import ddpstats
-from ddpstats._base.config import GuardMode
 from ddpstats._ranks.store import wait_for
 from ddpstats.guard import collective_guard, verdicts
 from ddpstats.guard.failure_agreement import FailureAgreement
+from ddpstats.guard.group import GuardMode
 
 Raised = tuple[str, tuple[int, ...], str]
 """The name of an error, the ranks that it calls missing, and its text."""
