@@ -338,15 +338,15 @@ class StepWatch:
             raise ConfigError(f"{self._method}() {self._closed or 'inside micro_batch()'}")
         refuse_without_values(self._method)
 
-    def _wait_for_device(self, device: torch.device) -> None:
-        """Wait until the device has done the step, in which it may wait for a rank that does not come.
+    def _wait_for_devices(self, devices: Iterable[torch.device]) -> None:
+        """Wait until all devices have done the step, in which one may wait for a rank that does not come.
 
         Raises:
-            RankMissing: it has not by the timeout, or another rank has given up; the channel raises it from then on.
+            RankMissing: one has not by the timeout, or another rank has given up; the channel raises it from then on.
         """
-        event = record_event(device)
-        if event is not None:
-            channel_of(self._group).wait_until(event.query, "the step on the device", config.timeout_sec(None))
+        events = [event for event in map(record_event, dict.fromkeys(devices)) if event is not None]
+        wait_until = channel_of(self._group).wait_until
+        wait_until(lambda: all(event.query() for event in events), "the step on the device", config.timeout_sec(None))
 
     def _gather(self, tree: Callable[[], Any], what: str) -> dict[int, Any]:
         """Return every rank's tree, by global rank. Collective."""

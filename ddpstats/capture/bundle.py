@@ -652,7 +652,7 @@ def _stop_run(verdict: CaptureVerdict, problem: str = "") -> CaptureVerdict:
 class AloneBundle:
     """The bundle of a rank that raised in its micro-batch: without the others, who stop meanwhile. Local.
 
-    `write` is quick: batch, random state, buffers. Then the caller leaves a note for the other ranks, and `finish`
+    `write` is quick: batch, random state, buffers. Then the caller names the bundle to the other ranks, and `finish`
     writes the parameters and the manifest. Neither raises: the program's own error must come through.
 
     Args:

@@ -251,13 +251,13 @@ class NaNCapture(StepWatch):
     def _write_alone(self, error: Exception) -> None:
         """Write what this rank has of the step, and a note for the ranks that may miss it."""
         path = self.dirpath / bundle_name(self._step, datetime.now(timezone.utc), self._rank)
+        where = f"step {self._step}, micro-batch {len(self._record.micro_batches) - 1}"
+        reason = f"rank {self._rank} raised in {where}: {type(error).__name__}: {error}"
+        self._channel.note(reason)  # first: what follows may wait for the device without end
         bundle = AloneBundle(path, self._source, error, self._step, self._channel, self._keep, self._max_bytes)
         bundle.write()
-        where = f"step {self._step}, micro-batch {len(self._record.micro_batches) - 1}"
-        lines = [f"rank {self._rank} raised in {where}: {type(error).__name__}: {error}"]
         if bundle.directory is not None:
-            lines.append(f"What it had of that step: {bundle.directory}")
-        self._channel.note("\n".join(lines))
+            self._channel.note(f"{reason}\nWhat it had of that step: {bundle.directory}")
         text = bundle.finish()
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(text)
@@ -269,7 +269,7 @@ class NaNCapture(StepWatch):
         if self._problem is not None:
             return True
         try:
-            self._wait_for_device(self._record.device)
+            self._wait_for_devices(parameter.device for parameter in self._watch.parameters)
             if self._watch.bad:
                 return True
             away = [norms for arrivals in self._watch.arrivals for norms in arrivals.norms_on_accelerator()]

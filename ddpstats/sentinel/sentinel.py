@@ -32,7 +32,7 @@ from ddpstats._ranks.comm import group_ranks
 from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, check_step, scale_of
 from ddpstats._rerun.run import Reruns, StepFunction
-from ddpstats._rerun.state import device_of, place_text
+from ddpstats._rerun.state import place_text
 from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel.activations import Checkpoints, Selector
 from ddpstats.sentinel.matmul import MatmulChecksum
@@ -236,7 +236,7 @@ class Sentinel(StepWatch):
         self.verdict = SentinelVerdict(-1)
         super().__init__("Sentinel.step", group)
         self._where_text = f"on {place_text(model)}"
-        self._device = device_of(model)
+        self._devices = {parameter.device for parameter in model.parameters()}
         self._where: dict[int, str] = {}
         self._first_alarm: SentinelVerdict | None = None
         self._evidence: list[Any] = []
@@ -341,7 +341,7 @@ class Sentinel(StepWatch):
             self._problem = problem
         try:
             if self._detectors:
-                self._wait_for_device(self._device)
+                self._wait_for_devices(self._devices)
             self._evidence = [detector.suspicious(self._step) for detector in self._detectors]
         except Exception as problem:
             self._problem = self._problem or problem

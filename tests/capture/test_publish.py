@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import torch
 
-from ddpstats import BundleError, RankMissing, cli
+from ddpstats import BundleError, NaNCapture, RankMissing, cli
 from ddpstats._ranks.calls import Channel
 from ddpstats.capture.bundle import AloneBundle, Bundle
 from ddpstats.capture.manifest import bundle_name
@@ -142,6 +142,19 @@ def written_alone(
         if fails == "parameters":
             monkeypatch.setattr(source, "model_part", full)
         return bundle.finish()
+
+
+def test_the_other_ranks_can_learn_the_reason_before_anything_waits_for_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies that a bundle takes may wait behind a collective that never ends."""
+    notes, first = list[str](), list[str]()
+    monkeypatch.setattr(AloneBundle, "write", lambda _: first.extend(notes))
+    with NaNCapture(tmp_path, model=torch.nn.Linear(4, 1)) as capture:
+        monkeypatch.setattr(capture._channel, "note", notes.append)
+        with pytest.raises(ValueError, match="boom"), capture.micro_batch(torch.ones(1)):
+            raise runs.BOOM
+    assert first == ["rank 0 raised in step 0, micro-batch 0: ValueError: boom"]
 
 
 @pytest.mark.parametrize(

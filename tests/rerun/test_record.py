@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ddpstats._rerun.codec import CannotStore, to_plain
-from ddpstats._rerun.record import BufferCopies, StepRecord, walk
+from ddpstats._rerun.record import BufferCopies, StepRecord, StepWatch, walk
 from ddpstats._rerun.state import RandomState
 
 CPU = torch.device("cpu")
@@ -250,6 +250,25 @@ def test_buffers_are_those_before_the_first_micro_batch_that_is_a_part_of_the_st
     assert record.buffers["0.num_batches_tracked"] == 2
     assert len(record.micro_batches) == 2
     record.close()
+
+
+def test_a_step_waits_for_all_devices_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device that is done does not show that another one is."""
+    done, waits = {"cpu": True, "meta": False}, list[bool]()
+
+    def wait_until(is_done: Callable[[], bool], what: str, timeout_sec: float) -> None:
+        waits.append(is_done())
+        done["meta"] = True
+        waits.append(is_done())
+
+    def event_of(device: torch.device) -> Any:
+        return types.SimpleNamespace(query=lambda: done[device.type])
+
+    watch = StepWatch("NaNCapture.check", None)
+    monkeypatch.setattr("ddpstats._rerun.record.record_event", event_of)
+    monkeypatch.setattr("ddpstats._rerun.record.channel_of", lambda _: types.SimpleNamespace(wait_until=wait_until))
+    watch._wait_for_devices([torch.device("cpu"), torch.device("cpu"), torch.device("meta")])
+    assert waits == [False, True]
 
 
 def test_buffers_that_come_go_and_are_replaced() -> None:
