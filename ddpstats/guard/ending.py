@@ -8,6 +8,8 @@ the process. The last comparison comes
    raised at 1 and caught, is printed, and the process ends with status 1 where it would have ended with 0. It ends
    at once: torchrun's SIGTERM may come at any time, and would be the status otherwise.
 
+What was raised before, and caught by the program, is printed as well, and leaves the status to the program.
+
 Exit handlers run last in, first out. This one is registered before the program has registered its own, so it runs when
 these have run, and may end the process. Python reports the status of ``sys.exit`` to no handler: under ``ddpstats run``
 the runner catches it; under DDPSTATS_GUARD a status that the program asked for becomes 1 as well.
@@ -42,7 +44,7 @@ class Ending:
     def begin(self) -> None:
         """Enter the guard, and compare when the interpreter ends."""
         self.guard.__enter__()
-        self.guard.ends_process()
+        self.guard._watching.state.ends_process = True
         atexit.register(self._end)
 
     def cancel(self) -> None:
@@ -55,8 +57,8 @@ class Ending:
             return  # a fork of the program
         error = self.error or getattr(sys, "last_value", None)
         verdict, status = self.guard.verdict_at_end(error), error.code if isinstance(error, SystemExit) else 1
-        if verdict is not None:
-            print_message(verdict)
+        if (raised := verdict or self.guard.verdict) is not None:
+            print_message(raised)
         with contextlib.suppress(DdpstatsError):
             self.guard.abandon(error)
         self._report()

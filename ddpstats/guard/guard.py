@@ -243,10 +243,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         """Return what was raised as the guard's finding; it stays here where the program has caught it."""
         return self._watching.state.verdict
 
-    def ends_process(self) -> None:
-        """From now on the watchdog ends this process where a verdict is there, and the program never raises it."""
-        self._watching.state.ends_process = True
-
     def abandon(self, error: BaseException | None = None) -> None:
         """Leave without a last comparison; local, and raises nothing of the other ranks'. Idempotent."""
         if self in _active:

@@ -32,9 +32,7 @@ from ddpstats._base.text import count_of
 from ddpstats.errors import DdpstatsError
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OWN = tuple(
-    os.path.join(_PACKAGE, *part) for part in (("guard", ""), ("_observe", "collectives.py"), ("_ranks", "gloo.py"))
-)
+_OWN = tuple(os.path.join(_PACKAGE, part) for part in ("guard/", "_observe/collectives.py", "_ranks/gloo.py"))
 _PRINTER_SEC = 2.0  # for the rank that prints the verdict whole, before another rank prints and ends
 
 
@@ -270,5 +268,5 @@ def last_line(counters: GuardCounters, nothing: str, verdict: str) -> tuple[bool
         is_right = why == MESSAGES_SEEN or (counters.mode == "record" and counters.collectives > 0)
         return not is_right, f"{seen}, nothing was compared: {why}."
     left = f"{counters.not_compared:,} not" + (f" ({reasons})" if reasons else "")
-    end = f"it ended in {verdict.rstrip('.')}" if verdict else f"{counters.ranks_agreeing} ranks agree"
+    end = f"its verdict was {verdict.rstrip('.')}" if verdict else f"{counters.ranks_agreeing} ranks agree"
     return False, f"{seen}, {counters.compared:,} compared, {left}; {end}."

@@ -16,12 +16,13 @@ import json
 import os
 import pkgutil
 import runpy
-import signal
-import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from ddpstats.guard.guard import collective_guard
 
 _MODES = ("strict", "step", "record", "off")
-ENDING_SEC = 40.0  # torchrun kills ranks that have not ended 30 s after an interrupt
 
 EPILOG = """examples:
   ddpstats run --nproc 2 train.py --lr 0.1                      two ranks on this machine
@@ -44,7 +44,7 @@ EPILOG = """examples:
   ddpstats run --nproc 2 --guard record --record-dir records train.py; ddpstats report records
   ddpstats run --nproc 2 --watch train.py                       and show what each rank is doing"""
 EXIT_STATUS = """the script's own, or 1 in place of 0 where the guard finds a mismatch at its end; with --nproc
-torchrun's: 1 where a rank ended with any other than 0"""
+that of the rank that failed first; 128 + N where signal N ended it, or came to this command"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", action="store_true", help="with --nproc: print on stderr what each rank is doing")
     ranks = "start N ranks on this machine (without: be a rank of torchrun's)"
     parser.add_argument("--nproc", type=int, metavar="N", help=ranks)
-    parser.add_argument(
-        "--espnet", action="store_true", help="let espnet's trainers use ddpstats (docs/integrations.md)"
-    )
+    parser.add_argument("--espnet", action="store_true", help="let espnet's trainers use ddpstats")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="the program: a file, a directory or a zip file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
@@ -74,8 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.guard == "record" and args.record_dir is None:
         raise ConfigError("--guard record needs --record-dir DIR, where the records are written")
     if args.watch and (args.nproc is None or args.guard == "off"):
-        advice = " With torchrun, say --watch-dir DIR, and run `ddpstats watch DIR`." if args.nproc is None else ""
-        raise ConfigError(f"--watch is for --nproc N, and for a guard that is not off.{advice}")
+        raise ConfigError("--watch is for --nproc N, and for a guard that is not off. Or run `ddpstats watch DIR`.")
     if args.nproc is not None and (args.nproc < 1 or "TORCHELASTIC_RUN_ID" in os.environ):
         raise ConfigError("--nproc starts N ranks, at least one, and not in a rank of torchrun's. Leave --nproc out.")
     return _run_here(args) if args.nproc is None else _launch(args)
@@ -94,7 +91,6 @@ def _run_here(args: argparse.Namespace) -> int:
     ending = Ending(guard, lambda: _print_last_line(guard, ending.error))
     if args.guard != "off":
         ending.begin()
-    if args.record_dir is not None:
         _record_steps(guard)
     sys.argv = [args.script, *args.arguments]
     try:
@@ -168,46 +164,53 @@ def _print_error(error: BaseException) -> int:
 
 
 def _launch(args: argparse.Namespace) -> int:
+    """Be torchrun, but return the status of the rank that failed first; 128 + N where signal N ended it, as in a shell.
+
+    Also where signal N comes to this process: torchrun passes it on to the ranks, and kills those that stay for 30 s.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException, errors
+
     with tempfile.TemporaryDirectory(prefix="ddpstats-run-") as scratch:
         directory = args.record_dir or scratch
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
-        command += ["-m", "ddpstats", "run", "--guard", args.guard]
-        command += [] if args.guard == "off" else ["--record-dir", directory]
-        command += [] if args.timeout_sec is None else ["--timeout-sec", str(args.timeout_sec)]
+        words = ["--standalone", f"--nproc-per-node={args.nproc}", "-m", "ddpstats", "run"]
+        words += ["--guard", args.guard, "--record-dir", directory]
+        words += [] if args.timeout_sec is None else ["--timeout-sec", str(args.timeout_sec)]
         flags = {"--no-labels": args.no_labels, "--espnet": args.espnet, "-m": args.module}
-        command += [*(flag for flag, is_set in flags.items() if is_set), args.script, *args.arguments]
-        status = _run_to_its_end(command, directory if args.watch else None)
-        if status != 0 and args.guard != "off":
-            _explain(directory, args.json)
-        return status
+        words += [*(flag for flag, is_set in flags.items() if is_set), args.script, *args.arguments]
+        try:
+            with _printing_states(directory) if args.watch else contextlib.nullcontext():
+                torchrun.main(words)
+            return 0
+        except SignalException as error:
+            print(f"ddpstats run: ended by {error.sigval.name}, and all ranks with it", file=sys.stderr)
+            return 128 + error.sigval
+        except errors.ChildFailedError as error:
+            traceback.print_exception(type(error), error, None)
+            if args.guard != "off":
+                _explain(directory, args.json)
+            status = error.get_first_failure()[1].exitcode
+            return status if status >= 0 else 128 - status
 
 
-def _run_to_its_end(command: Sequence[str], watched: str | None) -> int:
-    """Run the launcher and return its exit status. Print what the ranks do, from the records in ``watched``.
+@contextlib.contextmanager
+def _printing_states(directory: str) -> Iterator[None]:
+    """Print on stderr what the ranks do meanwhile, from their records."""
+    view, records, has_ended = Lines(sys.stderr), Records(directory), threading.Event()
 
-    SIGTERM is passed on: torchrun then ends its ranks, while one that is killed would leave them behind. An interrupt
-    from a terminal has reached torchrun, too, which gets time to end them; one that was sent to this process alone has
-    not: then, or at a second one, torchrun gets SIGTERM.
-    """
-    view, records = Lines(sys.stderr), None if watched is None else Records(watched)
-    process = subprocess.Popen(command)
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    try:
-        while process.returncode is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(EVERY_SEC)
+    def print_states() -> None:
+        is_last = False
+        while not is_last:
+            is_last = has_ended.wait(EVERY_SEC)
             with contextlib.suppress(DdpstatsError, OSError):  # records of another machine, a closed stderr: it goes on
-                if records is not None:
-                    view.show(picture_of(records.look()))
-        return process.returncode
-    except KeyboardInterrupt:
-        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-            process.wait(ENDING_SEC)
-        raise
-    finally:
-        process.terminate()
-        process.wait()
-        signal.signal(signal.SIGTERM, before)
+                view.show(picture_of(records.look()))
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(print_states)
+        try:
+            yield
+        finally:
+            has_ended.set()
 
 
 def _explain(directory: str, in_json: bool) -> None:

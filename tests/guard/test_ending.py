@@ -129,6 +129,35 @@ def test_status_that_the_program_asks_for_stays_under_run(script: Any) -> None:
     _assert_printed_once(done)
 
 
+CAUGHT = """
+    try:
+        for key in {"loss": 1, ("l1" if rank else "snr"): 2}:
+            with ddpstats.label(key):
+                dist.all_reduce(torch.ones(1 if rank and key == "l1" else 2))
+    except Exception:
+        print("caught")
+"""
+
+
+@pytest.mark.parametrize(
+    ("run", "how", "status"),
+    tiers([(("-m", "ddpstats", "run"), "nothing more", 0)], [((), "nothing more", 0), ((), "exit 3", 3)]),
+)
+def test_verdict_that_the_program_has_caught_is_printed_at_its_end(
+    script: Any, run: tuple[str, ...], how: str, status: int
+) -> None:
+    """By one rank, and in full; the status is the program's."""
+    logged = "import logging\nlogging.basicConfig(level=logging.INFO)\n"
+    done = on_ranks(*run, script(logged, HEAD, CAUGHT, ENDS), how, DDPSTATS_GUARD="strict")
+    assert (done.statuses, done.stdout.count("caught")) == ([status] * 2, 2), done.stderr
+    assert len(re.findall("^What differs: the shape and the label.$", done.stderr, re.MULTILINE)) == 1
+    assert done.stderr.count("The guard cannot tell which rank is right.") == 1
+    assert done.stderr.count("rank 1: CollectiveMismatch: rank 0: all_reduce(") == 1
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "collective guard, mode strict" in line]
+    assert "; its verdict was CollectiveMismatch: rank 0: all_reduce(float32[2], sum) 'snr' at " in line
+
+
 @pytest.mark.slow
 def test_no_daemonic_child_is_left_where_a_verdict_ends_the_process(script: Any) -> None:
     child = """
@@ -581,7 +610,10 @@ def test_last_line_counts_compared_collectives_ranks_that_agree_and_reasons() ->
     assert not is_amiss
     assert line.endswith("nothing was compared: messages between ranks, which are checked as they begin or fail.")
     assert last_line(GuardCounters(0, 0, 0, 0, "step"), "", "")[0]
-    assert "it ended in CollectiveMismatch" in last_line(GuardCounters(1, 0, 1, 0, "step"), "", "CollectiveMismatch")[1]
+    assert (
+        "its verdict was CollectiveMismatch"
+        in last_line(GuardCounters(1, 0, 1, 0, "step"), "", "CollectiveMismatch")[1]
+    )
 
 
 def test_verdict_in_short_has_the_calls_and_what_differs() -> None:

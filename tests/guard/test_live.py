@@ -29,7 +29,6 @@ from ddpstats.guard.record import read_records
 from ddpstats.guard.recording import Identity, Recording
 from ddpstats.guard.watch import RankNow, Records, lines_of, picture_of
 from ddpstats.testing import RankPool
-from tests import programs
 from tests.guard import live_runs
 from tests.guard.tiers import tiers
 from tests.needs import needs
@@ -158,38 +157,15 @@ def test_records_of_a_newer_format_are_refused(tmp_path: Path) -> None:
     assert [rank.rank for rank in Records(tmp_path).look()] == [1]
 
 
-def test_program_goes_on_beside_records_of_a_newer_format(tmp_path: Path) -> None:
+def test_program_goes_on_beside_records_of_a_newer_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_a_newer_format(tmp_path)
-    program = [sys.executable, "-c", "import sys; sys.exit(3)"]
-    assert run._run_to_its_end(program, str(tmp_path)) == 3
-
-
-SIGNALS_ITS_PARENT = """
-import os, signal, sys, time
-
-parent = os.getppid()
-while not int(open(f"/proc/{parent}/status").read().split("SigCgt:")[1].split()[0], 16) >> 14 & 1:
-    time.sleep(0.05)
-os.kill(parent, int(sys.argv[1]))
-time.sleep(600)
-"""
-ENDS_WITH_ITS_PROGRAM = """
-import signal, sys
-from ddpstats.guard import run
-
-run.ENDING_SEC = 0.5
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background has it ignored
-try:
-    sys.exit(-run._run_to_its_end(sys.argv[2:], sys.argv[1]))
-except KeyboardInterrupt:
-    sys.exit(130)
-"""
-
-
-@pytest.mark.parametrize(("number", "status"), tiers([(signal.SIGTERM, signal.SIGTERM)], [(signal.SIGINT, 130)]))
-def test_signal_to_the_launcher_alone_ends_the_program(number: int, status: int, tmp_path: Path) -> None:
-    program = [str(tmp_path), sys.executable, "-c", SIGNALS_ITS_PARENT, str(int(number))]
-    assert programs.run(["-c", ENDS_WITH_ITS_PROGRAM, *program], timeout=LIMIT_SEC).returncode == status
+    with run._printing_states(str(tmp_path)):
+        pass
+    assert capsys.readouterr().err == ""
+    recorded(tmp_path, rank=1)
+    with run._printing_states(str(tmp_path)):
+        pass
+    assert "ddpstats watch: 1 of 2 ranks" in capsys.readouterr().err
 
 
 def test_watching_ends_where_the_records_are_removed(
@@ -239,7 +215,9 @@ def test_rank_that_is_furthest_behind_is_shown_first_among_many() -> None:
     members = {"all": [*range(40)], "half": [*range(20)]}
     numbers = {"all": 9, "half": 5}
     process = ProcessId.mine()
-    ranks = [RankNow(rank, 40, process, groups=numbers if rank != 33 else {}, members=members) for rank in range(40)]
+    ranks = [
+        RankNow(rank, 40, process, groups=numbers if rank != 33 else {}, members=members) for rank in range(40)
+    ]
     picture = picture_of(ranks)
     assert (picture.rows[0].rank, picture.rows[0].behind) == (33, 9)  # it may be no member of the half
     assert len(picture.rows) == 16
@@ -385,7 +363,9 @@ def test_small_terminal_shows_the_late_rank_and_the_alarm() -> None:
     from rich.console import Console
     from rich.live import Live
 
-    last = "number 4812 of group '0', all_reduce(float32[25557032], sum) '(gradients)', at train.py:214 in train"
+    last = (
+        "number 4812 of group '0', all_reduce(float32[25557032], sum) '(gradients)', at train.py:214 in train"
+    )
     rows = [watch.RankLine(rank, 120, 0, "waits for 31 s", last) for rank in range(15)]
     rows.append(watch.RankLine(15, 120, 1, "runs (last began 33 s ago)", last))
     remarks = [

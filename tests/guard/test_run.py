@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import py_compile
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -170,14 +172,78 @@ def test_records_say_why_gloo_aborted_the_process(
 
 @pytest.mark.slow
 def test_run_prints_the_finding_as_json_on_stderr(script: Any) -> None:
-    """Its stdout is the script's. With --nproc the status is torchrun's own."""
+    """Its stdout is the script's."""
     done = ddpstats("run", "--nproc", "2", "--json", "--guard", "strict", script(ABORT))
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("{")]
     assert json.loads(line)["findings"][0]["seq"] == 2
     done = ddpstats("run", "--nproc", "2", "--json", script("import sys; sys.exit(7)"))
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (7, "")
     assert not [line for line in done.stderr.splitlines() if line.startswith("{")]
+
+
+ENDS = """
+    import os, signal, sys, time, torch.distributed as dist
+
+    how = sys.argv[1]
+    if how == "killed" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit 3 on rank 1":
+        sys.exit(3) if os.environ["RANK"] == "1" else time.sleep(100)
+    if how == "raise":
+        raise ValueError("of the program")
+    time.sleep(100 * (how == "killed"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status"), tiers([("killed", 128 + signal.SIGKILL)], [("exit 3 on rank 1", 3)], [("raise", 1), ("pass", 0)])
+)
+def test_run_ends_with_the_status_of_the_rank_that_failed_first(script: Any, how: str, status: int) -> None:
+    """Of a rank that torchrun ends meanwhile the status is another one."""
+    done = ddpstats("run", "--nproc", "2", script(ENDS), how)
+    assert done.returncode == status, done.stderr
+    assert ("Root Cause (first observed failure)" in done.stderr) == (status != 0)
+    assert not re.search(r'File ".*(torch/distributed|ddpstats)/', done.stderr)
+
+
+GOES_ON = """
+    import os, time, torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    for step in range(10_000):
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.02)
+        if step == 5:
+            print(os.getpid(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "is_sent_to"),
+    tiers([(signal.SIGINT, "terminal")], [(signal.SIGTERM, "launcher"), (signal.SIGINT, "launcher")]),
+)
+def test_signal_ends_all_ranks_in_one_line_and_leaves_their_records(
+    script: Any, tmp_path: Path, number: signal.Signals, is_sent_to: str
+) -> None:
+    """In interpreters of their own: a terminal sends SIGINT to all processes of its session's group."""
+    records = tmp_path / "records"
+    arguments = ["-m", "ddpstats", "run", "--nproc", "2", "--record-dir", str(records), script(GOES_ON)]
+    with programs.Program(arguments, programs.environ_of(), fresh=True) as program:
+        deadline = time.monotonic() + programs.LIMIT_SEC
+        while len(ranks := program.output().split()) < 2:
+            assert time.monotonic() < deadline, program.errors()
+            time.sleep(0.05)
+        send = os.killpg if is_sent_to == "terminal" else os.kill
+        send(program.pid, number)
+        done = program.finish()
+    assert done.returncode == 128 + number, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last == f"ddpstats run: ended by {number.name}, and all ranks with it"
+    assert done.stderr.count("ddpstats run: ") == 1
+    assert not re.search(r'File ".*(torch/distributed/(run|launcher|elastic)|ddpstats)', done.stderr), done.stderr
+    assert not any(Path("/proc", rank).exists() for rank in ranks)
+    assert [len(record.events) > 5 for record in read_records(records)] == [True, True]
 
 
 KILLED = """
