@@ -55,7 +55,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "int | None": lambda value: None if value is None else int(value),
     "str | None": text_or_none,
     "tuple[int, ...]": lambda values: tuple(map(int, values)),
-    "tuple[str, int] | None": lambda wait: None if wait is None else (str(wait[0]), int(wait[1])),
+    "tuple[str, int, str] | None": lambda wait: None if wait is None else (str(wait[0]), int(wait[1]), str(wait[2])),
     "tuple[Event, ...]": lambda events: tuple(map(Event.from_dict, events)),
     "Sequence[Event]": lambda events: newest_in_a_row(from_dicts(events)),
     "Mapping[int, Event]": lambda events: {int(rank): Event.from_dict(event) for rank, event in events.items()},
@@ -88,16 +88,16 @@ class RankStatus(Packed):
     """One rank's status, as far as it is known.
 
     ``events``: of the group in question, oldest first, without gaps. ``messages``: its newest, by their numbers.
-    ``count``: how many collectives of the group the rank began. ``waits_in``: what it waits in now: (group, seq) or
-    None. ``left``: how it left the guard, if it did. ``dead``: its process is gone. ``stack``: of its main thread.
-    ``slept_sec``: how long its process ran no Python lately, where that was for most of the timeout. ``is_idle``: its
-    program has begun no collective for a while and waits in none, but for a device, perhaps.
+    ``count``: how many collectives of the group the rank began. ``waits_in``: what it waits in now: (group, seq, words
+    for the group) or None. ``left``: how it left the guard, if it did. ``dead``: its process is gone. ``stack``: of its
+    main thread. ``slept_sec``: how long its process ran no Python lately, where that was for most of the timeout.
+    ``is_idle``: its program has begun no collective for a while and waits in none, but for a device, perhaps.
     """
 
     rank: int
     events: Sequence[Event] = ()
     count: int = 0
-    waits_in: tuple[str, int] | None = None
+    waits_in: tuple[str, int, str] | None = None
     last: str | None = None
     left: str | None = None
     dead: bool = False
@@ -372,15 +372,16 @@ def _other_order(parties: Sequence[Sequence[int]], by_rank: ByRank, seq: int) ->
     if of_a[1:] == of_b[1:]:
         return []  # they differ here alone
     pairs = (a, of_a, b, of_b), (b, of_b, a, of_a)
-    return [_skipped(late, early) for early, first, late, second in pairs if first[1:] == second[:1]][:1]
+    return [_skipped(late, early, second[1:]) for early, first, late, second in pairs if first[1:] == second[:1]][:1]
 
 
 def _two_calls(status: RankStatus, seq: int) -> list[tuple[int, int]]:
     return [(event.digest, event.word) for event in status.events if event.seq >= seq][:2]
 
 
-def _skipped(behind: str, ahead: str) -> str:
-    return f"{behind} skipped a call, or {ahead} made one more."
+def _skipped(behind: str, ahead: str, next_calls: object = True) -> str:
+    """Say so, or that the call may still come where no ``next_calls`` of the rank that is behind are known."""
+    return f"{behind} skipped a call{'' if next_calls else ' or makes it later'}, or {ahead} made one more."
 
 
 def _other_calls(differences: Sequence[Difference], calls: Sequence[Event]) -> list[str]:
@@ -531,10 +532,9 @@ def _whereabouts(status: RankStatus, seq: int = 1, group: str = "") -> str:
     elif status.waits_in is not None and status.waits_in[0] == group and status.waits_in[1] >= status.count:
         state = "waits for the other ranks"
     elif status.waits_in is not None:
-        number = f"number {status.waits_in[1]} of group {status.waits_in[0]!r}"
-        if (status.last or "").startswith(f"{number}, "):
+        state = f"waits in number {status.waits_in[1]} of {status.waits_in[2]}"
+        if f"waits in {status.last}".startswith(f"{state}, "):
             return f"waits in {status.last}"
-        state = f"waits in {number}"
     return state + last
 
 

@@ -256,9 +256,9 @@ class Event:
             signature = dataclasses.replace(signature, shapes=(), dtypes=())
         return f"{signature}{named}{peer}"
 
-    def in_full(self) -> str:
+    def in_full(self, group_words: str = "") -> str:
         """Return the event in words, with its number in the group and its call site."""
-        number = "" if self.is_message else f"number {self.seq} of group {self.group!r}, "
+        number = "" if self.is_message else f"number {self.seq}{group_words and f' of {group_words}'}, "
         return f"{number}{self}{self.at}"
 
     @property

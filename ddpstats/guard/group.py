@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch.distributed as dist
 
+from ddpstats._base.text import ranks_text
 from ddpstats._observe.groups import GroupView, default_store, longest_timeout_sec
 from ddpstats._ranks.comm import attempt_prefix, bounded_part, refuse_fake
 from ddpstats._ranks.failure import Membership
@@ -71,7 +72,7 @@ class GuardState:
     is_raised: bool = False  # the verdict was, in a thread of the program
     ends_process: bool = False  # where the program never comes back to raise it
     silent: bool = False  # a mismatch was warned of: nothing is compared any more
-    waits: dict[int, tuple[str, int]] = field(default_factory=dict)  # thread -> the (group, number) that it waits in
+    waits: dict[int, tuple[str, int, str]] = field(default_factory=dict)  # by thread, see `RankStatus.waits_in`
     collectives: int = 0
     warnings: int = 0  # that ranks combine values under different names
     steps: int = 0
@@ -84,7 +85,7 @@ class GuardState:
             self.is_raised = True
             raise self.verdict.with_traceback(None)
 
-    def waits_in(self, name: str) -> tuple[str, int] | None:
+    def waits_in(self, name: str) -> tuple[str, int, str] | None:
         """Return where some thread of this rank waits: in the group of that name, if one does there."""
         waits = list(self.waits.values())
         return next((wait for wait in waits if wait[0] == name), waits[0] if waits else None)
@@ -93,7 +94,7 @@ class GuardState:
     def waiting(self, group: Group, seq: int, kind: str = "") -> Iterator[None]:
         """Note that this thread waits. ``kind``: `MESSAGES` where ``seq`` is the number of a message."""
         thread = threading.get_ident()
-        self.waits[thread] = group.name + kind, seq
+        self.waits[thread] = group.name + kind, seq, group.words
         try:
             yield
         finally:
@@ -164,8 +165,9 @@ class Group:
 
     def __init__(self, name: str, view: GroupView, exchange: Exchange | None, settings: Settings) -> None:
         self.name, self.view, self.exchange, self._settings = name, view, exchange, settings
-        known_as = "the default group" if view.desc == "default_pg" else f"group {view.name[:24]!r}"
-        self.words = f"{known_as} of {len(view.ranks)} ranks"
+        known_as = view.name[:24] if view.desc in ("", "undefined") else view.desc  # the program's own words for it
+        default = f"the default group of {len(view.ranks)} ranks"
+        self.words = default if view.desc == "default_pg" else f"group {known_as!r} of {ranks_text(view.ranks)}"
         self.lock = threading.RLock()  # one thread at a time compares
         self.seq = 0  # of the last collective begun
         self.newest: IssuedCall | None = None  # that one

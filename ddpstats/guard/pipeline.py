@@ -262,7 +262,8 @@ class Watching(Subscriber):
 
     def position(self) -> str:
         last = self.ring.last()
-        return "" if last is None else last.in_full()
+        group = None if last is None or self.session is None else self.session.named.get(last.group)
+        return "" if last is None else last.in_full("" if group is None else group.words)
 
     def report_status(self, name: str) -> RankStatus:
         """Return what this rank knows of itself about one group. Called by any thread."""

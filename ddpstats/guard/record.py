@@ -360,6 +360,7 @@ def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:
     if record is None:
         return RankStatus(rank, left="wrote no record")
     events = record.events_by_group.get(group, [])
+    last = record.events[-1] if record.events else None
     if record.end is None:
         left = "its record ends here (the process was killed, or hangs)"
     else:
@@ -368,7 +369,7 @@ def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:
         rank,
         newest_in_a_row(events),
         events[-1].seq if events else 0,
-        last=record.events[-1].in_full() if record.events else None,
+        last=None if last is None else last.in_full(record.groups.get(last.group, {}).get("words", "")),
         left=left,
         messages=tuple(event for _, event in record.messages),
     )

@@ -39,8 +39,8 @@ _PROBLEMS = (OSError, ValueError, LookupError, TypeError, AttributeError, Overfl
 class RankNow:
     """A rank's newest state, as far as its record was read.
 
-    ``groups``: the number of its last collective in each group. ``members``: the ranks of each group. ``waits_since``:
-    of a wait that goes on. ``remarks``: all other state that it records.
+    ``groups``: the number of its last collective in each group. ``described``: words for each group, and its ranks.
+    ``waits_since``: of a wait that goes on. ``remarks``: all other state that it records.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class RankNow:
     run: str = ""
     began: float = 0.0
     groups: dict[str, int] = field(default_factory=dict)
-    members: dict[str, list[int]] = field(default_factory=dict)
+    described: dict[str, dict[str, Any]] = field(default_factory=dict)
     event: Event | None = None
     left: str = ""
     steps: int = 0
@@ -71,7 +71,7 @@ class RankNow:
     def take(self, entry: Mapping[str, Any]) -> None:
         """Take a line of the record that is no collective."""
         if "new_group" in entry:
-            self.members[str(entry["new_group"])] = checked_group(entry)["ranks"]
+            self.described[str(entry["new_group"])] = checked_group(entry)
         elif "end" in entry:
             self.left = LEFT if entry["end"] == "left" else f"{LEFT} by {entry['end']}"
         for name, value in entry.get("now", {}).items():
@@ -177,7 +177,7 @@ class Picture(NamedTuple):
 
 def picture_of(ranks: Sequence[RankNow]) -> Picture:
     """Return what is shown of these; the ranks that are furthest behind where there are too many."""
-    members = {name: group for rank in ranks for name, group in rank.members.items()}
+    members = {name: group["ranks"] for rank in ranks for name, group in rank.described.items()}
     furthest = {name: max(rank.groups.get(name, 0) for rank in ranks) for name in members}
     rows = [_row(rank, [name for name, group in members.items() if rank.rank in group], furthest) for rank in ranks]
     waiting = [rank.rank for rank in ranks if rank.state == "waits"]
@@ -203,17 +203,17 @@ def _row(rank: RankNow, groups: Sequence[str], furthest: Mapping[str, int]) -> R
     event, now = rank.event, time.time()
     behind = max((furthest[name] - rank.groups.get(name, 0) for name in groups), default=0)
     if event is None:
-        return RankLine(rank.rank, rank.steps, behind, rank.state, "")
+        return RankLine(rank.rank, rank.steps, behind, rank.state, "no collective yet")
     waits_since = rank.waits_since if rank.state == "waits" else None
     since = f"(last began {now - event.started:.0f} s ago)" if waits_since is None else f"for {now - waits_since:.0f} s"
-    return RankLine(rank.rank, rank.steps, behind, f"{rank.state} {since}", event.in_full())
+    words = rank.described.get(event.group, {}).get("words", "")
+    return RankLine(rank.rank, rank.steps, behind, f"{rank.state} {since}", event.in_full(words))
 
 
 def lines_of(picture: Picture) -> list[str]:
     """Return the picture as text."""
     rows = [
-        f"  rank {row.rank}: step {row.step}, {row.behind} behind, {row.state}"
-        + (f": {row.last_collective}" if row.last_collective else "")
+        f"  rank {row.rank}: step {row.step}, {row.behind} behind, {row.state}: {row.last_collective}"
         for row in picture.rows
     ]
     return [picture.heading, *rows, *(f"  {remark}" for remark in picture.remarks)]

@@ -100,7 +100,15 @@ def _wire_seeds() -> list[bytes]:
     event["evidence"] = ["k", ["k", "l"], "dict", "unused", "", [], False, False, "loop", None]
     finding = {"kind": "mismatch", "message": "m", "group": "0", "seq": 1, "missing": [1]}
     finding |= {"culprits": [], "doubts": [], "printer": 0}
-    notes = {"rank": 0, "events": [event], "count": 3, "waits_in": ["0", 3], "last": "x", "left": None, "dead": False}
+    notes = {
+        "rank": 0,
+        "events": [event],
+        "count": 3,
+        "waits_in": ["0", 3, "x"],
+        "last": "x",
+        "left": None,
+        "dead": False,
+    }
     texts = [
         {"missing": [1, 2], "message": "text"},
         {**notes, "stack": None, "slept_sec": 7.5, "messages": []},

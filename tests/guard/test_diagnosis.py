@@ -131,6 +131,20 @@ def test_rank_that_skipped_a_call_is_named() -> None:
     skips = [replace(second, seq=1), replace(third, seq=2)]
     statuses = [RankStatus(rank, skips if rank == 1 else [first, second], 2) for rank in range(3)]
     assert "Likely: rank 1 skipped a call, or ranks 0, 2 made one more.\n" in text_of(*statuses)
+    statuses = [RankStatus(rank, skips[:1] if rank == 1 else [first, second], 2) for rank in range(3)]
+    assert "Likely: rank 1 skipped a call or makes it later, or ranks 0, 2 made one more.\n" in text_of(*statuses)
+
+
+def test_calls_that_come_in_another_order_are_so_named() -> None:
+    reduced, gathered = event(), event(op="all_gather", reduce_op=None)
+    ranks = [[reduced, gathered], [gathered, reduced], [reduced, gathered]]
+    statuses = [
+        RankStatus(rank, [replace(call, seq=seq) for seq, call in enumerate(calls, 1)], 2)
+        for rank, calls in enumerate(ranks)
+    ]
+    text = text_of(*statuses)
+    assert "the order is swapped: ranks 0, 2 and rank 1 run the same two collectives in different order" in text
+    assert "skipped" not in text
 
 
 def message(op: str, peer: int, started: float, tag: int = 0) -> Event:
@@ -140,7 +154,7 @@ def message(op: str, peer: int, started: float, tag: int = 0) -> Event:
 
 def waiting(rank: int, *messages: Event) -> RankStatus:
     last = messages[-1]
-    return RankStatus(rank, waits_in=(last.group, message_place(last)), last=last.in_full(), messages=messages)
+    return RankStatus(rank, waits_in=(last.group, message_place(last), ""), last=last.in_full(), messages=messages)
 
 
 def test_message_of_another_tag_is_the_fault_where_both_ranks_wait_to_receive() -> None:

@@ -74,10 +74,10 @@ def test_records_of_two_ranks_are_shown_as_lines(tmp_path: Path) -> None:
     recording.wait(time.time() - 3)
     assert [re.sub(r"\d+ s", "N s", line) for line in shown(Records(tmp_path)).splitlines()] == [
         "2 of 2 ranks, step 1; rank 0 waits for rank 1",
-        "  rank 0: step 1, 0 behind, waits for N s: number 2 of group '0', all_reduce(float32[], sum) 'snr', "
+        "  rank 0: step 1, 0 behind, waits for N s: number 2 of the default group, all_reduce(float32[], sum) 'snr', "
         "at train.py:7 in <module>",
         "  rank 1: step 0, 1 behind, left the guard by ValueError (last began N s ago): "
-        "number 1 of group '0', all_reduce(float32[], sum) 'snr', at train.py:7 in <module>",
+        "number 1 of the default group, all_reduce(float32[], sum) 'snr', at train.py:7 in <module>",
         "  ALARM of guard, rank 0: they differ",
         "  not held any more, rank 0: 'snr', 'l2' (name='train')",
         "  renegotiations, rank 0: 1; new keys of the last: 'l1' (name='train')",
@@ -212,11 +212,11 @@ def test_watch_in_json_looks_once(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_rank_that_is_furthest_behind_is_shown_first_among_many() -> None:
-    members = {"all": [*range(40)], "half": [*range(20)]}
+    described = {name: {"ranks": [*range(size)]} for name, size in {"all": 40, "half": 20}.items()}
     numbers = {"all": 9, "half": 5}
     process = ProcessId.mine()
     ranks = [
-        RankNow(rank, 40, process, groups=numbers if rank != 33 else {}, members=members) for rank in range(40)
+        RankNow(rank, 40, process, groups=numbers if rank != 33 else {}, described=described) for rank in range(40)
     ]
     picture = picture_of(ranks)
     assert (picture.rows[0].rank, picture.rows[0].behind) == (33, 9)  # it may be no member of the half
@@ -364,7 +364,7 @@ def test_small_terminal_shows_the_late_rank_and_the_alarm() -> None:
     from rich.live import Live
 
     last = (
-        "number 4812 of group '0', all_reduce(float32[25557032], sum) '(gradients)', at train.py:214 in train"
+        "number 4812 of the default group, all_reduce(float32[25557032], sum) '(gradients)', at train.py:214 in train"
     )
     rows = [watch.RankLine(rank, 120, 0, "waits for 31 s", last) for rank in range(15)]
     rows.append(watch.RankLine(15, 120, 1, "runs (last began 33 s ago)", last))

@@ -60,16 +60,24 @@ def test_rank_that_failed_is_named(others: list[RankStatus], named: tuple[int, .
 
 def test_a_rank_that_waits_in_another_group_may_have_skipped_the_call_or_have_the_groups_in_another_order() -> None:
     """Both leave the same traces: rank 1 would come to the call later, or never."""
-    other = replace(status(1, 4), waits_in=("1", 7))
+    other = replace(status(1, 4), waits_in=("1", 7, "group 'mesh_tp' of ranks 0, 1"))
     finding = find("0", "the default group", [status(0, 5, 5), other], overdue=5)
     assert finding is not None
     assert finding.kind == MISMATCH
     assert "a rank skipped a call, or the order is swapped between groups" in finding.message
+    assert (
+        "  rank 1: waits in number 7 of group 'mesh_tp' of ranks 0, 1; no collective of it is known\n"
+        in finding.message
+    )
+    last = "number 7 of group 'mesh_tp' of ranks 0, 1, all_reduce(float32[1], sum), at train.py:3"
+    finding = find("0", "the default group", [status(0, 5, 5), replace(other, last=last)], overdue=5)
+    assert finding is not None
+    assert f"  rank 1: waits in {last}\n" in finding.message
 
 
 def test_a_rank_that_compares_behind_its_last_collective_is_where_its_stack_says() -> None:
     """As in `guard.step()`, after a collective that this rank skipped."""
-    last = "number 4 of group '0', all_reduce(float32[1], sum), at train.py:3"
+    last = "number 4 of the default group of 2 ranks, all_reduce(float32[1], sum), at train.py:3"
     other = status(1, 4, 4, last=last, stack="train.py:9 in main")
     finding = find("0", "the default group", [status(0, 5, 5), other], overdue=5)
     assert finding is not None
@@ -80,11 +88,11 @@ def test_a_rank_that_compares_behind_its_last_collective_is_where_its_stack_says
 
 @pytest.mark.parametrize("stack", [None, "train.py:7 in load"])
 def test_rank_without_a_status_is_missing_where_the_others_wait(stack: str | None) -> None:
-    gone = RankStatus(1, last="number 2 of group '0'", dead=stack is None, stack=stack)
+    gone = RankStatus(1, last="number 2 of the default group", dead=stack is None, stack=stack)
     finding = find("0", "the default group", [status(0, 5, 5), gone], overdue=5)
     assert finding is not None
     assert (finding.seq, finding.missing) == (5 if stack is None else 1, (1,))
-    assert ("number 2 of group" in finding.message) == (stack is not None)
+    assert ("number 2 of the default group" in finding.message) == (stack is not None)
 
 
 def test_no_rank_is_missing_where_only_labels_differ() -> None:

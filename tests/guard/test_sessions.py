@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 
 from ddpstats import cli
+from ddpstats._observe.groups import GroupView
 from ddpstats.guard import notes_shm
-from ddpstats.guard.group import GuardMode
+from ddpstats.guard.group import Group, GuardMode, Settings
 from ddpstats.guard.notes import Note
 from ddpstats.testing import run_ranks
 from tests.guard import session_runs as runs
@@ -51,3 +52,17 @@ def test_notes_are_those_that_were_asked_for_while_another_thread_posts() -> Non
         peer.write(5, fifth)
         with mock.patch.object(notes_shm._SharedMemory, "_posted", mock.PropertyMock(side_effect=posts), create=True):
             assert shared.read_all(5) == [fifth, fifth]
+
+
+@pytest.mark.parametrize(
+    ("description", "words"),
+    [
+        ("default_pg", "the default group of 2 ranks"),
+        ("mesh_tp", "group 'mesh_tp' of ranks 0, 3"),
+        ("undefined", "group '7' of ranks 0, 3"),
+    ],
+)
+def test_group_is_named_by_its_description_and_its_ranks(description: str, words: str) -> None:
+    """Not by what it is called inside, where numbers begin again with each life of the default group."""
+    view = GroupView("7", description, (0, 3), 0, False)
+    assert Group("7 of session 5", view, None, Settings("step", False, True, 64, 300.0, False, None)).words == words
