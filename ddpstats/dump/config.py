@@ -99,7 +99,7 @@ def _choice(*legal: str, default: str = "", why: str = "") -> _Setting:
     return _Setting(lambda value: legal[legal.index(value)], default or legal[0], words)
 
 
-def _list(value: Any) -> list[Any]:
+def _read_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else _refuse()
 
 
@@ -107,9 +107,9 @@ def _refuse() -> NoReturn:
     raise ValueError
 
 
-def _numbers(value: Any) -> frozenset[int] | None:
+def _read_numbers(value: Any) -> frozenset[int] | None:
     numbers: set[int] = set()
-    for item in _list(value):
+    for item in _read_list(value):
         if type(item) is int and item >= 0:
             numbers.add(item)
             continue
@@ -121,13 +121,13 @@ def _numbers(value: Any) -> frozenset[int] | None:
     return frozenset(numbers) or None
 
 
-def _strings(value: Any) -> tuple[str, ...]:
-    strings = tuple(_list(value))
+def _read_strings(value: Any) -> tuple[str, ...]:
+    strings = tuple(_read_list(value))
     return strings if all(isinstance(item, str) and item for item in strings) else _refuse()
 
 
-def _names(value: Any) -> tuple[str, ...]:
-    names = _strings(value)
+def _read_names(value: Any) -> tuple[str, ...]:
+    names = _read_strings(value)
     try:
         for name in names:
             pattern_of(name)
@@ -136,13 +136,13 @@ def _names(value: Any) -> tuple[str, ...]:
     return names
 
 
-def _scope(value: Any) -> tuple[str, ...] | None:
-    ends = _strings(value)
+def _read_scope(value: Any) -> tuple[str, ...] | None:
+    ends = _read_strings(value)
     return (ends or None) if len(ends) in (0, 2) else _refuse()
 
 
-def _data_mode(value: Any) -> frozenset[str]:
-    modes = set(_strings(value)) or {"all"}
+def _read_data_mode(value: Any) -> frozenset[str]:
+    modes = set(_read_strings(value)) or {"all"}
     if modes == {"all"}:
         return ALL_MODES
     if not modes <= ALL_MODES:
@@ -169,8 +169,8 @@ _KEYS = {
         None,
         f"the path of a directory, as in {EXAMPLE}",
     ),
-    "rank": _Setting(_numbers, None, _NUMBERS),
-    "step": _Setting(_numbers, None, _NUMBERS),
+    "rank": _Setting(_read_numbers, None, _NUMBERS),
+    "step": _Setting(_read_numbers, None, _NUMBERS),
     "level": _choice("L0", "L1", "mix", default="L1", why=": L2 needs the profiler of the device"),
     "async_dump": _Setting(lambda value: value if isinstance(value, bool) else _refuse(), False, "true or false"),
     "async_max_bytes": _Setting(
@@ -186,12 +186,12 @@ _KEYS = {
 }
 _SECTION = {
     "scope": _Setting(
-        _scope, None, "[first, last], two full names such as 'Functional.linear.0.forward', or [] for everything"
+        _read_scope, None, "[first, last], two full names such as 'Functional.linear.0.forward', or [] for everything"
     ),
-    "list": _Setting(_names, (), _NAMES),
-    "tensor_list": _Setting(_names, (), _NAMES),
+    "list": _Setting(_read_names, (), _NAMES),
+    "tensor_list": _Setting(_read_names, (), _NAMES),
     "data_mode": _Setting(
-        _data_mode, ALL_MODES, "['all'], or a list of some of 'forward', 'backward', 'input', 'output'"
+        _read_data_mode, ALL_MODES, "['all'], or a list of some of 'forward', 'backward', 'input', 'output'"
     ),
     "summary_mode": _choice("statistics", "md5", why=": 'md5' adds a checksum, and only msprobe has xor"),
     "slice": _only([], "left out: ddpstats describes whole tensors"),

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddpstats._observe.operators import Operator, index_of_tensors, operator_of
-from ddpstats.dump.statistics import keys
+from ddpstats.dump.statistics import statistic_keys
 
 if TYPE_CHECKING:
     from ddpstats.dump.analyze import DumpEntry, DumpLeaf
@@ -52,7 +52,7 @@ def file_name(name: str, path: str) -> str:
     What a file system may not take is replaced, and what is too long is cut, at the end of the entry's name; a checksum
     of the whole name makes it unique.
     """
-    head, tail = _plain(name), _plain(path)
+    head, tail = _safe_for_files(name), _safe_for_files(path)
     if (head, tail) != (name, path) or len(head) + len(tail) > _LONGEST:
         tail = tail[-_LONGEST_PATH:]
         mark = f"-{zlib.crc32(f'{name}.{path}'.encode(errors='surrogatepass')):08x}"
@@ -60,7 +60,7 @@ def file_name(name: str, path: str) -> str:
     return f"{head}.{tail}.pt"
 
 
-def _plain(text: str) -> str:
+def _safe_for_files(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", text)
 
 
@@ -119,16 +119,16 @@ def parse_name(full: str) -> Name:
     return Name(full, "", full)
 
 
-# -- made --------------------------------------------------------------------------------------------------------------
+# -- names that are made -----------------------------------------------------------------------------------------------
 
 
 def module_base(path: str, class_name: str) -> str:
-    """``Module.{path}.{class}``; the path of the whole model is empty, and called ``root``."""
+    """Return ``Module.{path}.{class}``; the path of the whole model is empty, and called ``root``."""
     return f"Module.{path or ROOT}.{class_name}"
 
 
 def backward_of(forward: str) -> str:
-    """The name of the backward pass of a call."""
+    """Return the NAME of the backward pass of a call."""
     head, _, tail = forward.rpartition(".")
     if tail == "forward":
         return f"{head}.backward"
@@ -141,7 +141,7 @@ _OPERATOR = re.compile(r"__([ir]?)(add|sub|mul|truediv|matmul|pow|gt|ge|lt|le|eq
 
 
 def _spelling_group(name: Name) -> str:
-    """The function that ``Tensor.add`` and ``Tensor.__add__``, or ``Torch.relu`` and ``Functional.relu``, call."""
+    """Return the function that ``Tensor.add`` and ``Tensor.__add__`` call, or ``Torch.relu`` and ``Functional``'s."""
     prefix = "Torch" if name.prefix == "Functional" else name.prefix
     match = _OPERATOR.fullmatch(name.api)
     if match is None:
@@ -260,7 +260,7 @@ _UNKNOWN = Operator("", "", "", "")
 
 @dataclass(frozen=True)
 class CollectiveEntry:
-    """A collective of one rank: with whom, and what it took and gave. Ranks are global ones.
+    """A collective of one rank, with whom, and its tensors. Ranks are global ones.
 
     Attributes:
         operator: its row of the table of collectives; an empty one where the table has none.
@@ -268,7 +268,7 @@ class CollectiveEntry:
         sequence: its number in its group (of a message: between these two); None where the dump does not say.
         peer: of a message; None where it has none, or the dump does not say.
         incomplete: it had not ended when the dump did, or it failed.
-        taken, made: its tensors that matter on this rank.
+        inputs, outputs: its tensors that matter on this rank.
     """
 
     entry: DumpEntry
@@ -280,8 +280,8 @@ class CollectiveEntry:
     sequence: int | None
     peer: int | None
     incomplete: bool
-    taken: tuple[tuple[str, DumpLeaf], ...]
-    made: tuple[tuple[str, DumpLeaf], ...]
+    inputs: tuple[tuple[str, DumpLeaf], ...]
+    outputs: tuple[tuple[str, DumpLeaf], ...]
 
     @property
     def name(self) -> str:
@@ -301,7 +301,7 @@ def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
     role = next((name for name in ("src", "dst") if name in operator.parameter_names), "")
     rank = _integer(arguments, role, operator.parameter_names.index(role)) if role else None
     is_root = operator.is_message or rank in (None, me)
-    taken, made = _tensors(entry, operator)
+    inputs, outputs = _tensors(entry, operator)
     return CollectiveEntry(
         entry,
         name.api,
@@ -312,21 +312,21 @@ def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
         _integer(arguments, "seq"),
         rank if operator.is_message else None,
         entry.raw.get("incomplete") is True,
-        tuple(taken) if is_root or role != "src" else (),
-        tuple(made) if is_root or role != "dst" else (),
+        tuple(inputs) if is_root or role != "src" else (),
+        tuple(outputs) if is_root or role != "dst" else (),
     )
 
 
 def _tensors(entry: DumpEntry, operator: Operator) -> tuple[list[tuple[str, DumpLeaf]], list[tuple[str, DumpLeaf]]]:
-    """Return what the collective takes, and what it makes. Another tool has all arguments among both."""
-    taken, made = entry.inputs, [] if operator.op == "send" else entry.outputs
+    """Return the collective's inputs and outputs. Another tool has all arguments among both."""
+    inputs, outputs = entry.inputs, [] if operator.op == "send" else entry.outputs
     index = index_of_tensors(operator.parameters, "out")
-    if index is None or any(leaf.nan_count is not None for _, leaf in (*taken, *made)):  # only ours have counts
-        return taken, made
+    if index is None or any(leaf.nan_count is not None for _, leaf in (*inputs, *outputs)):  # only ours have counts
+        return inputs, outputs
     buffers = (f"input.{index}", f"input_kwargs.{operator.parameter_names[index]}", f"output.{index}")
-    written = [path for path, _ in (*taken, *made) if ".".join(path.split(".")[:2]) in buffers]
-    made = [item for item in made if item[0] in written] or made
-    return [item for item in taken if item[0] not in written], made
+    written = [path for path, _ in (*inputs, *outputs) if ".".join(path.split(".")[:2]) in buffers]
+    outputs = [item for item in outputs if item[0] in written] or outputs
+    return [item for item in inputs if item[0] not in written], outputs
 
 
 def _integer(arguments: Mapping[str, DumpLeaf], name: str, index: int = -1) -> int | None:
@@ -348,7 +348,7 @@ def is_accurate(cosine: float, max_abs: float) -> bool:
 
 def columns(mode: str) -> list[str]:
     """Return the header of a comparison's CSV file; ``mode`` is "statistics", "md5" or "tensor"."""
-    sides, numbers = ("NPU", "Bench"), keys("relative")
+    sides, numbers = ("NPU", "Bench"), statistic_keys("relative")
     labels = ["L2norm" if key == "Norm" else key for key in numbers]
     middle = {
         "statistics": [*(f"{label} diff" for label in labels), *(f"{key}RelativeErr" for key in numbers)],

@@ -19,7 +19,7 @@ _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "infinity": math.
 ComparisonRule = Literal["relative", "equal"]
 
 
-def number(value: Any) -> float | None:
+def read_number(value: Any) -> float | None:
     """Return a number as a float: JSON's NaN and Infinity, the words for them, a bool, null. Raises ValueError."""
     if value is None or type(value) is float:
         return value
@@ -32,21 +32,21 @@ def number(value: Any) -> float | None:
     raise ValueError(f"{value!r} is not a number")
 
 
-def count(value: Any) -> int | None:
+def read_count(value: Any) -> int | None:
     """Return a whole number, or None. Raises ValueError."""
     if value is None or type(value) is int:
         return value
     raise ValueError(f"{value!r} is not a whole number")
 
 
-def index(value: Any) -> list[int] | None:
+def read_index(value: Any) -> list[int] | None:
     """Return the index of an element, or None. Raises ValueError."""
     if value is None or (isinstance(value, list) and all(type(part) is int for part in value)):
         return value
     raise ValueError(f"{value!r} is not a list of whole numbers")
 
 
-def words(value: Any) -> str | None:
+def read_text(value: Any) -> str | None:
     """Return a string, or None. Raises ValueError."""
     if value is None or isinstance(value, str):
         return value
@@ -67,7 +67,7 @@ class Statistic:
     """
 
     key: str
-    read: Callable[[Any], Any] = number
+    read: Callable[[Any], Any] = read_number
     compared: ComparisonRule = "relative"
     shown: str = ""
     measure: Callable[[Tensor], Tensor] | None = None
@@ -75,7 +75,7 @@ class Statistic:
     def text(self, leaf: Mapping[str, Any]) -> str:
         """Return what a sentence says of it; empty where a leaf has none, or nothing was counted."""
         value = self.read(leaf.get(self.key))
-        if value is None or (self.read is count and not value):
+        if value is None or (self.read is read_count and not value):
             return ""
         return (self.shown or f"{self.key} {{:.4g}}").format(value)
 
@@ -85,12 +85,12 @@ STATISTICS = [
     Statistic("Min"),
     Statistic("Mean"),
     Statistic("Norm"),
-    Statistic("nan_count", count, "equal", "{:,} NaN"),
-    Statistic("inf_count", count, "equal", "{:,} infinite"),
-    Statistic("first_bad", index, "equal", "first at {}"),
+    Statistic("nan_count", read_count, "equal", "{:,} NaN"),
+    Statistic("inf_count", read_count, "equal", "{:,} infinite"),
+    Statistic("first_bad", read_index, "equal", "first at {}"),
 ]
 
 
-def keys(compared: ComparisonRule | None = None) -> tuple[str, ...]:
+def statistic_keys(compared: ComparisonRule | None = None) -> tuple[str, ...]:
     """Return the keys of all statistics, or of those that are compared in one way."""
     return tuple([row.key for row in STATISTICS if compared is None or row.compared == compared])

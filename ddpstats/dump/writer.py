@@ -58,7 +58,7 @@ class _Line(NamedTuple):
 
 
 class StepWriter:
-    """Writes one directory.
+    """Writes the entries of one rank's step into its directory.
 
     Args:
         directory: of this step and rank.
@@ -72,7 +72,7 @@ class StepWriter:
         self._lines: list[_Line] = []
         self._stacks: list[tuple[list[str], bytes]] = []  # lines, and their text
         self._size = 0  # of the file
-        self._lost: OSError | None = None
+        self._append_error: OSError | None = None
 
     def open(self) -> int:
         """Make the directory and the file of lines, once. Raises FileExistsError where the directory has a dump."""
@@ -107,8 +107,8 @@ class StepWriter:
         """Put the files of the format in the place of the lines. Raises OSError; the lines stay then."""
         file = self.open()
         try:
-            if self._lost is not None:
-                raise self._lost
+            if self._append_error is not None:
+                raise self._append_error
             writes: dict[str, Callable[[BinaryIO], object]] = {
                 STACK: lambda output: output.write(self._stack_text()),
                 CONSTRUCT: lambda output: output.write(self._construct_text()),
@@ -132,7 +132,7 @@ class StepWriter:
             while rest:
                 rest = rest[os.write(file, rest) :]
         except OSError as error:
-            self._lost = error
+            self._append_error = error
             with contextlib.suppress(OSError):
                 os.ftruncate(file, self._size)
             raise
@@ -180,7 +180,7 @@ class TensorFiles:
     def save(self, tensor: Tensor, name: str, path: str) -> str:
         """Return the name of the file. Raises OSError, and TypeError for a tensor that consists of others."""
         if type(tensor) is not Tensor:
-            tensor = _plain(tensor)
+            tensor = _without_class(tensor)
         file = file_name(name, path)
         if self._at_once:
             self._write(tensor, file)
@@ -214,8 +214,8 @@ def _is_all_of_its_storage(tensor: Tensor) -> bool:
     return is_in_order and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Return it without a class that is but a name. What consists of other tensors could not be loaded again."""
+def _without_class(tensor: Tensor) -> Tensor:
+    """Return a tensor as a plain one, where its class adds nothing but a name; TypeError for one made of others."""
     kind: Any = type(tensor)
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(f"a {kind.__name__} is no plain tensor, and is not saved")

@@ -49,14 +49,14 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     reads: list[int] = []
 
-    settle = record_leaves.TensorSummaries.settle
+    read_devices = record_leaves.TensorSummaries.read_devices
 
     def counted(self: Any) -> None:
-        reads.append(self.waiting)
-        settle(self)
+        reads.append(self.deferred_count)
+        read_devices(self)
 
     monkeypatch.setattr(record_leaves, "_is_on_host", lambda values: False)
-    monkeypatch.setattr(record_leaves.TensorSummaries, "settle", counted)
+    monkeypatch.setattr(record_leaves.TensorSummaries, "read_devices", counted)
     return reads
 
 

@@ -16,7 +16,7 @@ from ddpstats.dump.analyze.compare import (
     Comparer,
     LeafRow,
     LeafVerdict,
-    Shared,
+    PairedEntry,
     Side,
     difference,
 )
@@ -31,7 +31,7 @@ def rows(*entries: Any, mode: CompareMode = "statistics", tolerance: float = 0.5
     dump = RankDump(Path("dump.json"), None, None, {}, complete=True)
     values = {label: dict(DumpEntry("x", raw).values(nulls=True)) for label, raw in zip(labels, entries, strict=True)}
     sides = {label: Side(label, dump) for label in labels}
-    return Comparer(mode, tolerance).rows(sides, Shared(dict.fromkeys(labels, "x"), values))
+    return Comparer(mode, tolerance).rows(sides, PairedEntry(dict.fromkeys(labels, "x"), values))
 
 
 def of_inputs(a: Any, b: Any, mode: CompareMode = "statistics", tolerance: float = 0.5) -> LeafVerdict:

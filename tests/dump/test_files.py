@@ -157,7 +157,7 @@ def test_every_layout_has_the_same_entries(layout: str, tmp_path: Path) -> None:
     dump = open_rank(tmp_path)
     assert {key: dump.header[key] for key in WHOLE if key != "data"} == {k: v for k, v in WHOLE.items() if k != "data"}
     assert repr([(entry.name, entry.raw) for entry in dump.entries()]) == repr([] if layout == "no entry" else ODD)
-    for member in dump.members():
+    for member in dump.entry_texts():
         assert dump.reread(member.key, member.offset, member.size) == member
 
 
@@ -173,7 +173,7 @@ def test_file_cut_anywhere_is_refused(layout: str, tmp_path: Path) -> None:
 
 def test_entry_of_a_killed_run_is_read_again(tmp_path: Path) -> None:
     dump = open_rank(write_lines(tmp_path / "rank0", ENTRIES))
-    for member in list(dump.members()):
+    for member in list(dump.entry_texts()):
         assert dump.reread(member.key, member.offset, member.size) == member
 
 

@@ -241,6 +241,6 @@ def test_collectives_of_msprobe_and_ours_have_the_same_paths() -> None:
 def test_collectives_of_msprobe_are_read() -> None:
     data = entries(TWO)
     calls = {full: read_collective(DumpEntry(full, data[full]), parse_name(full), 0) for full in data if "Dist" in full}
-    assert [(call.api, call.peer, len(call.taken), len(call.made)) for call in calls.values()] == [
+    assert [(call.api, call.peer, len(call.inputs), len(call.outputs)) for call in calls.values()] == [
         ("all_reduce", None, 1, 1), ("broadcast", None, 0, 1), ("all_gather", None, 1, 2), ("send", 1, 1, 0),
     ]  # fmt: skip

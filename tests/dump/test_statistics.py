@@ -12,7 +12,7 @@ import torch
 from ddpstats import DumpError
 from ddpstats.cli import main
 from ddpstats.dump.analyze import DumpEntry
-from ddpstats.dump.statistics import STATISTICS, Statistic, keys
+from ddpstats.dump.statistics import STATISTICS, Statistic, statistic_keys
 from tests.dump.collecting import dumped
 
 
@@ -26,8 +26,8 @@ def spread() -> Iterator[str]:
 
 
 def test_keys_are_those_of_the_rows() -> None:
-    assert keys() == (*keys("relative"), *keys("equal"))
-    assert keys("relative") == ("Max", "Min", "Mean", "Norm")
+    assert statistic_keys() == (*statistic_keys("relative"), *statistic_keys("equal"))
+    assert statistic_keys("relative") == ("Max", "Min", "Mean", "Norm")
 
 
 @pytest.mark.parametrize("is_on_device", [False, True])

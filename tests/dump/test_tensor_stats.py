@@ -159,7 +159,9 @@ def test_first_bad_element_is_found_at_any_index(stats: Measure) -> None:
         assert (measured.nan_count, measured.inf_count, measured.first_bad) == (1, int(index != 99_999), [index])
 
 
-@pytest.mark.parametrize("limit", [leaves._FEW, leaves._FEWER, leaves._CACHED * torch.get_num_threads()])
+@pytest.mark.parametrize(
+    "limit", [leaves._FEW_ELEMENTS, leaves._ONE_PASS_ELEMENTS, leaves._CACHE_ELEMENTS * torch.get_num_threads()]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sizes_around_a_limit_have_the_same_statistics(limit: int, dtype: torch.dtype) -> None:
     tensor = torch.randn(limit + 1, dtype=dtype, generator=torch.Generator().manual_seed(limit)) + 0.5
@@ -171,8 +173,8 @@ def test_sizes_around_a_limit_have_the_same_statistics(limit: int, dtype: torch.
 @pytest.mark.parametrize("size", [49, 50, 51, 199, 200, 201, 449, 450, 451])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_element_counts_in_any_part(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaves, "_FEWER", 50)
-    monkeypatch.setattr(leaves, "_CACHED", 200)
+    monkeypatch.setattr(leaves, "_ONE_PASS_ELEMENTS", 50)
+    monkeypatch.setattr(leaves, "_CACHE_ELEMENTS", 200)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     random = torch.randn(size, dtype=dtype, generator=torch.Generator().manual_seed(size))
     for tensor in (random, random - 20, random + 20, torch.zeros(size, dtype=dtype)):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddpstats.cli import main
 from ddpstats.dump.analyze import tensors
-from ddpstats.dump.analyze.tensors import Closeness, Runs, compare_tensors
+from ddpstats.dump.analyze.tensors import Closeness, DifferingRuns, compare_tensors
 from tests.dump.hand_made import forward, tensor, write_rank
 
 
@@ -155,7 +155,7 @@ def test_list_of_runs_is_capped_and_their_numbers_are_not() -> None:
     ],
 )
 def test_tensor_is_accurate_by_cosine_and_largest_difference(cosine: float, max_abs: float, accurate: bool) -> None:
-    close = Closeness(cosine, 0.0, max_abs, 0.0, 1.0, 1.0, Runs(1, 1, 1, 1, ((0, 1),), ""))
+    close = Closeness(cosine, 0.0, max_abs, 0.0, 1.0, 1.0, DifferingRuns(1, 1, 1, 1, ((0, 1),), ""))
     assert close.accurate is accurate
 
 

@@ -222,7 +222,7 @@ def _walk(path: Path) -> None:
                 load_tensor(opened, value)
         name = parse_name(entry.name)
         read_collective(entry, name, 0), common_values(entry, name)
-    common_names((member.key for member in opened.members()), [])
+    common_names((member.key for member in opened.entry_texts()), [])
 
 
 def _origin(path: Path) -> None:

@@ -49,7 +49,7 @@ def test_its_row_is_known_to_what_reads_programs_and_files(monkeypatch: pytest.M
 
     def known() -> tuple[list[str], list[list[str]], bool, list[list[int]]]:
         entries = [read_collective(call, parse_name(call.name), rank) for rank in (0, 1)]
-        paths = [[path for path, _ in (*entry.taken, *entry.made)] for entry in entries]
+        paths = [[path for path, _ in (*entry.inputs, *entry.outputs)] for entry in entries]
         ((record, _),) = read_dumps([tmp_path]).values()
         rules = [finding.rule for finding in lint([tmp_path / "main.py"]).findings]
         return rules, paths, entries[0].operator.has_equal_results, list(map(list, record.events[0].signature.shapes))

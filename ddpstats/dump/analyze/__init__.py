@@ -87,8 +87,8 @@ class RankDump:
         """``L0``, ``L1`` or ``mix``; empty where the file does not say."""
         return str(self.header.get("level") or "")
 
-    def members(self) -> Iterator[EntryText]:
-        """Yield the entries as text, in execution order; `entry` parses one.
+    def entry_texts(self) -> Iterator[EntryText]:
+        """Yield the entries as text, in execution order; `parse` parses one.
 
         Raises:
             DumpError: for a damaged file, when its damage is reached.
@@ -124,10 +124,10 @@ class RankDump:
         return EntryText(key, text, offset, size)
 
     def entries(self) -> Iterator[DumpEntry]:
-        """Yield all entries in execution order; one is in memory at a time. Raises what `members` raises."""
-        return map(self.entry, self.members())
+        """Yield all entries in execution order; one is in memory at a time. Raises what `entry_texts` raises."""
+        return map(self.parse, self.entry_texts())
 
-    def entry(self, member: EntryText) -> DumpEntry:
+    def parse(self, member: EntryText) -> DumpEntry:
         try:
             raw = parse_json(member.text, strict=False)
         except ValueError as error:
@@ -147,7 +147,7 @@ class RankDump:
     def _stacks(self) -> dict[str, list[str]]:
         stacks: dict[str, list[str]] = {}
         shared: dict[tuple[str, ...], list[str]] = {}  # few lines of a program make many calls
-        for key, stack in self._beside(msprobe.STACK, "stack"):
+        for key, stack in self._read_beside(msprobe.STACK, "stack"):
             if isinstance(stack, list) and len(stack) == 2 and all(isinstance(part, list) for part in stack):
                 stacks.update(dict.fromkeys(_strings(stack[0]), _strings(stack[1])))
             else:  # a name, and the lines
@@ -159,10 +159,10 @@ class RankDump:
     def _parents(self) -> dict[str, str | list[str] | None]:
         return {
             name: parent if isinstance(parent, str) else _strings(parent) or None
-            for name, parent in self._beside(msprobe.CONSTRUCT, "parent")
+            for name, parent in self._read_beside(msprobe.CONSTRUCT, "parent")
         }
 
-    def _beside(self, name: str, key: str) -> Iterable[tuple[str, Any]]:
+    def _read_beside(self, name: str, key: str) -> Iterable[tuple[str, Any]]:
         """Return the members of the object in another file of the rank, or what the lines have under ``key``.
 
         Damage in another file costs a note, not the verdict on the entries.
@@ -233,7 +233,7 @@ def ranks_without_dump(step: Path) -> list[str]:
 
 def steps_in(path: Path) -> dict[int, Path]:
     """Return the step directories of a dump's root, ascending."""
-    matches = ((msprobe.STEP_DIRECTORY.fullmatch(child.name), child) for child in _children(path))
+    matches = ((msprobe.STEP_DIRECTORY.fullmatch(child.name), child) for child in _subdirectories(path))
     return dict(sorted((int(match[1]), child) for match, child in matches if match is not None))
 
 
@@ -242,7 +242,7 @@ def open_rank(path: str | Path) -> RankDump:
     path = _file_in(Path(path)) or Path(path)
     if not path.is_file():
         raise _explain_no_dump(path)
-    header, foreign = _contents(path)
+    header, foreign = _read_contents(path)
     version = header.get(msprobe.VERSION, msprobe.FORMAT)  # other tools' dumps have none
     if (refused := explain_version(version, msprobe.FORMAT)) is not None:
         raise DumpError(f"{path}: {refused}", path=str(path))
@@ -263,12 +263,12 @@ def _file_in(directory: Path) -> Path | None:
     return next((directory / name for name in (msprobe.DUMP, msprobe.LINES) if (directory / name).is_file()), None)
 
 
-def _children(path: Path) -> list[Path]:
+def _subdirectories(path: Path) -> list[Path]:
     return [child for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
 
 
 def _rank_directories(step: Path) -> list[Path]:
-    return [child for child in _children(step) if msprobe.RANK_DIRECTORY.fullmatch(child.name)]
+    return [child for child in _subdirectories(step) if msprobe.RANK_DIRECTORY.fullmatch(child.name)]
 
 
 def _explain_no_dump(path: Path) -> DumpError:
@@ -288,7 +288,7 @@ def notes_of(dumps: Iterable[RankDump]) -> list[str]:
 
 
 @contextlib.contextmanager
-def sayable_errors() -> Iterator[None]:
+def printable_errors() -> Iterator[None]:
     """Raise what cannot be read as a `DumpError` that a terminal can show; around a verb that reads dumps."""
     try:
         yield
@@ -304,7 +304,7 @@ def sayable_errors() -> Iterator[None]:
 # -- the files of one rank ---------------------------------------------------------------------------------------------
 
 
-def _contents(path: Path) -> tuple[dict[str, Any], dict[str, str] | None]:
+def _read_contents(path: Path) -> tuple[dict[str, Any], dict[str, str] | None]:
     """Return the fields before the entries and, of another tool's dump, the entries in JSON."""
     with open_regular(path) as file:
         first = file.readline(LARGEST_ENTRY_BYTES)
@@ -401,16 +401,16 @@ T = TypeVar("T")
 _SECTIONS = ("input_args", "input", "input_kwargs", "parameters", "output")  # others are gradients of parameters
 _DEEPEST = 64
 _READ: dict[str, Callable[[Any], Any]] = {  # by a tensor's fields beside its statistics
-    **dict.fromkeys(("data_name", "md5", "device"), statistics.words),
-    **dict.fromkeys(("data_ptr", "storage_offset", "storage_ptr", "storage_bytes"), statistics.count),
-    **dict.fromkeys(("storage_id", "stream"), statistics.count),
-    "stride": statistics.index,
+    **dict.fromkeys(("data_name", "md5", "device"), statistics.read_text),
+    **dict.fromkeys(("data_ptr", "storage_offset", "storage_ptr", "storage_bytes"), statistics.read_count),
+    **dict.fromkeys(("storage_id", "stream"), statistics.read_count),
+    "stride": statistics.read_index,
 }
 _TENSOR = "torch.Tensor"
 _NULL: Mapping[str, Any] = {"type": "None", "value": None}
 
 
-class _Given(Generic[T]):
+class _Field(Generic[T]):
     """A field of a leaf, None where it has none; ``read`` converts its JSON."""
 
     def __init__(self, key: str, read: Callable[[Any], T | None] | None = None) -> None:
@@ -427,22 +427,22 @@ class DumpLeaf:
 
     raw: Mapping[str, Any]
 
-    value = _Given[Any]("value")
-    max = _Given[float]("Max", statistics.number)
-    min = _Given[float]("Min", statistics.number)
-    requires_grad = _Given[bool]("requires_grad")
-    data_name = _Given[str]("data_name")
-    md5 = _Given[str]("md5")
-    nan_count = _Given[int]("nan_count")
-    inf_count = _Given[int]("inf_count")
-    device = _Given[str]("device")
-    stride = _Given[tuple[int, ...]]("stride", tuple)
-    data_ptr = _Given[int]("data_ptr")
-    storage_offset = _Given[int]("storage_offset")
-    storage_ptr = _Given[int]("storage_ptr")
-    storage_bytes = _Given[int]("storage_bytes")
-    storage_id = _Given[int]("storage_id")
-    stream = _Given[int]("stream")
+    value = _Field[Any]("value")
+    max = _Field[float]("Max", statistics.read_number)
+    min = _Field[float]("Min", statistics.read_number)
+    requires_grad = _Field[bool]("requires_grad")
+    data_name = _Field[str]("data_name")
+    md5 = _Field[str]("md5")
+    nan_count = _Field[int]("nan_count")
+    inf_count = _Field[int]("inf_count")
+    device = _Field[str]("device")
+    stride = _Field[tuple[int, ...]]("stride", tuple)
+    data_ptr = _Field[int]("data_ptr")
+    storage_offset = _Field[int]("storage_offset")
+    storage_ptr = _Field[int]("storage_ptr")
+    storage_bytes = _Field[int]("storage_bytes")
+    storage_id = _Field[int]("storage_id")
+    stream = _Field[int]("stream")
 
     @property
     def type(self) -> str:
@@ -517,7 +517,7 @@ class DumpEntry:
                 section = section[0]  # a parameter's gradient: {"weight": [leaf]}
             for path, raw in _leaves(section, "input" if key == "input_args" else key, nulls):
                 leaf = DumpLeaf(raw)
-                if leaf.is_tensor and (problem := _problem(raw)) is not None:
+                if leaf.is_tensor and (problem := _find_problem(raw)) is not None:
                     raise self._explain_damage(f"{path}: {problem}")
                 yield path, leaf
 
@@ -539,7 +539,7 @@ def _leaves(held: Any, path: str, nulls: bool) -> Iterator[tuple[str, Mapping[st
         yield path, _NULL
 
 
-def _problem(raw: Mapping[str, Any]) -> str | None:
+def _find_problem(raw: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a tensor's fields, if anything."""
     shape = raw.get("shape", [])
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):

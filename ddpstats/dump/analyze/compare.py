@@ -33,9 +33,9 @@ from ddpstats.dump.analyze import (
     RankDump,
     find_ranks,
     notes_of,
+    printable_errors,
     rank_of,
     ranks_without_dump,
-    sayable_errors,
     steps_in,
 )
 from ddpstats.dump.msprobe import (
@@ -64,7 +64,7 @@ _CHECKSUM = re.compile(r'"md5":\s*"')
 COMPARED: dict[CompareMode, str] = {"tensor": "elements", "md5": "checksum", "statistics": "statistics"}
 NONFINITE = "NaN or infinity on one side only"
 GROWTH = "the error of Max grows, from below 0.01 in all inputs to above 0.1"
-NOTHING = 2  # the status of a comparison of nothing: a success would be taken for equal dumps
+NOTHING_COMPARED = 2  # the status of a comparison of nothing: a success would be taken for equal dumps
 
 EPILOG = """examples:
   ddpstats compare dumps/now dumps/last_week
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     from ddpstats.dump.analyze import report
 
     check_writable(args.csv, args.html)
-    with sayable_errors():
+    with printable_errors():
         findings = compare(args)
         text = report.as_text(findings)
     if args.html is not None:  # before the text: its reader may have gone
@@ -217,7 +217,7 @@ class Comparison:
     def add(self, row: LeafRow) -> None:
         unequal, failed = row.verdict.unequal, row.verdict.failed
         if row.verdict.compared not in ("", "value"):
-            count(self.compared, row.verdict.compared)
+            tally(self.compared, row.verdict.compared)
             self.unequal_tensors += unequal
             self.failed_tensors += failed
         self.unequal += unequal
@@ -254,6 +254,8 @@ class CompareFindings:
 
 @dataclass(frozen=True)
 class Side:
+    """A dump that is compared with others, and what the report calls it: "A", "B", "rank 3"."""
+
     label: str
     dump: RankDump
 
@@ -305,7 +307,7 @@ def compare(args: argparse.Namespace) -> CompareFindings:
     is_empty = not any(each.compared or each.unequal for each in comparisons)
     missing = [f"{step / name} has no dump" for step in steps for name in ranks_without_dump(step)]
     return CompareFindings(
-        1 if is_different else NOTHING if is_empty else 0,
+        1 if is_different else NOTHING_COMPARED if is_empty else 0,
         mode,
         comparer.tolerance,
         exact,
@@ -360,10 +362,10 @@ def _pair_ranks(
 
 
 def _mode_of(dumps: Sequence[RankDump]) -> CompareMode:
-    """Return the most that all dumps hold, as far as their first entries show."""
+    """Return the first of `MODES` for which all dumps hold enough, as far as their first entries show."""
     if all(dump.task == "tensor" for dump in dumps):
         return "tensor"
-    first = ([member.text for member in islice(dump.members(), _FIRST_ENTRIES)] for dump in dumps)
+    first = ([member.text for member in islice(dump.entry_texts(), _FIRST_ENTRIES)] for dump in dumps)
     return "md5" if all(any(map(_CHECKSUM.search, texts)) for texts in first) else "statistics"
 
 
@@ -381,7 +383,7 @@ def _find_differences(sides: Sequence[Side]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Shared:
+class PairedEntry:
     """An entry that sides should have in common: its NAMEs on those that have it, and its values on all of them."""
 
     names: dict[str, str]
@@ -402,27 +404,27 @@ def pair_entries(
     """
     indexes: list[dict[Hashable, tuple[str, int, int]]] = [{} for _ in sides]
     for side, renamed, index in zip(sides[1:], keys[1:], indexes[1:], strict=True):
-        for member in filter(is_wanted, side.dump.members()):
+        for member in filter(is_wanted, side.dump.entry_texts()):
             index[renamed.get(member.key, member.key)] = member.key, member.offset, member.size
     for number, side in enumerate(sides):
         left = (side.dump.reread(*where) for where in indexes[number].values())
-        for member in left if number else filter(is_wanted, side.dump.members()):
+        for member in left if number else filter(is_wanted, side.dump.entry_texts()):
             key = keys[number].get(member.key, member.key)
-            entries = {side.label: side.dump.entry(member)}
+            entries = {side.label: side.dump.parse(member)}
             for later, index in zip(sides[number + 1 :], indexes[number + 1 :], strict=True):
                 if (where := index.pop(key, None)) is not None:
-                    entries[later.label] = later.dump.entry(later.dump.reread(*where))
+                    entries[later.label] = later.dump.parse(later.dump.reread(*where))
             yield key, entries
 
 
-def entries_of_runs(sides: Sequence[Side]) -> Iterator[Shared]:
+def entries_of_runs(sides: Sequence[Side]) -> Iterator[PairedEntry]:
     """Yield all entries of two runs, with the names and paths on which the tools that wrote them agree."""
     ours = [VERSION in side.dump.header for side in sides]
-    names = ([member.key for member in side.dump.members()] for side in sides)
+    names = ([member.key for member in side.dump.entry_texts()] for side in sides)
     keys: Sequence[Mapping[str, Hashable]] = ({}, {}) if all(ours) else common_names(*names)
     for _, entries in pair_entries(sides, keys):
         values = {side.label: _values(entries.get(side.label), ours[0] != ours[1]) for side in sides}
-        yield Shared({label: entry.name for label, entry in entries.items()}, values)
+        yield PairedEntry({label: entry.name for label, entry in entries.items()}, values)
 
 
 def _values(entry: DumpEntry | None, of_two_tools: bool) -> LeavesByName:
@@ -431,7 +433,7 @@ def _values(entry: DumpEntry | None, of_two_tools: bool) -> LeavesByName:
     return common_values(entry, parse_name(entry.name)) if of_two_tools else dict(entry.values(nulls=True))
 
 
-def entries_of_ranks(sides: Sequence[Side], left_out: dict[str, int]) -> Iterator[Shared]:
+def entries_of_ranks(sides: Sequence[Side], left_out: dict[str, int]) -> Iterator[PairedEntry]:
     """Yield what should be equal: parameters, on the ranks that have them, and results of collectives in their group.
 
     What cannot be compared is counted in ``left_out``.
@@ -448,20 +450,20 @@ def entries_of_ranks(sides: Sequence[Side], left_out: dict[str, int]) -> Iterato
                 for label, entry in entries.items()
             }
             if any(values.values()) and len(values) < len(sides):
-                count(left_out, "entries with parameters, on the ranks that lack them")
+                tally(left_out, "entries with parameters, on the ranks that lack them")
         else:
-            made = {label: dict(read_collective(e, parse_name(e.name), 0).made) for label, e in entries.items()}
+            made = {label: dict(read_collective(e, parse_name(e.name), 0).outputs) for label, e in entries.items()}
             values = {labels[rank]: made.get(labels[rank], {}) for rank in key[1] or labels if rank in labels}
             if len(values) < 2 or not values.keys() & made or not all(made.values()):
-                count(left_out, "collectives of which no other rank is compared, or some rank has no output")
+                tally(left_out, "collectives of which no other rank is compared, or some rank has no output")
                 continue
         if len(values) < 2 or not any(values.values()):
             continue
         for path in {path for leaves in values.values() for path, leaf in leaves.items() if _is_sharded(leaf)}:
-            count(left_out, "sharded tensors, of which each rank holds another part")
+            tally(left_out, "sharded tensors, of which each rank holds another part")
             for leaves in values.values():
                 leaves.pop(path, None)
-        yield Shared({label: entry.name for label, entry in entries.items() if label in values}, values)
+        yield PairedEntry({label: entry.name for label, entry in entries.items() if label in values}, values)
 
 
 def _collective_keys(side: Side) -> dict[str, Hashable]:
@@ -469,15 +471,15 @@ def _collective_keys(side: Side) -> dict[str, Hashable]:
 
     Their number is that in the group, which our dumps have; otherwise they are counted as they began.
     """
-    members = [member for member in side.dump.members() if member.key.startswith("Distributed.")]
-    calls = [read_collective(entry, parse_name(entry.name), 0) for entry in map(side.dump.entry, members)]
+    members = [member for member in side.dump.entry_texts() if member.key.startswith("Distributed.")]
+    calls = [read_collective(entry, parse_name(entry.name), 0) for entry in map(side.dump.parse, members)]
     counts: dict[Hashable, int] = {}
     keys: dict[str, Hashable] = {}
     for call in sorted(calls, key=lambda call: call.number):
         if call.operator.has_equal_results:
             kind = call.api, tuple(sorted(call.ranks)), call.group
             keys[call.name] = (*kind, counts.get(kind, 0) if call.sequence is None else call.sequence)
-            count(counts, kind)
+            tally(counts, kind)
     return keys
 
 
@@ -487,19 +489,19 @@ def _is_sharded(leaf: DumpLeaf) -> bool:
     return isinstance(placements, list) and any(placement not in REPLICATED for placement in placements)
 
 
-def entries_of_names(sides: Sequence[Side], names: Sequence[str]) -> Iterator[Shared]:
+def entries_of_names(sides: Sequence[Side], names: Sequence[str]) -> Iterator[PairedEntry]:
     """Yield the tensors that ``--tensor`` names. Raises `DumpError` for one that is not there."""
     if len(names) > 2:
         raise DumpError("--tensor takes one name, of a tensor in A and B, or two: A's and B's (without B: both of A).")
     full = dict(zip((side.label for side in sides), (names[0], names[-1]), strict=True))
-    yield Shared(full, {side.label: {"": _find_leaf(side.dump, full[side.label])} for side in sides})
+    yield PairedEntry(full, {side.label: {"": _find_leaf(side.dump, full[side.label])} for side in sides})
 
 
 def _find_leaf(dump: RankDump, name: str) -> DumpLeaf:
     near: list[str] = []
-    for member in dump.members():
+    for member in dump.entry_texts():
         if name.startswith(f"{member.key}."):
-            leaves = {f"{member.key}.{path}": leaf for path, leaf in dump.entry(member).leaves()}
+            leaves = {f"{member.key}.{path}": leaf for path, leaf in dump.parse(member).leaves()}
             if name in leaves:
                 return leaves[name]
             near += leaves
@@ -527,21 +529,23 @@ class Comparer:
     mode: CompareMode
     tolerance: float = TOLERANCE
 
-    def compare(self, sides: Sequence[Side], entries: Iterable[Shared], comparison: Comparison) -> Iterator[LeafRow]:
+    def compare(
+        self, sides: Sequence[Side], entries: Iterable[PairedEntry], comparison: Comparison
+    ) -> Iterator[LeafRow]:
         """Yield a row for every value of the entries, and add it to the comparison."""
         by_label = {side.label: side for side in sides}
         for shared in entries:
             lacking = shared.values.keys() - shared.names.keys()
             comparison.entries += not lacking
             for label in lacking:
-                count(comparison.lacking, label)
+                tally(comparison.lacking, label)
             dump, name = next((by_label[label].dump, name) for label, name in shared.names.items())
             for row in self.rows(by_label, shared):
                 row.parent, row.stack = dump.parent_of(name), dump.stack_of(name)
                 comparison.add(row)
                 yield row
 
-    def rows(self, sides: Mapping[str, Side], shared: Shared) -> list[LeafRow]:
+    def rows(self, sides: Mapping[str, Side], shared: PairedEntry) -> list[LeafRow]:
         """Return a row for every value, or for an entry that a side lacks; outputs are behind what they follow from."""
         paths = [path for leaves in shared.values.values() for path, leaf in leaves.items() if _is_compared(leaf)]
         if len(shared.names) < len(shared.values):
@@ -555,7 +559,7 @@ class Comparer:
                 row.highlight = row.highlight or GROWTH
         return rows
 
-    def _row(self, sides: Mapping[str, Side], shared: Shared, path: str) -> LeafRow:
+    def _row(self, sides: Mapping[str, Side], shared: PairedEntry, path: str) -> LeafRow:
         leaves = {label: values.get(path) for label, values in shared.values.items()}
         groups: dict[str, list[str]] = {}  # by the side that the others are compared with
 
@@ -629,7 +633,7 @@ class Comparer:
             result = "Warning" if over else ""
             if over == ["Mean"] and _has_mean_near_zero(leaf_a) and _has_mean_near_zero(leaf_b):
                 messages = ["only the mean, which is near 0"]
-            fields += statistics.keys("equal")
+            fields += statistics.statistic_keys("equal")
         for key in fields:
             in_a, in_b = leaf_a.raw.get(key), leaf_b.raw.get(key)
             if in_a != in_b and in_a is not None and in_b is not None:
@@ -642,7 +646,7 @@ class Comparer:
         error: StatisticDifference = (None, None)
         if types in ({"float"}, {"float", "int"}):
             with contextlib.suppress(ValueError):
-                error = difference(statistics.number(leaf_a.value), statistics.number(leaf_b.value))
+                error = difference(statistics.read_number(leaf_a.value), statistics.read_number(leaf_b.value))
         if error[1] is not None:
             unequal, failed = bool(error[0]), self._is_over(error)
         else:
@@ -658,11 +662,12 @@ class Comparer:
 
 def _has_mean_near_zero(leaf: DumpLeaf) -> bool:
     """Return whether the mean is small against the extremes: then rounding alone changes it by much."""
-    mean, high, low = (abs(statistics.number(leaf.raw.get(key)) or 0) for key in ("Mean", "Max", "Min"))
+    mean, high, low = (abs(statistics.read_number(leaf.raw.get(key)) or 0) for key in ("Mean", "Max", "Min"))
     return mean <= 0.01 * max(high, low)
 
 
 def _leave_uncompared(message: str) -> LeafVerdict:
+    """Return the verdict on what cannot be compared."""
     return LeafVerdict("N/A", "", True, message)
 
 
@@ -687,5 +692,5 @@ def difference(a: float | None, b: float | None) -> StatisticDifference:
     return a - b, abs((a - b) / b)
 
 
-def count(counts: dict[Any, int], key: Hashable) -> None:
+def tally(counts: dict[Any, int], key: Hashable) -> None:
     counts[key] = counts.get(key, 0) + 1

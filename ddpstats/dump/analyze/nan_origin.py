@@ -28,10 +28,10 @@ from typing import Any, Literal
 
 from ddpstats._base.text import VerbReport, count_of, dtype_name, printable, ranks_text, shorten
 from ddpstats._observe import tensor_rules
-from ddpstats.dump.analyze import DumpEntry, DumpLeaf, RankDump, find_ranks, notes_of, rank_of, sayable_errors
+from ddpstats.dump.analyze import DumpEntry, DumpLeaf, RankDump, find_ranks, notes_of, printable_errors, rank_of
 from ddpstats.dump.analyze.stomp import MemoryWalk
 from ddpstats.dump.msprobe import CollectiveEntry, Name, parse_name, read_collective
-from ddpstats.dump.statistics import STATISTICS, keys
+from ddpstats.dump.statistics import STATISTICS, statistic_keys
 from ddpstats.errors import DumpError
 
 EPILOG = """example:
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises `DumpError` for a directory without a dump, or a damaged one."""
-    with sayable_errors():
+    with printable_errors():
         findings = examine(find_ranks(args.directory))
         is_bad = findings.origins or any(rank.shared_memory for rank in findings.ranks)
         return VerbReport(1 if is_bad else 0, lambda: as_text(findings), lambda: asdict(findings)).show(args.json)
@@ -72,7 +72,7 @@ class GrownEntry:
 
 
 @dataclass(frozen=True)
-class Grower:
+class GrowingOperation:
     """An operation that makes tensors larger in ``times`` of its ``calls``, by the geometric mean ``ratio``."""
 
     operation: str
@@ -106,7 +106,7 @@ class NaNOrigin:
     before: str | None
     modules: tuple[str, ...]
     stack: tuple[str, ...]
-    growth: Grower | None
+    growth: GrowingOperation | None
     entry: Mapping[str, Any]
 
 
@@ -150,7 +150,8 @@ def examine(dumps: Sequence[RankDump]) -> OriginFindings:
     order = _set_clocks(matches)
     earliest = _pick_earliest(scans, matches)
     also = [
-        f"{_rank(scan.dump.rank)}: {candidate.entry.name} made {candidate.what}; nothing that was recorded used it"
+        f"{_rank(scan.dump.rank)}: {candidate.entry.name} made {candidate.nonfinite_kinds}; "
+        "nothing that was recorded used it"
         for scan in scans
         for candidate in scan.candidates
         if candidate.relevance == "unused" and candidate not in earliest
@@ -164,7 +165,7 @@ def examine(dumps: Sequence[RankDump]) -> OriginFindings:
     )
 
 
-def _pick_earliest(scans: Sequence[RankScan], matches: Mapping[int, Sequence[_Match]]) -> list[Candidate]:
+def _pick_earliest(scans: Sequence[RankScan], matches: Mapping[int, Sequence[_MatchedCollective]]) -> list[Candidate]:
     """Return what comes first, one of a rank; what something used goes before what nothing did."""
     by_clock: defaultdict[tuple[bool, int, bool], dict[int, Candidate]] = defaultdict(dict)
     for scan in sorted(scans, key=lambda scan: scan.rank):
@@ -221,7 +222,7 @@ class Candidate:
     undumped: tuple[int, ...] = ()
 
     @property
-    def what(self) -> str:
+    def nonfinite_kinds(self) -> str:
         has_nan, has_infinity = (any(getattr(leaf, has) for _, leaf in self.bad) for has in ("has_nan", "has_infinity"))
         return " and ".join(["NaN"] * has_nan + ["infinity"] * has_infinity)
 
@@ -235,7 +236,7 @@ class RankCollective:
 
 
 @dataclass(eq=False)
-class _Tensor:
+class _NonfiniteTensor:
     """A tensor that is not finite.
 
     Attributes:
@@ -253,7 +254,7 @@ class _Tensor:
 
 
 class RankScan:
-    """The search in one rank's dump, of which only what is not finite, collectives and growth are kept."""
+    """Finds the candidates in one rank's dump, of which it keeps what is not finite, collectives and growth."""
 
     def __init__(self, dump: RankDump) -> None:
         self.dump = dump
@@ -263,15 +264,15 @@ class RankScan:
         self.candidates: list[Candidate] = []
         self.collectives: list[RankCollective] = []
         self.growth = Growth()
-        self._tensors: dict[str, _Tensor] = {}  # by `_keys`
-        self._unused: dict[_Tensor, None] = {}  # those that no entry took yet
+        self._tensors: dict[str, _NonfiniteTensor] = {}  # by `_keys`
+        self._unused: dict[_NonfiniteTensor, None] = {}  # those that no entry took yet
         self._has_backward: set[str] = set()  # names of forward passes whose backward pass came
         memory = MemoryWalk(dump.level)
         for entry in dump.entries():
             memory.take(entry)
             if not entry.is_recompute:
                 self._take(entry)
-        self._settle()
+        self._judge_unused()
         self.overlaps = memory.overlaps()
 
     def summary(self) -> RankSummary:
@@ -288,12 +289,12 @@ class RankScan:
             self.growth.take(entry, name)
         operation = "" if name.is_module or is_gradient else name.api
         call = read_collective(entry, name, self.rank) if name.is_collective else None
-        inputs, outputs = (self._read(entry, operation), entry.outputs) if call is None else (call.taken, call.made)
-        made = _bad(outputs)
-        taken = [self._find_input(entry, name, bad, bool(made)) for bad in _bad(inputs)]
+        inputs = self._inputs_of(entry, operation) if call is None else call.inputs
+        made = _select_nonfinite(entry.outputs if call is None else call.outputs)
+        taken = [self._find_input(entry, name, bad, bool(made)) for bad in _select_nonfinite(inputs)]
         is_sink = is_gradient or call is not None
         if is_sink:
-            _reach(tensor.cause for tensor in taken)
+            _mark_strong(tensor.cause for tensor in taken)
         if made or is_sink or any("float" in leaf.dtype or "complex" in leaf.dtype for _, leaf in entry.outputs):
             for tensor in taken:  # what only looks, as isnan does, uses nothing
                 self._unused.pop(tensor, None)
@@ -303,7 +304,7 @@ class RankScan:
             self.collectives.append(RankCollective(call, bool(taken)))
         self.entries += 1
 
-    def _settle(self) -> None:
+    def _judge_unused(self) -> None:
         """Decide which tensors that no entry took make their candidates count."""
         for tensor in self._unused:
             cause = tensor.cause
@@ -312,7 +313,7 @@ class RankScan:
             is_loss = tensor.requires_grad and tensor.after == self.gradients
             cause.relevance = "strong" if is_loss or tensor.maker in self._has_backward else "unused"
 
-    def _read(self, entry: DumpEntry, operation: str) -> Iterator[tuple[str, DumpLeaf]]:
+    def _inputs_of(self, entry: DumpEntry, operation: str) -> Iterator[tuple[str, DumpLeaf]]:
         """Yield what the entry takes, parameters and their gradients too, without what it overwrites."""
         for path, leaf in entry.leaves():
             is_target = path == "input_kwargs.out" or (path == "input.0" and tensor_rules.overwrites_target(operation))
@@ -321,7 +322,7 @@ class RankScan:
             if not is_target and not path.startswith("output"):
                 yield path, leaf
 
-    def _find_input(self, entry: DumpEntry, name: Name, bad: tuple[str, DumpLeaf], has_made: bool) -> _Tensor:
+    def _find_input(self, entry: DumpEntry, name: Name, bad: tuple[str, DumpLeaf], has_made: bool) -> _NonfiniteTensor:
         """Return the tensor that goes in; one that was never seen before has arrived."""
         path, leaf = bad
         is_parameter = path.startswith(_PARAMETERS)
@@ -341,7 +342,10 @@ class RankScan:
             tensor.cause.parameters += (module + path.removeprefix(_PARAMETERS),)
         return tensor
 
-    def _take_outputs(self, entry: DumpEntry, name: Name, operation: str, made: Leaves, taken: list[_Tensor]) -> None:
+    def _take_outputs(
+        self, entry: DumpEntry, name: Name, operation: str, made: Leaves, taken: list[_NonfiniteTensor]
+    ) -> None:
+        """Note to which candidate the outputs ``made`` lead back: that of an input, or the entry itself."""
         causes = [tensor.cause for tensor in taken if tensor.cause is not None]
         has_mask = len(causes) < len(taken)
         known = [self._find(leaf) if name.is_module else None for _, leaf in made]
@@ -359,7 +363,7 @@ class RankScan:
             is_raw = cause.kind == "uninitialised"
             known = [None] * len(made)
             if name.direction == "backward" or name.is_collective:  # what its forward pass made is in the graph
-                _reach([cause, *(earlier for earlier in self.candidates if earlier.entry.name == name.forward)])
+                _mark_strong([cause, *(earlier for earlier in self.candidates if earlier.entry.name == name.forward)])
         for (_, leaf), tensor in zip(made, known, strict=True):
             # one that is known: the module returns what an entry inside it made, or its input
             self._unused[tensor or self._add(cause, entry.name, leaf, is_raw)] = None
@@ -378,7 +382,8 @@ class RankScan:
         is_given = any(leaf.has_nan for _, leaf in made) and any(map(math.isnan, _nonfinite_numbers(entry)))
         return "given" if is_given else "computation"
 
-    def _find(self, leaf: DumpLeaf) -> _Tensor | None:
+    def _find(self, leaf: DumpLeaf) -> _NonfiniteTensor | None:
+        """Return the tensor that an earlier entry had, by its place in memory or by its statistics."""
         location, statistics = _keys(leaf)
         tensor = self._tensors.get(location)
         if tensor is None:
@@ -387,8 +392,8 @@ class RankScan:
                 return None
         return tensor
 
-    def _add(self, cause: Candidate | None, maker: str, leaf: DumpLeaf, is_raw: bool = False) -> _Tensor:
-        tensor = _Tensor(cause, maker, bool(leaf.requires_grad), self.gradients, is_raw)
+    def _add(self, cause: Candidate | None, maker: str, leaf: DumpLeaf, is_raw: bool = False) -> _NonfiniteTensor:
+        tensor = _NonfiniteTensor(cause, maker, bool(leaf.requires_grad), self.gradients, is_raw)
         self._tensors.update(dict.fromkeys(filter(None, _keys(leaf)), tensor))
         return tensor
 
@@ -403,20 +408,21 @@ class RankScan:
         return candidate
 
 
-def _reach(causes: Iterable[Candidate | None]) -> None:
+def _mark_strong(causes: Iterable[Candidate | None]) -> None:
+    """Note that these candidates lead to a gradient or a collective."""
     for cause in causes:
         if cause is not None:
             cause.relevance = "strong"
 
 
-def _bad(leaves: Iterable[tuple[str, DumpLeaf]]) -> Leaves:
+def _select_nonfinite(leaves: Iterable[tuple[str, DumpLeaf]]) -> Leaves:
     """Return those that are not finite."""
     return [(path, leaf) for path, leaf in leaves if not leaf.is_finite]
 
 
 def _keys(leaf: DumpLeaf) -> tuple[str, str]:
     """Return what identifies a tensor: its place in memory, empty if it is not known, and its statistics."""
-    statistics = repr([leaf.raw.get(key) for key in ("shape", *keys())])
+    statistics = repr([leaf.raw.get(key) for key in ("shape", *statistic_keys())])
     return "" if leaf.storage_id is None else f"{leaf.storage_id} {leaf.storage_offset} {statistics}", statistics
 
 
@@ -464,7 +470,7 @@ class Growth:
             ratio = size_out / size_in
             self._grown.append(GrownEntry(entry.name, operation, name.direction, size_in, size_out, ratio))
 
-    def grower(self, candidate: Candidate) -> Grower | None:
+    def find_growing_operation(self, candidate: Candidate) -> GrowingOperation | None:
         """Return the operation that contributed most to an overflow; None where none did repeatedly."""
         direction = "backward" if candidate.in_backward else "forward"
         by_name = {entry.name: entry for entry in self._grown if entry.direction == direction}
@@ -481,14 +487,14 @@ class Growth:
         for operation, logs in sorted(by_operation.items(), key=lambda item: -sum(item[1])):
             calls, ratio = self._calls[operation, direction], math.exp(sum(logs) / len(logs))
             if len(logs) >= 2 and 2 * len(logs) >= calls and sum(logs) >= math.log(_ENOUGH):
-                grower = Grower(operation, direction, calls, len(logs), ratio, trail[-_TRAIL:])
+                grower = GrowingOperation(operation, direction, calls, len(logs), ratio, trail[-_TRAIL:])
                 return grower if _is_overflow(candidate, trail[-1].ratio) else None
         return None
 
 
 def _is_overflow(candidate: Candidate, ratio: float) -> bool:
     """Return whether there are infinities, or whether what went in was close to the largest number."""
-    return "infinity" in candidate.what or any(
+    return "infinity" in candidate.nonfinite_kinds or any(
         _size([leaf]) * _NEAR * ratio >= _LARGEST.get(dtype_name(leaf.dtype), math.inf)
         for _, leaf in candidate.entry.inputs
     )
@@ -504,7 +510,7 @@ def _size(leaves: Iterable[DumpLeaf]) -> float:
 
 
 @dataclass(eq=False)
-class _Match:
+class _MatchedCollective:
     """One collective, on all ranks that have it; ``ranks`` are those that should."""
 
     ranks: tuple[int, ...]
@@ -512,12 +518,12 @@ class _Match:
     clock: int = 0
 
 
-def _match_collectives(scans: Sequence[RankScan]) -> dict[int, list[_Match]]:
+def _match_collectives(scans: Sequence[RankScan]) -> dict[int, list[_MatchedCollective]]:
     """Return the collectives of every rank in execution order, each as what its ranks share.
 
     They are matched by their number in the group where all dumps have it, for an entry may be missing; or by counting.
     """
-    matches: dict[tuple[Any, ...], _Match] = {}
+    matches: dict[tuple[Any, ...], _MatchedCollective] = {}
     of_rank = {}
     has_sequence = all(member.call.sequence is not None for scan in scans for member in scan.collectives)
     for scan in scans:
@@ -526,7 +532,7 @@ def _match_collectives(scans: Sequence[RankScan]) -> dict[int, list[_Match]]:
         for member in sorted(scan.collectives, key=lambda member: member.call.number):  # as begun, not as ended
             key, ranks = _key(scan.rank, member.call)
             key = (*key, member.call.sequence if has_sequence else None)
-            match = of_member[member] = matches.setdefault((*key, counts[key]), _Match(ranks))
+            match = of_member[member] = matches.setdefault((*key, counts[key]), _MatchedCollective(ranks))
             counts[key] += 1
             match.members[scan.rank] = member
         of_rank[scan.rank] = [of_member[member] for member in scan.collectives]
@@ -543,11 +549,11 @@ def _key(rank: int, call: CollectiveEntry) -> tuple[tuple[Any, ...], tuple[int, 
     return (call.group, call.ranks, "message" if call.is_message else call.api, ranks), ranks
 
 
-def _set_clocks(of_rank: Mapping[int, Sequence[_Match]]) -> list[_Match]:
+def _set_clocks(of_rank: Mapping[int, Sequence[_MatchedCollective]]) -> list[_MatchedCollective]:
     """Set every collective's clock; return them in an order that fits all ranks, where there is one."""
     queues = {rank: deque(matches) for rank, matches in of_rank.items()}
     now = dict.fromkeys(queues, 0)
-    order: list[_Match] = []
+    order: list[_MatchedCollective] = []
     while heads := [queue[0] for queue in queues.values() if queue]:
         ready = (match for match in heads if all(queues[rank][0] is match for rank in match.members))
         match = next(ready, heads[0])  # asynchronous ones may cross: then some order is as good as another
@@ -559,7 +565,7 @@ def _set_clocks(of_rank: Mapping[int, Sequence[_Match]]) -> list[_Match]:
     return order
 
 
-def _report_unmatched(scans: Sequence[RankScan], order: Sequence[_Match]) -> Iterator[str]:
+def _report_unmatched(scans: Sequence[RankScan], order: Sequence[_MatchedCollective]) -> Iterator[str]:
     dumped = {scan.rank for scan in scans}
     for match in order:
         rank, member = next(iter(match.members.items()))
@@ -595,7 +601,7 @@ def _origin(candidate: Candidate) -> NaNOrigin:
     scan, dump, name = candidate.scan, candidate.scan.dump, candidate.entry.name
     before = scan.collectives[: candidate.position]
     following = scan.collectives[candidate.position + (candidate.kind == "collective") :]
-    grower = None if candidate.kind == "given" else scan.growth.grower(candidate)
+    grower = None if candidate.kind == "given" else scan.growth.find_growing_operation(candidate)
     stack = dump.stack_of(name) or dump.stack_of(parse_name(name).forward)
     return NaNOrigin(
         dump.rank,
@@ -614,7 +620,7 @@ def _origin(candidate: Candidate) -> NaNOrigin:
 
 def _verdict(candidate: Candidate) -> str:
     """Return what happened, without the rank and the time."""
-    name, what = candidate.entry.name, candidate.what
+    name, what = candidate.entry.name, candidate.nonfinite_kinds
     paths = shorten((path for path, _ in candidate.bad), _SHOWN)
     before = f"before {'the first entry of this dump' if _describe_left_out([candidate.scan]) else 'the step'}"
     if candidate.kind == "arrived" and candidate.order:
@@ -652,7 +658,7 @@ _ADVICE: dict[OriginKind, str] = {
 }
 
 
-def _advice(candidate: Candidate, grower: Grower | None) -> str:
+def _advice(candidate: Candidate, grower: GrowingOperation | None) -> str:
     """Return one or two sentences on how to go on."""
     if grower is not None:
         return (
@@ -665,7 +671,7 @@ def _advice(candidate: Candidate, grower: Grower | None) -> str:
         return 'operations inside of modules and between them are not in an L0 dump: dump with level "mix".'
     if candidate.kind in _ADVICE:
         return _ADVICE[candidate.kind]
-    if candidate.in_backward and candidate.what == "infinity":
+    if candidate.in_backward and candidate.nonfinite_kinds == "infinity":
         return (
             "a gradient overflows: lower the loss scale, or look for a division by almost nothing. With a GradScaler "
             "that is how its first steps look, and it skips them."

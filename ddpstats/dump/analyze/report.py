@@ -19,14 +19,14 @@ from ddpstats.dump.analyze import DumpLeaf
 from ddpstats.dump.analyze.compare import (
     GROWTH,
     NONFINITE,
-    NOTHING,
+    NOTHING_COMPARED,
     CompareFindings,
     CompareMode,
     Comparison,
     LeafRow,
 )
 from ddpstats.dump.msprobe import columns
-from ddpstats.dump.statistics import keys as statistics_keys
+from ddpstats.dump.statistics import statistic_keys
 
 _SHOWN_ROWS = 20
 _SHOWN_SIDES = 8
@@ -52,7 +52,7 @@ def _verdict(findings: CompareFindings) -> str:
     compared = sum((Counter(each.compared) for each in findings.comparisons), Counter[str]())
     ranks = count_of(sum(len(each.ranks) for each in findings.comparisons), "ranks")
     what = f"{count_of(compared.total(), 'tensors')} in {ranks}"
-    if findings.status == NOTHING:
+    if findings.status == NOTHING_COMPARED:
         return f"NOTHING TO COMPARE: no tensor is on all sides, in {ranks}."
     if not findings.total("unequal") and not findings.lacking:
         how = ", ".join(f"{number:,} equal {_EQUAL[kind]}" for kind, number in compared.items())
@@ -100,7 +100,7 @@ def _details(row: LeafRow) -> Iterator[str]:
     yield f"      {_reason(row)}"
     if leaf.is_tensor:
         known = {key for raw in raws.values() for key, value in raw.items() if value is not None}
-        keys = [key for key in (*statistics_keys("relative"), "md5") if key in known]
+        keys = [key for key in (*statistic_keys("relative"), "md5") if key in known]
         errors = [row.verdict.errors.get(key, (None, None))[1] for key in keys]
         table = [["", *keys, ""]]
         for side, raw in raws.items():
@@ -158,7 +158,7 @@ tr.yellow { background: #fff3bf; }
 
 def cells(row: LeafRow, mode: CompareMode) -> list[Any]:
     """Return a row's values in the order of `msprobe.columns`; ``N/A`` where there is nothing."""
-    numbers, close = statistics_keys("relative"), row.verdict.closeness
+    numbers, close = statistic_keys("relative"), row.verdict.closeness
     raws = [row.leaves[side] for side in row.sides]
     grads = [None if raw is None else raw.get("requires_grad") for raw in raws]
     errors = [row.verdict.errors.get(key, (None, None)) for key in numbers]

@@ -65,7 +65,7 @@ class Overlap:
 
 
 class MemoryWalk:
-    """Takes the entries of one rank, in execution order."""
+    """Takes the entries of one rank, in execution order, and finds the storages that overlap."""
 
     def __init__(self, level: str) -> None:
         self._modules_only = level == "L0"

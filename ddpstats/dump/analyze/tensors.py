@@ -4,7 +4,7 @@ Elements are taken in the memory order of the first tensor's original where the 
 their logical order. Two NaN, or the same infinity, are equal.
 
 A wrong computation differs in scattered places or everywhere. Memory that another kernel overwrote differs in one
-contiguous block, often of a size that is a power of two; `Runs.words` says which of these it looks like.
+contiguous block, often of a size that is a power of two; `DifferingRuns.words` says which of these it looks like.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_PICKLE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Runs:
+class DifferingRuns:
     """The runs of elements that differ, in flat memory order.
 
     Attributes:
@@ -76,7 +76,7 @@ class Closeness:
     max_relative: float
     one_thousandth: float
     five_thousandths: float
-    runs: Runs
+    runs: DifferingRuns
 
     @property
     def equal(self) -> bool:
@@ -250,10 +250,10 @@ class _RunCollector:
         left = KEPT_RUNS - len(self._first)
         self._first += zip(starts[:left].tolist(), stops[:left].tolist(), strict=True)
 
-    def result(self, a: Tensor, b: Tensor, dense: bool) -> Runs:
+    def result(self, a: Tensor, b: Tensor, dense: bool) -> DifferingRuns:
         """Return the runs of two flat tensors; ``dense``: neighbours in them are neighbours in memory."""
         words = self._words(a, b, dense)
-        return Runs(a.numel(), self._differing, self.count, self._largest, tuple(self._first), words)
+        return DifferingRuns(a.numel(), self._differing, self.count, self._largest, tuple(self._first), words)
 
     def _words(self, a: Tensor, b: Tensor, dense: bool) -> str:
         elements, item_bytes = a.numel(), a.element_size()

@@ -204,7 +204,7 @@ def _at_exit() -> None:
 
 
 def _forget_in_fork() -> None:
-    """Workers of a DataLoader are forked inside the step, or between two pieces of it, and go on with all there was."""
+    """Drop the steps of the parent: a DataLoader's workers are forked inside a step, or between two pieces of it."""
     for recorder, watches in _unfinished.items():
         recorder.forget()
         for watch in watches:

@@ -2,7 +2,7 @@
 
 The only file of the dump that touches autograd's nodes.
 
-1. Before the call: which edges of the graph lead to its inputs (`Before`), and the number of the newest node.
+1. Before the call: which edges of the graph lead to its inputs (`InputEdges`), and the number of the newest node.
 2. After it, the gradient of an output is what arrives at the node that made it: a hook before that node.
 3. The gradient of an input is what flows along the edges that lead to it. From the outputs' nodes we walk back through
    the nodes that are newer than 1 to those that have such an edge, and hook these: what they hand on along the edge is
@@ -94,7 +94,7 @@ class PassEntries:
 # -- a call ------------------------------------------------------------------------------------------------------------
 
 
-class Before:
+class InputEdges:
     """Records where the inputs of a call are in the graph, before the call; it is made of all arguments.
 
     Attributes:
@@ -129,7 +129,7 @@ class _Share(NamedTuple):
 _Shares = dict[Any, list[_Share]]
 
 
-def watch_backward(recorder: Recorder, forward: OpenEntry, before: Before, result: Any) -> None:
+def watch_backward(recorder: Recorder, forward: OpenEntry, before: InputEdges, result: Any) -> None:
     """Hook what is to be seen of the backward pass of a call that has returned."""
     outputs = list(tensors_in(result))
     producers: _Shares = {}
@@ -156,7 +156,7 @@ def watch_backward(recorder: Recorder, forward: OpenEntry, before: Before, resul
         node.register_hook(partial(entries.arrive, shares))
 
 
-def _consumers(todo: list[Any], before: Before) -> _Shares:
+def _consumers(todo: list[Any], before: InputEdges) -> _Shares:
     """Return the nodes of the call that have an edge to an input; ``todo`` are those that made its outputs.
 
     ``x * x`` has two edges to the same x: the first belongs to the first argument, the second to the second. Where a
@@ -201,7 +201,7 @@ class _CallEntries(PassEntries):
     sums: dict[int, Tensor] = field(default_factory=dict)
 
     def begin(self) -> OpenEntry:
-        number = self.recorder.number(self.name)
+        number = self.recorder.next_number(self.name)
         name = f"{self.name}.{number}" if number else self.name
         raw: dict[str, Any] = {section: [None] * count for section, count in self.sections.items()}
         parents = [backward_of(parent) for parent in self.forward.parents]

@@ -35,7 +35,7 @@ from ddpstats._observe.torch_compat import (
     function_modes,
     is_tracing,
 )
-from ddpstats.dump.record.backward import Before, watch_backward
+from ddpstats.dump.record.backward import InputEdges, watch_backward
 from ddpstats.dump.record.leaves import tensors_in
 from ddpstats.dump.record.recorder import OpenEntry, Recorder
 
@@ -48,10 +48,10 @@ class RecordedCall:
     ) -> None:
         self._recorder, self.name = recorder, name
         self._entry: OpenEntry | None = None
-        self._before: Before | None = None
+        self._before: InputEdges | None = None
         with recorder.safely(name):
             if torch.is_grad_enabled() and recorder.wants_backward:
-                self._before = Before(tensors_in([args, list(kwargs.values())]))
+                self._before = InputEdges(tensors_in([args, list(kwargs.values())]))
             self._entry = recorder.begin(name, args, kwargs, parameters)
 
     def end(self, result: Any) -> None:
@@ -115,7 +115,7 @@ class CallWatch(TorchFunctionMode):
         self._recorder = recorder
         self._is_on = False
         self._thread = threading.get_ident()
-        self._below: list[Any] = []
+        self._below: list[Any] = []  # the modes that were on when this one was entered
 
     def start(self) -> None:
         self._below = function_modes()
@@ -151,7 +151,7 @@ class CallWatch(TorchFunctionMode):
             name = None
         if name is None:
             return self._run_skipped(func, args, kwargs)
-        call = RecordedCall(self._recorder, f"{name}.{self._recorder.number(name)}.forward", args, kwargs)
+        call = RecordedCall(self._recorder, f"{name}.{self._recorder.next_number(name)}.forward", args, kwargs)
         try:
             result = func(*args, **kwargs)
         except BaseException as error:

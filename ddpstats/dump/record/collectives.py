@@ -67,7 +67,7 @@ class CollectiveWatch(collectives.Subscriber):
         self._backward = -1  # the last backward pass with a collective in it
 
     def start(self) -> None:
-        """Raises ``ConfigError`` on a torch whose collectives cannot be observed."""
+        """See collectives from here on. Raises ``ConfigError`` on a torch whose collectives cannot be observed."""
         self._recorder.poll = self.poll
         collectives.subscribe(self)
 
@@ -76,10 +76,10 @@ class CollectiveWatch(collectives.Subscriber):
         collectives.unsubscribe(self)
         self.poll()
         with self._recorder.lock:
-            left = [entry for _, entry in self._issuing.values()]
-            left += [pending.entry for pending in self._pending.values()]
+            unfinished = [entry for _, entry in self._issuing.values()]
+            unfinished += [pending.entry for pending in self._pending.values()]
             self.forget()
-            for entry in left:
+            for entry in unfinished:
                 self._end(entry, None)
 
     def forget(self) -> None:
@@ -115,8 +115,8 @@ class CollectiveWatch(collectives.Subscriber):
         recorder = self._recorder
         self.poll()
         with recorder.safely(call.op), recorder.lock:
-            number = recorder.number(f"Distributed.{call.op}")
-            seq = recorder.number((call.view.name, *((call.op, call.peer) if call.operator.is_message else ())))
+            number = recorder.next_number(f"Distributed.{call.op}")
+            seq = recorder.next_number((call.view.name, *((call.op, call.peer) if call.operator.is_message else ())))
             name = f"Distributed.{call.op}.{number}.forward"
             entry = recorder.begin(name, list(call.inputs), {**_arguments(call), "seq": seq})
             if entry.raw["input_kwargs"]:

@@ -7,12 +7,12 @@ Lists, tuples, dicts and dataclasses become lists and dicts, with a leaf for eac
    is in memory; of an expanded one, what is there. What is not finite, or out of the range of such a pass, is measured
    as on a device.
 2. On a device all of it is always computed, in float64, into one small tensor, and nothing waits.
-   `TensorSummaries.settle` reads these, in one copy for each device.
+   `TensorSummaries.read_devices` reads these, in one copy for each device.
 3. On an accelerator they are computed on a stream of their own, from a copy made on the program's: the copy is in order
    with what the program writes there before and after, so that what is measured is what the program itself would have
    read. Where too many copies are under way, they are computed on the program's stream, without one. The stream follows
-   every stream of the program that had something to be read, and is all that `TensorSummaries.settle` waits for. While
-   a CUDA graph is captured nothing is measured: it would become part of the graph.
+   every stream of the program that had something to be read, and is all that `TensorSummaries.read_devices` waits for.
+   While a CUDA graph is captured nothing is measured: it would become part of the graph.
 4. A tensor in host memory that comes twice at one moment of one entry is measured once. Nothing is remembered beyond
    that: memory that was overwritten in the meantime must not look as it was.
 """
@@ -43,7 +43,7 @@ from ddpstats._base.device import (
 from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.torch_compat import is_functorch_tensor, storage_id
 from ddpstats._rerun.record import set_fields
-from ddpstats.dump.statistics import STATISTICS, keys
+from ddpstats.dump.statistics import STATISTICS, statistic_keys
 from ddpstats.dump.writer import TensorFiles, as_json, checksum, is_dense, without_repeats
 
 Leaf = dict[str, Any]
@@ -68,7 +68,7 @@ class _Deferred(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class TensorSummaries:
-    """Makes the leaves of one step.
+    """Describes the tensors of one step: a leaf for each, with its statistics and where it is in memory.
 
     Args:
         md5: whether leaves have a checksum.
@@ -92,20 +92,20 @@ class TensorSummaries:
     _deferred: list[_Deferred] = field(default_factory=list)
     _streams: dict[torch.device, torch.Stream | None] = field(default_factory=dict)
     _copies: deque[tuple[torch.Event, Tensor]] = field(default_factory=deque)
-    _no_numbers: Leaf = field(default_factory=lambda: dict.fromkeys(keys("relative")))
-    _no_counts: Leaf = field(default_factory=lambda: dict.fromkeys(keys("equal")))
+    _no_numbers: Leaf = field(default_factory=lambda: dict.fromkeys(statistic_keys("relative")))
+    _no_counts: Leaf = field(default_factory=lambda: dict.fromkeys(statistic_keys("equal")))
     _copied_bytes: int = 0
 
     @property
-    def waiting(self) -> int:
+    def deferred_count(self) -> int:
         """The number of leaves whose statistics are on a device."""
         return len(self._deferred)
 
     def of_entry(self, name: str) -> EntryLeaves:
-        """Return what makes leaves of the entry ``name``, of its tensors as they are now."""
+        """Return what makes the leaves of the entry ``name``, from its tensors as they are now."""
         return EntryLeaves(self, name, self.saves(name))
 
-    def tensor(self, tensor: Tensor, name: str, path: str, is_saved: bool) -> Leaf:
+    def describe(self, tensor: Tensor, name: str, path: str, is_saved: bool) -> Leaf:
         leaf: Leaf = {"type": "torch.Tensor"}
         values = None
         try:
@@ -126,7 +126,7 @@ class TensorSummaries:
         if is_saved or self.md5:
             for key in self._no_counts:  # behind those of msprobe
                 leaf[key] = leaf.pop(key, None)
-        leaf.update(self._memory(tensor if values is None else values))
+        leaf.update(self._memory_of(tensor if values is None else values))
         return leaf
 
     def entry_fits(self, name: str) -> bool:
@@ -146,7 +146,7 @@ class TensorSummaries:
         return self._held_bytes <= self.max_bytes
 
     def _description(self, tensor: Tensor, values: Tensor | None) -> Leaf:
-        """Return what holds without looking at a number. A ragged tensor's shape is that of the numbers it holds."""
+        """Return dtype, shape and the like. A ragged tensor's shape is that of the numbers it holds."""
         shown = values if tensor.is_nested and values is not None else tensor
         leaf: Leaf = {
             "dtype": text(tensor.dtype),
@@ -188,17 +188,17 @@ class TensorSummaries:
         return numbers
 
     def _order(self, device: torch.device) -> None:
-        """Let `settle` wait for what the program's stream has been given so far."""
+        """Let `read_devices` wait for what the program's stream has been given so far."""
         if (stream := self._streams.get(device)) is not None:
             follow_program(stream)
 
     def _may_copy(self, size: int) -> bool:
-        """A copy is under way until its event has happened; to ask an event waits for nothing."""
+        """Return whether copies that are under way leave room for this one. To ask an event waits for nothing."""
         while self._copies and self._copies[0][0].query():
             self._copied_bytes -= self._copies.popleft()[1].nbytes
         return self._copied_bytes + size <= _COPIED_BYTES
 
-    def settle(self) -> None:
+    def read_devices(self) -> None:
         """Read everything that is on a device, in one copy for each device. Waits."""
         waiting = [deferred for deferred in self._deferred if not deferred.numbers.is_meta]
         self._deferred = []
@@ -216,7 +216,7 @@ class TensorSummaries:
         self._copies.clear()
         self._copied_bytes = 0
 
-    def _memory(self, tensor: Tensor) -> Leaf:
+    def _memory_of(self, tensor: Tensor) -> Leaf:
         try:
             device, storage = tensor.device, tensor.untyped_storage()
             return {
@@ -233,7 +233,7 @@ class TensorSummaries:
             return {"device": text(tensor.device)}
 
     def _number_of(self, storage: torch.UntypedStorage) -> int:
-        """An address is given again when memory is freed, the number is not: what names a storage is held, weakly."""
+        """Return a storage's number, which is never given again, as an address is: a weak reference holds the key."""
         key = storage_id(storage)
         if key not in self._storages:
             self._storages[key] = next(_storage_numbers), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -269,24 +269,25 @@ def _has_storage(tensor: Tensor) -> bool:
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # others need not have a list of their numbers
-_EXACT = (torch.float32, torch.float64)
-_MASK = torch.uint8  # of a bool tensor; to convert one takes too much memory
-_FEW = 32  # Python has measured so few before torch has begun
-_FEWER = 1 << 16  # elements, of which both ends are sooner known from one pass
-_CACHED = 1 << 18  # elements for each thread: 1 MiB of float32 stays in its cache
+_UNCONVERTED = (torch.float32, torch.float64)  # are measured in their own type
+_BOOL_BYTES = torch.uint8  # of a bool tensor; to convert one takes too much memory
+_FEW_ELEMENTS = 32  # Python has measured so few before torch has begun
+_ONE_PASS_ELEMENTS = 1 << 16  # elements, of which both ends are sooner known from one pass
+_CACHE_ELEMENTS = 1 << 18  # elements for each thread: 1 MiB of float32 stays in its cache
 # Elements of one dot product, which is summed in float32: MKL keeps partial sums, other libraries need not.
-_DOTTED = _CACHED if torch.backends.mkl.is_available() else 1 << 16  # type: ignore[no-untyped-call]
+_DOT_ELEMENTS = _CACHE_ELEMENTS if torch.backends.mkl.is_available() else 1 << 16  # type: ignore[no-untyped-call]
 _SMALLEST_SQUARE = 1e-30  # a float32 below has few bits left: the squares may have been lost
 
 
 def host_numbers(tensor: Tensor, shape: Sequence[int]) -> Sequence[float]:
     """Return what `device_numbers` does, of a tensor in host memory, with as few passes over it as possible."""
     values = _as_real(tensor)
-    numbers = _of_few(values) if values.numel() <= _FEW and type(values) in _PLAIN else _of_many(_flat(values))
+    is_small = values.numel() <= _FEW_ELEMENTS and type(values) in _PLAIN
+    numbers = _measure_few(values) if is_small else _measure_many(_flat(values))
     if numbers is None:
         result: list[float] = device_numbers(tensor, shape).tolist()
         return result
-    return [*numbers, 0, 0, 0, *map(float, _others(values, shape))]
+    return [*numbers, 0, 0, 0, *map(float, _measure_others(values, shape))]
 
 
 def device_numbers(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -298,22 +299,22 @@ def device_numbers(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """
     values, wide = _as_real(tensor), widest_float(tensor.device)
     low, high = torch.aminmax(values)
-    if values.dtype is _MASK:
+    if values.dtype is _BOOL_BYTES:
         numbers = [high, low, *[torch.zeros_like(low)] * 5]
     else:
         bad, nans = values.isfinite().logical_not_(), values.isnan().sum()
         mean, norm = values.mean(dtype=wide), torch.linalg.vector_norm(values, dtype=wide)
         numbers = [high, low, mean, norm, nans, bad.sum() - nans, bad.flatten().view(torch.uint8).argmax()]
-    return torch.stack([number.to(wide) for number in (*numbers, *_others(values, shape))])
+    return torch.stack([number.to(wide) for number in (*numbers, *_measure_others(values, shape))])
 
 
 # The statistics of the first rows are measured together; behind them come those of rows with a ``measure``.
-_TOGETHER = 7
+_MEASURED_TOGETHER = 7
 
 
-def _others(values: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    measures = [row.measure for row in STATISTICS[_TOGETHER:] if row.measure is not None]
-    return [measure((values.float() if values.dtype is _MASK else values).expand(shape)) for measure in measures]
+def _measure_others(values: Tensor, shape: Sequence[int]) -> list[Tensor]:
+    measures = [row.measure for row in STATISTICS[_MEASURED_TOGETHER:] if row.measure is not None]
+    return [measure((values.float() if values.dtype is _BOOL_BYTES else values).expand(shape)) for measure in measures]
 
 
 def as_statistics(numbers: Sequence[float], dtype: torch.dtype, shape: Sequence[int], repeats: int) -> Leaf:
@@ -338,16 +339,16 @@ def as_statistics(numbers: Sequence[float], dtype: torch.dtype, shape: Sequence[
 
 def _as_real(tensor: Tensor) -> Tensor:
     dtype = tensor.dtype
-    if dtype in _EXACT:
+    if dtype in _UNCONVERTED:
         return tensor.resolve_neg() if tensor.is_neg() else tensor
     if dtype.is_complex:  # a magnitude may be too large for the type of its parts
         return tensor.to(torch.promote_types(tensor.dtype, widest_float(tensor.device))).abs()
     if dtype is torch.bool:
-        return tensor.view(_MASK)
+        return tensor.view(_BOOL_BYTES)
     return tensor.float() if dtype.is_floating_point else tensor.to(widest_float(tensor.device))
 
 
-def _of_few(values: Tensor) -> tuple[float, ...] | None:
+def _measure_few(values: Tensor) -> tuple[float, ...] | None:
     numbers = values.flatten().tolist()
     try:
         mean = math.fsum(numbers) / len(numbers)
@@ -356,22 +357,22 @@ def _of_few(values: Tensor) -> tuple[float, ...] | None:
     return (max(numbers), min(numbers), mean, math.hypot(*numbers)) if math.isfinite(mean) else None
 
 
-def _of_many(flat: Tensor) -> tuple[float, ...] | None:
+def _measure_many(flat: Tensor) -> tuple[float, ...] | None:
     """Return largest, smallest, mean and norm; None where anything is not finite, or float32 cannot hold the sums.
 
     All passes are made over a part that stays in the processor's cache before the next part is read: 4 MiB take a
     quarter less time. In it `amin` and `amax` are faster than `aminmax`, but not for few elements, nor for bytes.
     """
-    if flat.dtype is _MASK:
+    if flat.dtype is _BOOL_BYTES:
         low, high = torch.aminmax(flat)
         return high.item(), low.item(), 0.0, 0.0
     total, square, ends = 0.0, 0.0, []
-    for cached in _parts(flat, _CACHED * torch.get_num_threads()):
+    for cached in _parts(flat, _CACHE_ELEMENTS * torch.get_num_threads()):
         total += cached.sum().item()
         if not math.isfinite(total):  # as it is wherever an element is not finite
             return None
-        square += sum([torch.dot(part, part).item() for part in _parts(cached, _DOTTED)])
-        low, high = torch.aminmax(cached) if cached.numel() < _FEWER else (cached.amin(), cached.amax())
+        square += sum([torch.dot(part, part).item() for part in _parts(cached, _DOT_ELEMENTS)])
+        low, high = torch.aminmax(cached) if cached.numel() < _ONE_PASS_ELEMENTS else (cached.amin(), cached.amax())
         ends += [low.item(), high.item()]
     most, least = max(ends), min(ends)
     if not (_SMALLEST_SQUARE <= square < math.inf or least == most == 0):
@@ -419,14 +420,14 @@ class EntryLeaves:
             return self._tensor(value, path)
         items = _items_of(value, depth)
         if items is None:
-            return None if value is None else _plain(value)
+            return None if value is None else _describe_value(value)
         leaves = {str(key): self.of(item, f"{path}.{key}", depth + 1) for key, item in items.items()}
         return list(leaves.values()) if isinstance(value, (list, tuple)) else leaves
 
     def _tensor(self, tensor: Tensor, path: str) -> Leaf:
         leaf = self._measured.get(id(tensor))
-        if leaf is None or self._is_saved or self._maker.waiting:
-            leaf = self._measured[id(tensor)] = self._maker.tensor(tensor, self._name, path, self._is_saved)
+        if leaf is None or self._is_saved or self._maker.deferred_count:
+            leaf = self._measured[id(tensor)] = self._maker.describe(tensor, self._name, path, self._is_saved)
             return leaf
         return dict(leaf)
 
@@ -454,7 +455,7 @@ def _items_of(value: Any, depth: int) -> Mapping[Any, Any] | None:
     return value if len(value) <= _MOST_ITEMS or isinstance(next(iter(value.values())), Tensor) else None
 
 
-def _plain(value: Any) -> Leaf:
+def _describe_value(value: Any) -> Leaf:
     kind = type(value).__name__
     if isinstance(value, _SCALARS):
         short = value[:_MOST_CHARACTERS] if isinstance(value, str) else value

@@ -119,7 +119,7 @@ class ModuleWatch:
 
     def _forward_begins(self, base: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder, handled = self._recorder, sys.exc_info()[1]
-        name = f"{base}.forward.{recorder.number(base)}"
+        name = f"{base}.forward.{recorder.next_number(base)}"
         call = RecordedCall(recorder, name, args, kwargs, dict(module.named_parameters(recurse=False)))
         self._running.append(_ForwardPass(module, call, handled))
         if id(module) in self._gradients:
@@ -184,7 +184,7 @@ class ParameterGradients(PassEntries):
     in_graph: set[str] = field(default_factory=set)
 
     def begin(self) -> OpenEntry:
-        name = f"{self.name}.{self.recorder.number(self.name)}"
+        name = f"{self.name}.{self.recorder.next_number(self.name)}"
         entry = self.recorder.open(name, {}, [backward_of(parent) for parent in self.inside])
         entry.parents = ()
         return entry

@@ -67,7 +67,7 @@ class Recorder:
         poll: called at every entry: collectives that have ended meanwhile are noticed then.
         is_active: False from `pause` to `resume`: what is left in a graph does nothing then.
         creates_graph: whether the backward pass that runs makes a graph itself, as far as hooks have seen.
-        unfinished: their ``flush`` is called by `pause`, for they hold entries that are not complete.
+        unfinished: what holds entries that are not complete; `pause` calls their ``flush``.
     """
 
     def __init__(self, config: DumpConfig, directory: Path) -> None:
@@ -116,8 +116,8 @@ class Recorder:
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
-    def number(self, what: object) -> int:
-        """Return how often this was called before, since the step began."""
+    def next_number(self, what: object) -> int:
+        """Return the number of this call of ``what`` in the step, from 0."""
         with self.lock:
             self._counts[what] += 1
             return self._counts[what] - 1
@@ -125,7 +125,7 @@ class Recorder:
     def open(self, name: str, raw: dict[str, Any], parents: Sequence[str], stack: int | None = None) -> OpenEntry:
         """Begin an entry inside the passes ``parents``, which is called from here unless there is a ``stack``."""
         is_wanted = self.is_active and self._selection.wants(name, parents)
-        number = self._stack() if stack is None else stack
+        number = self._stack_number() if stack is None else stack
         return OpenEntry(name, raw, number, list(parents), is_wanted)
 
     def begin(
@@ -173,21 +173,21 @@ class Recorder:
                     if isinstance(value, (list, dict)):
                         value.clear()
             self._queue.append(entry)
-            if not self.config.async_dump and not 0 < self.leaves.waiting < _BATCH:
+            if not self.config.async_dump and not 0 < self.leaves.deferred_count < _BATCH:
                 self._drain()
 
     def _drain(self) -> None:
-        """An error of the device costs numbers, and no entry."""
-        if self.leaves.waiting:
+        """Write the entries of the queue. An error of the device costs numbers, and no entry."""
+        if self.leaves.deferred_count:
             with self.safely("reading the device"), no_dispatch_no_grad():
-                self.leaves.settle()
+                self.leaves.read_devices()
         queue, self._queue = self._queue, []
         for entry in queue:
             with self.safely(entry.name):
                 self._writer.add(entry.name, entry.raw, entry.stack, entry.parents[-1] if entry.parents else None)
             entry.raw = {}  # the graph holds the entry, until it is freed
 
-    def _stack(self) -> int:
+    def _stack_number(self) -> int:
         """Return the number of the program's frames here, innermost first."""
         frames = list(islice(step_frames(), _MOST_FRAMES))
         key = tuple([(id(frame.f_code), frame.f_lasti) for frame in frames])
