@@ -111,23 +111,13 @@ def new_stream(device: torch.device) -> torch.Stream | None:
 def computes_on(stream: torch.Stream) -> Iterator[None]:
     """Compute on ``stream``, which begins when the program's stream has come so far."""
     before = torch.accelerator.current_stream(stream.device), torch.accelerator.current_stream()
-    follow_program(stream)
+    stream.wait_stream(before[0])
     torch.accelerator.set_stream(stream)
     try:
         yield
     finally:
         for program in before:  # the second one brings the current device back
             torch.accelerator.set_stream(program)
-
-
-def follow_program(stream: torch.Stream) -> None:
-    """Let ``stream`` go on once the program's stream has come so far."""
-    stream.wait_stream(torch.accelerator.current_stream(stream.device))
-
-
-def continue_after(stream: torch.Stream) -> None:
-    """Let the program's stream go on once ``stream`` has come so far. The host does not wait."""
-    torch.accelerator.current_stream(stream.device).wait_stream(stream)
 
 
 def record_event(device: torch.device | None = None, *, timing: bool = False) -> Any:

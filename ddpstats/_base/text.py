@@ -17,7 +17,6 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -132,27 +131,15 @@ def stdout_to_stderr() -> Iterator[None]:
         os.close(saved)
 
 
-@dataclass(frozen=True)
-class VerbReport:
-    """The result of a verb.
+def print_report(status: int, as_json: bool, text: Callable[[], str], data: Callable[[], Mapping[str, Any]]) -> int:
+    """Print the result of a verb and return its status. Write files before: the reader of stdout may be gone.
 
-    Attributes:
+    Args:
         status: the exit status of the command.
-        text: for people.
-        data: printed with ``--json``; numbers that are not finite become words, because JSON lacks them.
-        indent: of the JSON text.
+        as_json: print ``data`` and not ``text``; numbers that are not finite become words, because JSON lacks them.
     """
-
-    status: int
-    text: Callable[[], str]
-    data: Callable[[], Mapping[str, Any]]
-    indent: int | None = None
-
-    def show(self, as_json: bool) -> int:
-        """Print the report and return the status. Write files before: the reader of stdout may be gone."""
-        text = json.dumps(strict_json(self.data()), indent=self.indent) if as_json else self.text()
-        print(printable(text.split("\n")))
-        return self.status
+    print(printable((json.dumps(strict_json(data())) if as_json else text()).split("\n")))
+    return status
 
 
 # -- files that a user names -------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ddpstats._base.text import ranks_text
-from ddpstats._ranks.comm import Comm, CommFailed, as_tensor
+from ddpstats._ranks.comm import Comm, CommFailed, as_byte_tensor
 from ddpstats._ranks.exchange import (
     AGREED_BYTES,
     Call,
@@ -279,7 +279,7 @@ class Agreement:
         for position in large:
             part = bytearray(payload) if position == self.position else bytearray(sizes[position])
             self.count(sizes[position])
-            self.comm.broadcast(as_tensor(part), position, self.left())
+            self.comm.broadcast(as_byte_tensor(part), position, self.left())
             parts[position] = memoryview(part)
         for rank, expected, received in zip(self.comm.ranks, heads, parts, strict=True):
             if hashlib.blake2b(received, digest_size=16).digest() != _HEAD.unpack(expected)[1]:

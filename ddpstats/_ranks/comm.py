@@ -152,8 +152,8 @@ class GlooComm:
 
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         gathered = [bytearray(len(payload)) for _ in self.ranks]
-        outputs = list(map(as_tensor, gathered))
-        own = as_tensor(payload if isinstance(payload, bytearray) else bytearray(payload))
+        outputs = list(map(as_byte_tensor, gathered))
+        own = as_byte_tensor(payload if isinstance(payload, bytearray) else bytearray(payload))
         options = _options("AllgatherOptions", timeout_sec)
         self._finish(self._group.allgather, ([outputs], [own], options), timeout_sec)
         return gathered
@@ -352,7 +352,7 @@ def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return members(dist.get_process_group_ranks(group))
 
 
-def as_tensor(buffer: bytearray) -> torch.Tensor:
+def as_byte_tensor(buffer: bytearray) -> torch.Tensor:
     """Return a view of ``buffer``: the bytearray holds what a collective writes into it."""
     if not buffer:  # `frombuffer` refuses it; a collective over nothing still is one
         return torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -26,6 +26,7 @@ from ddpstats._base.paths import Index, Path
 from ddpstats._base.text import dtype_name, first_line
 from ddpstats._ranks.agreement import Agreement
 from ddpstats._ranks.calls import channel_of
+from ddpstats._ranks.comm import as_byte_tensor
 from ddpstats._ranks.exchange import GATHER, Call, Failure, InvalidLeaf, failure_of, refuse
 from ddpstats.errors import InvalidStats
 
@@ -87,7 +88,7 @@ def encode(tree: Any) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_describe(tree, (), tensors)).encode()
     file = io.BytesIO()
-    write_tensors(file, {**tensors, _JSON: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
+    write_tensors(file, {**tensors, _JSON: as_byte_tensor(bytearray(text))})
     return file.getvalue()
 
 

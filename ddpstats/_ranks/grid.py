@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ddpstats._ranks.comm import Comm, CommFailed, GlooComm, ReduceOp, Watch, as_tensor, group_ranks
+from ddpstats._ranks.comm import Comm, CommFailed, GlooComm, ReduceOp, Watch, as_byte_tensor, group_ranks
 from ddpstats._ranks.store import BoundedStore
 
 # From here on a call in a grid takes less time than in one ring (docs/scale.md).
@@ -117,7 +117,7 @@ class GridComm:
             block = bytearray().join(line.all_gather(block, left()))
         if self._pair is not None:
             block = block if self._lines else bytearray(2 * cells * size)
-            self._pair.broadcast(as_tensor(block), 0, left())
+            self._pair.broadcast(as_byte_tensor(block), 0, left())
         step = 2 * size if guests else size
         of_cells = [block[cell * step : cell * step + size] for cell in range(cells)]
         return of_cells + [block[cell * step + size : (cell + 1) * step] for cell in range(guests)]

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ddpstats._base.text import VerbReport, count_of, first_line, shorten, stdout_to_stderr
+from ddpstats._base.text import count_of, first_line, print_report, shorten, stdout_to_stderr
 from ddpstats._observe.frames import calls_step
 from ddpstats.errors import BundleError, ConfigError
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--repeat {args.repeat}: at least one run is needed")
     with stdout_to_stderr() if args.json else contextlib.nullcontext():
         facts = _replay(args)
-    return VerbReport(0 if facts["reproduced"] else 1, lambda: _as_text(facts), lambda: facts).show(args.json)
+    return print_report(0 if facts["reproduced"] else 1, args.json, lambda: _as_text(facts), lambda: facts)
 
 
 def _replay(args: argparse.Namespace) -> dict[str, Any]:

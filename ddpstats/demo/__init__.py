@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from ddpstats._base.text import VerbReport
+from ddpstats._base.text import print_report
 from ddpstats.errors import DdpstatsError
 
 WEIGHT = 8.0
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     except RankError as error:
         raise DdpstatsError(f"the ranks could not run: {error}") from error
     report = report_of(reports)
-    VerbReport(0, lambda: as_text(report), lambda: report, indent=2).show(args.json)
+    print_report(0, args.json, lambda: as_text(report), lambda: report)
     if not report["ok"]:
         raise DdpstatsError("ddpstats got a number wrong here, which is a bug in ddpstats: please report it")
     return 0

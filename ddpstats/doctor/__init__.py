@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpstats._base import config
-from ddpstats._base.text import VerbReport, count_of, holders_lines, shorten, stdout_to_stderr
+from ddpstats._base.text import count_of, holders_lines, print_report, shorten, stdout_to_stderr
 
 # What a rank reports: sections of names and values, which are texts, or numbers of milliseconds.
 Facts = dict[str, dict[str, Any]]
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     report = compare(by_rank)
     status = int(bool(report["differences"]))
-    return VerbReport(status, lambda: as_text(report), lambda: report, indent=2).show(args.json)
+    return print_report(status, args.json, lambda: as_text(report), lambda: report)
 
 
 # -- what differs -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ddpstats._base.files import open_regular, parse_json
-from ddpstats._base.text import VerbReport, count_of, holders_lines, printable, ranks_text
+from ddpstats._base.text import count_of, holders_lines, print_report, printable, ranks_text
 from ddpstats._ranks.failure import ProcessId
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard.diagnosis import LEFT
@@ -284,7 +284,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         picture = picture_of(ranks)
         shown = {"ranks": [row._asdict() for row in picture.rows], "late": picture.late, "remarks": picture.remarks}
-        return VerbReport(_status(ranks), str, lambda: shown).show(True)
+        return print_report(_status(ranks), True, str, lambda: shown)
     with contextlib.ExitStack() as stack:
         show = _open_view(sys.stdout, stack)
         show(picture_of(ranks))

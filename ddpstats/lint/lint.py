@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ddpstats._base.files import read_regular
-from ddpstats._base.text import VerbReport, check_writable, count_of, first_line, write_file
+from ddpstats._base.text import check_writable, count_of, first_line, print_report, write_file
 from ddpstats._base.version import __version__
 from ddpstats.errors import DdpstatsError
 from ddpstats.lint.collectives import MAY_HOLD, Collectives
@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
     if args.sarif is not None:
         write_file(args.sarif, lambda file: json.dump(as_sarif(result.findings, result.unread), file, indent=1))
     status = 1 if result.findings else 2 if result.unread else 0
-    return VerbReport(status, result.as_text, result.as_dict).show(args.json)
+    return print_report(status, args.json, result.as_text, result.as_dict)
 
 
 def lint(paths: Sequence[Path], rules: Sequence[str] = tuple(RULES)) -> LintResult:

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ddpstats._base.marks import Mark
-from ddpstats._base.text import VerbReport, check_writable, printable, write_file
+from ddpstats._base.text import check_writable, print_report, printable, write_file
 from ddpstats.capture.manifest import bundles_in, read_manifest
 from ddpstats.dump.analyze import find_ranks, rank_of, steps_in
 from ddpstats.dump.analyze.nan_origin import examine
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         write_file(args.html, lambda file: file.write(page_of(recorded, report)))
     if args.perfetto is not None:
         write_file(args.perfetto, lambda file: file.writelines(trace_of(recorded, report)))
-    return VerbReport(int(report["has_findings"]), lambda: as_text(report), lambda: report).show(args.json)
+    return print_report(int(report["has_findings"]), args.json, lambda: as_text(report), lambda: report)
 
 
 def read_directories(directories: Sequence[Path]) -> Recorded:

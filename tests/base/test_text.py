@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from ddpstats._base.text import (
-    VerbReport,
     check_writable,
     count_of,
     dtype_name,
+    print_report,
     printable,
     ranks_text,
     shorten,
@@ -59,13 +59,13 @@ def test_control_characters_in_lines_are_escaped() -> None:
 
 
 def test_report_is_shown_as_text_or_legal_json_and_returns_its_status(capsys: pytest.CaptureFixture[str]) -> None:
-    report = VerbReport(1, lambda: "DIFFERENT", lambda: {"worst": (math.nan, -math.inf), "rank": 0})
-    assert [report.show(as_json=False), report.show(as_json=True)] == [1, 1]
+    for as_json in (False, True):
+        assert print_report(1, as_json, lambda: "DIFFERENT", lambda: {"worst": (math.nan, -math.inf), "rank": 0}) == 1
     assert capsys.readouterr().out == 'DIFFERENT\n{"worst": ["NaN", "-Infinity"], "rank": 0}\n'
 
 
 def test_shown_text_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    VerbReport(0, lambda: "one\x1b[2J\r\ntwo\x07", dict).show(as_json=False)
+    print_report(0, False, lambda: "one\x1b[2J\r\ntwo\x07", dict)
     assert capsys.readouterr().out == "one\\x1b[2J\\r\ntwo\\x07\n"
 
 

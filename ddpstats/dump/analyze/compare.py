@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ddpstats._base.text import VerbReport, check_writable, ranks_text, shorten
+from ddpstats._base.text import check_writable, print_report, ranks_text, shorten
 from ddpstats.dump import statistics
 from ddpstats.dump.analyze import (
     DumpEntry,
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         text = report.as_text(findings)
     if args.html is not None:  # before the text: its reader may have gone
         report.write_page(args.html, findings, text)
-    return VerbReport(findings.status, lambda: text, lambda: asdict(findings)).show(args.json)
+    return print_report(findings.status, args.json, lambda: text, lambda: asdict(findings))
 
 
 # -- findings ----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ddpstats._base.text import VerbReport, count_of, dtype_name, printable, ranks_text, shorten
+from ddpstats._base.text import count_of, dtype_name, print_report, printable, ranks_text, shorten
 from ddpstats._observe import tensor_rules
 from ddpstats.dump.analyze import DumpEntry, DumpLeaf, RankDump, find_ranks, notes_of, printable_errors, rank_of
 from ddpstats.dump.analyze.stomp import MemoryWalk
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     with printable_errors():
         findings = examine(find_ranks(args.directory))
         is_bad = findings.origins or any(rank.shared_memory for rank in findings.ranks)
-        return VerbReport(1 if is_bad else 0, lambda: as_text(findings), lambda: asdict(findings)).show(args.json)
+        return print_report(1 if is_bad else 0, args.json, lambda: as_text(findings), lambda: asdict(findings))
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------

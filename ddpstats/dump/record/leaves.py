@@ -33,8 +33,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddpstats._base.device import (
     computes_on,
-    continue_after,
-    follow_program,
     is_capturing,
     new_stream,
     stream_number,
@@ -190,7 +188,7 @@ class TensorSummaries:
     def _order(self, device: torch.device) -> None:
         """Let `read_devices` wait for what the program's stream has been given so far."""
         if (stream := self._streams.get(device)) is not None:
-            follow_program(stream)
+            stream.wait_stream(torch.accelerator.current_stream(device))
 
     def _may_copy(self, size: int) -> bool:
         """Return whether copies that are under way leave room for this one. To ask an event waits for nothing."""
@@ -206,7 +204,7 @@ class TensorSummaries:
             try:
                 stream = self._streams[device]
                 if stream is not None:
-                    continue_after(stream)
+                    torch.accelerator.current_stream(device).wait_stream(stream)
                 group = [deferred for deferred in waiting if deferred.numbers.device == device]
                 rows = torch.stack([deferred.numbers for deferred in group]).tolist()
                 for deferred, numbers in zip(group, rows, strict=True):
