@@ -6,7 +6,7 @@ The publishing and the recording rooms do not know each other; both know this mo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,19 +34,12 @@ class Mark:
 
 VALUES = "values"  # the kind of mark that holds what a rank put into a reduction
 
-Listener = Callable[[Mark], None]
-# Without one, values of ranks need not be computed.
-listeners: list[Listener] = []
 
+class Listener(Protocol):
+    """Is called with marks, and with keys of reductions by their names. Local; must neither wait nor raise."""
 
-def publish(kind: str, text: str = "", **known: Any) -> None:
-    """Hand a mark of now to every listener. ``known``: the other fields of `Mark`. Local; nothing waits."""
-    for listener in tuple(listeners):
-        listener(Mark(kind, text, time.time(), **known))
-
-
-class KeyListener(Protocol):
-    """Is called with keys of reductions, by their names. Local; must neither wait nor raise."""
+    def take_mark(self, mark: Mark) -> None:
+        """Something has happened."""
 
     def renegotiated(self, name: str | None, new_keys: Sequence[str]) -> None:
         """All ranks have a new layout. ``new_keys``: paths that the one before lacked."""
@@ -61,4 +54,11 @@ class KeyListener(Protocol):
         """
 
 
-key_listeners: list[KeyListener] = []
+# Without one, values of ranks need not be computed.
+listeners: list[Listener] = []
+
+
+def publish(kind: str, text: str = "", **known: Any) -> None:
+    """Hand a mark of now to every listener. ``known``: the other fields of `Mark`. Local; nothing waits."""
+    for listener in tuple(listeners):
+        listener.take_mark(Mark(kind, text, time.time(), **known))

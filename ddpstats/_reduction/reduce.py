@@ -166,8 +166,8 @@ class Reduction:
         if selection.special:
             values = _finish(selection, list(values), sums, divisor, extremes)
         reduced = Reduced(total, selection, values, weights, agreement.world_size, columns)
-        if marks.key_listeners or columns is not None:
-            self._after(part, reduced, columns)
+        if marks.listeners:
+            self._publish(part, reduced, columns)
         return reduced
 
     def _extremes(self, part: Part, placement: Placement) -> dict[int, float]:
@@ -224,12 +224,12 @@ class Reduction:
         columns = [bytes(column) for column in received]
         return Columns(ranks, [array("d", c[: 8 * size]) for c in columns], [c[8 * size :] for c in columns])
 
-    def _after(self, part: Part, reduced: Reduced, columns: Columns | None) -> None:
+    def _publish(self, part: Part, reduced: Reduced, columns: Columns | None) -> None:
         call = self._call
-        for listener in tuple(marks.key_listeners):
-            site = self._agreement.group_name, call.kind, call.name
+        site = self._agreement.group_name, call.kind, call.name
+        for listener in tuple(marks.listeners):
             listener.reduced(site, part.structure, self._site.layout)
-        if columns is not None and marks.listeners:
+        if columns is not None:
             position = columns.ranks.index(self._agreement.comm.rank)
             of_path = reduced.flat_by_rank().items()
             marks.publish(
@@ -250,10 +250,10 @@ class Reduction:
         before = site.layout if are_in_step(statuses) else Layout()
         site.adopt(agree(held, before, agreement.group_name))
         agreement.keep(self._call, site)
-        if marks.key_listeners:
+        if marks.listeners:
             known = set(before.names)
             new_keys = [name for name in dict.fromkeys(site.layout.names) if name not in known]
-            for listener in tuple(marks.key_listeners):
+            for listener in tuple(marks.listeners):
                 listener.renegotiated(self._call.name, new_keys)
 
 

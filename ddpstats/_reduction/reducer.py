@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from typing import Any, Literal, NoReturn, get_args
 import torch.distributed as dist
 
 from ddpstats._base import config
+from ddpstats._base.caches import EmptiedCache
 from ddpstats._base.config import check_choice, check_flag
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._ranks.agreement import Counters
@@ -42,8 +42,6 @@ __all__ = [
 ]
 
 NonFinitePolicy = Literal["propagate", "skip", "raise"]
-
-_KEPT_REDUCERS = 256
 
 
 @dataclass(frozen=True)
@@ -246,7 +244,7 @@ class _GroupReference:
         raise ConfigError("a process group cannot go to another process; make what has group= on each rank, there")
 
 
-_reducers: OrderedDict[tuple[int, str, str | None, str, bool], StatsReducer] = OrderedDict()
+_reducers: EmptiedCache[tuple[int, str, str | None, str, bool], StatsReducer] = EmptiedCache(max_entries=256)
 _reducers_lock = threading.Lock()
 
 
@@ -282,9 +280,7 @@ def kept_reducer(
     # A group that is gone may have had the same id.
     if kept is not None and (kept._find_group is None or kept._find_group.find() is group):
         return kept
+    made = StatsReducer(group=group, name=name, nonfinite=nonfinite, per_rank=per_rank)
+    made._call = made._call._replace(kind=kind)
     with _reducers_lock:
-        made = _reducers[key] = StatsReducer(group=group, name=name, nonfinite=nonfinite, per_rank=per_rank)
-        made._call = made._call._replace(kind=kind)
-        while len(_reducers) > _KEPT_REDUCERS:
-            _reducers.popitem(last=False)
-    return made
+        return _reducers.keep(key, made)

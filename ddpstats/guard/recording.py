@@ -118,8 +118,7 @@ class Recording:
     def subscribe(self) -> None:
         """Record from now on what other parts of ddpstats publish."""
         if self._directory is not None:
-            marks.listeners.append(self.take_mark)
-            marks.key_listeners.append(self)
+            marks.listeners.append(self)
 
     def begin(self, identity: Identity) -> None:
         """Open the file, unless it is open. Raises `ConfigError` where nothing can be written."""
@@ -160,8 +159,7 @@ class Recording:
     def close(self) -> None:
         """Stop recording. Local and idempotent; also in a process that was forked from the recorded one."""
         with suppress(ValueError):
-            marks.listeners.remove(self.take_mark)
-            marks.key_listeners.remove(self)
+            marks.listeners.remove(self)
         self._close_file()
 
     # -- lines --------------------------------------------------------------------------------------------------------
