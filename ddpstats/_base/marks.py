@@ -16,7 +16,7 @@ class Mark:
     """Something that happened on the ranks, besides their collectives.
 
     Attributes:
-        kind: "sentinel", "nonfinite", "overflow", ...; "values" for what one rank put into a reduction.
+        kind: such as "nonfinite" and "overflow"; "values" for what one rank put into a reduction.
         text: for people; of "values" the name of the reduction.
         time: seconds since 1970.
         step: of the training; None where it is not known.

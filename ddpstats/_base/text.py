@@ -168,7 +168,7 @@ def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
     """
 
     def write_text(file: BinaryIO) -> None:
-        # a name in a dump may hold a lone surrogate, which no encoding has
+        # a name in an untrusted file may hold a lone surrogate, which no encoding has
         text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
         try:
             write(text)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from ddpstats._base import config
 from ddpstats._base.caches import EmptiedCache
-from ddpstats._base.config import check_choice, check_flag
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._ranks.agreement import Counters
 from ddpstats._ranks.calls import Channel, channel_of
@@ -126,8 +125,8 @@ class StatsReducer:
         timeout_sec: float | None = None,
         per_rank: bool = False,
     ) -> None:
-        check_choice("nonfinite", nonfinite, get_args(NonFinitePolicy))
-        check_flag("per_rank", per_rank)
+        config.check_choice("nonfinite", nonfinite, get_args(NonFinitePolicy))
+        config.check_flag("per_rank", per_rank)
         if name is not None and not isinstance(name, str):
             raise ConfigError(f"name={name!r} must be a str or None")
         self._find_group = None if group is None else _GroupReference(group)

@@ -285,7 +285,7 @@ class StepWatch:
     A copy of one, as of a module that keeps it, is closed.
 
     Args:
-        method: what judges the step, for messages: "NaNCapture.check".
+        method: the call that judges the step, in words, for messages.
     """
 
     def __init__(self, method: str, group: Any) -> None:
