@@ -448,7 +448,7 @@ def as_text(result: dict[str, Any]) -> str:
     if symptom is None:
         lines = ["bisect: every loss and every gradient was finite while every operation was looked at"]
     elif origin is None:
-        lines = [f"bisect: {symptom} is not finite, and no operation that could be seen made it"]
+        lines = [f"bisect: {symptom} is not finite, and no traced operation produced it"]
     else:
         node = "" if origin["autograd_node"] is None else f" ({origin['autograd_node']})"
         where = "" if origin["kind"] == SOURCE else f" in the {origin['direction']} pass{node}"

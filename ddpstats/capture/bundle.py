@@ -247,7 +247,7 @@ def _join(parts: list[ModelPart], where: str) -> dict[str, Tensor]:
         try:
             joined[name] = _whole(list(shards.values()))
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
-            raise BundleError(f"{where}: the shards of {name} do not make a whole one: {first_line(error)}") from None
+            raise BundleError(f"{where}: the shards of {name} do not fit together: {first_line(error)}") from None
     return joined
 
 
@@ -255,14 +255,14 @@ def _whole(shards: list[tuple[Shard, Tensor]]) -> Tensor:
     """Return the parameter. Raises one of some errors of Python and torch for shards that no capture wrote."""
     (first, tensor), *_ = shards
     if sum(tensor.numel() for _, tensor in shards) != math.prod(first.shape):
-        raise ValueError("some rank's are missing")
+        raise ValueError("shards of some ranks are missing")
     whole = torch.zeros(first.shape, dtype=tensor.dtype)
     for shard, tensor in shards:
         region = whole[
             tuple(slice(start, start + size) for start, size in zip(shard.offsets, tensor.shape, strict=False))
         ]
         if region.shape != tensor.shape:
-            raise ValueError("one exceeds its shape; the bundle is damaged or hostile")
+            raise ValueError("a shard exceeds the parameter's shape; the bundle is damaged or hostile")
         region.copy_(tensor)
     return whole
 
@@ -394,7 +394,7 @@ def close_bundle(
     missing: dict[int, str],
     **verdict: Any,
 ) -> None:
-    """Write the manifest of these files, and remove old bundles; one that lacks ranks takes the place of none.
+    """Write the manifest of these files, and remove old bundles. An incomplete bundle removes no older one.
 
     Args:
         files: what was written; a rank, or a file of parameters, that is not in it is not in the bundle.

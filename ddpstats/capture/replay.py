@@ -188,7 +188,7 @@ class _Echo:
         if call.operator.combines and call.reduce_op not in ("sum", "product", "avg", "min", "max", "band", "bor"):
             raise ConfigError(
                 f"the step calls {call.op} with the reduction {call.reduce_op}, which one rank alone cannot answer; "
-                "before torch 2.10 it is not known"
+                "torch before 2.10 does not report the reduce op"
             )
         self.counts[call.op] += 1
 
@@ -337,7 +337,7 @@ class Replay:
         return _plain(self.model.named_buffers())
 
     def run(self, search: Search | None = None) -> Outcome:
-        """Run the step once, from the captured state. Raises `ConfigError` for an error that the capture has not.
+        """Run the step once, from the captured state. Raises `ConfigError` for an error that the capture did not raise.
 
         With ``search``, such an error is a part of the outcome: the step may not like to be looked at.
         """
@@ -480,7 +480,7 @@ def _with_plain_names(part: RankPart) -> RankPart:
 
 
 def _adapt(model: nn.Module, device: torch.device) -> list[str]:
-    """Let modules that talk to other ranks do without: as if these held the same. Return notes."""
+    """Stop DDP and SyncBatchNorm from communicating, as if all ranks held the same. Return notes."""
     from torch import nn
 
     notes = []

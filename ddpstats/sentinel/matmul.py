@@ -490,8 +490,7 @@ class ChecksumWindow:
     def close(self) -> None:
         """Stop checking. Idempotent.
 
-        For some seconds after the last window closed each product still pays some microseconds; then, at the next
-        `tidy`, nothing is left behind.
+        After the last window closed each product still pays some microseconds, until a `tidy` 5 seconds later or more.
         """
         with _lock:
             if self.is_open:
@@ -568,7 +567,7 @@ class MatmulChecksum(Detector):
         self._steps_left = max(self._steps_left, steps)
 
     def open_after_alarm(self) -> None:
-        """Check after an alarm. One that follows from another one does not renew the window."""
+        """Start checking after an alarm; do not extend an open window."""
         if self._alarm_steps and not self.window.is_open:
             self.open_for(self._alarm_steps + 1)  # what is left of this one, too
             self._has_opened = True
@@ -588,7 +587,7 @@ class MatmulChecksum(Detector):
         reports = {rank: report for rank, report in reports.items() if report}
         exam.notes += [f"Rank {rank}: {report['unchecked']}" for rank, report in reports.items() if report["unchecked"]]
         faults = {rank: report["fault"] for rank, report in reports.items() if report["fault"]}
-        finding = finding_of("matmul checksum", "a product of matrices is not what its operands say", faults)
+        finding = finding_of("matmul checksum", "a matrix product has a wrong result", faults)
         if finding or exam.findings:
             self.open_after_alarm()
         if self._has_opened:

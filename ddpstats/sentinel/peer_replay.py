@@ -595,8 +595,8 @@ def judge(
 
 _ONLY_THERE = "something that only it holds outside of parameters, buffers, batch and random state"
 _SPLIT = (
-    "Each rank repeats itself and they disagree: one of the two is wrong each time, and a third rank would have to "
-    "decide; or their devices or libraries differ."
+    "Each rank reproduces its own result, but the two differ: one rank is wrong each time, or their devices or "
+    "libraries differ. A third rank is needed to decide."
 )
 
 

@@ -396,7 +396,7 @@ def test_shards_that_no_capture_wrote_are_refused(directory: Path, shape: list[i
     tensor = torch.zeros(3, 4) if shape[-1] else torch.zeros(0, 4)
     content = {"parameters": {name: tensor}, "shards": {name: {"shape": shape, "offsets": [0, 0]}}}
     making.rewrite_part(directory, "model.safetensors", content)
-    with pytest.raises(BundleError, match=re.escape(f"the shards of {name} do not make a whole one")):
+    with pytest.raises(BundleError, match=re.escape(f"the shards of {name} do not fit together")):
         read_all(directory)
 
 

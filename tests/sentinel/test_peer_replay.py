@@ -79,7 +79,7 @@ def test_two_ranks_and_a_transient_fault_need_no_third_one(two_ranks: RankPool) 
 def test_sticky_fault_on_one_of_two_ranks_has_no_culprit_and_the_text_says_so(two_ranks: RankPool) -> None:
     _, _, culprits, text = alarm_of(trained(two_ranks, Plan(options=OPTIONS, flips=[gradient_flip(2, 1, sticky=True)])))
     assert culprits == ()
-    assert "a third rank would have to decide" in text
+    assert "A third rank is needed to decide" in text
 
 
 def test_a_faulty_checker_is_not_taken_for_a_faulty_owner(three_ranks: RankPool) -> None:

@@ -91,7 +91,7 @@ def test_what_two_ranks_agree_on_is_right(runs: list[tuple[int, str]], culprits:
 def test_two_ranks_that_each_repeat_themselves_have_no_culprit() -> None:
     found = judged((0, "x"), (0, "x"), (1, "a"), (1, "a"))
     assert (found.culprit_ranks, found.is_noise) == ((), False)
-    assert "a third rank would have to decide" in found.text
+    assert "A third rank is needed to decide" in found.text
     assert "result A: rank 0 time 0, rank 0 time 1" in found.text
 
 
