@@ -168,6 +168,28 @@ def test_program_goes_on_beside_records_of_a_newer_format(tmp_path: Path, capsys
     assert "ddpstats watch: 1 of 2 ranks" in capsys.readouterr().err
 
 
+def test_lines_are_printed_when_a_state_changes_and_every_ten_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording, now, view = recorded(tmp_path), [1000.0], watch.Lines(sys.stderr)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def printed_after(sec: float) -> bool:
+        now[0] += sec
+        view.show(picture_of(Records(tmp_path).look()))
+        return bool(capsys.readouterr().err)
+
+    assert printed_after(0.0)
+    write_events(recording, 3, 9)
+    assert not printed_after(9.5), "a rank that goes on is in the same state"
+    assert printed_after(1.0)
+    recording.wait(time.time() - 3)
+    assert printed_after(0.5)
+    assert not printed_after(0.5)
+    recording.alarm("guard", "they differ")
+    assert printed_after(0.5)
+
+
 def test_watching_ends_where_the_records_are_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
