@@ -103,6 +103,9 @@ class Status(NamedTuple):
     body: str = ""
 
 
+# Two threads that make msgspec read the fields of a type at the same time end the process by SIGSEGV (msgspec 0.22).
+msgspec.json.Decoder(Status)
+
 # Each distinct status with the global ranks that sent it, in the order of the ranks.
 Statuses = Sequence[tuple[Status, tuple[int, ...]]]
 
