@@ -2,15 +2,15 @@
 
 1. Each rank writes into the store which process it is. Ranks of one host see each other's processes live and die.
 2. `FailureDetector.rendezvous`: before a group's first collective every rank waits until all have written that.
-3. `poll`: a rank that waits in a collective looks whether a rank reported a failure, or a process of its host died.
-4. `decide`: the first rank whose collective failed reports that. Every rank that waits then answers with the number
-   of its collective, and the ranks of its host that it sees alive. A verdict is due at once where a process is dead,
+3. `poll`: a rank that waits in a collective looks whether a rank raised an alarm, or a process of its host died.
+4. `decide`: the first rank whose collective failed raises the alarm. Every rank that waits then reports the number of
+   its collective, and the ranks of its host that it sees alive. A verdict is due at once where a process is dead,
    shortly after a connection broke, and otherwise at the deadline (`find_missing`).
-5. The first verdict that is written is that of all ranks, also of a late one at its next call. The rank that serves the
-   store stays until the others have read it.
+5. `FailureRound`: one rank judges by the reports, and the first verdict that is written is that of all ranks, also of a
+   late one at its next call. The guard settles its own alarms in the same way (`ddpstats.guard.failure_agreement`).
 
-One thread of one process answers the requests of all ranks. So one rank reads the answers, the first that reported, and
-another one only where no verdict comes; and the more ranks there are, the less often each of them asks.
+One thread of one process answers the requests of all ranks. So one rank reads the reports, and another one only where
+no verdict comes; and the more ranks there are, the less often each of them asks.
 
 The store is a helper, never a dependency. Where it is gone or silent, each rank concludes what it can see by itself
 (`Membership.diagnose_without_store`). Where no rank can be named, `Verdict.missing` is empty.
@@ -25,9 +25,10 @@ import os
 import re
 import struct
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import msgspec
@@ -157,44 +158,34 @@ class Membership:
         # Plain numbers: keys are made of them, and a `Rank` prints its group rank as well.
         self.store, self.rank, self.ranks = store, int(rank), tuple(map(int, ranks))
         self.peers = dict(peers or {})
-        self._log: StoreLog | None = None
         self._is_complete = False  # all ranks have joined, and those of this host are known
 
     def join(self) -> None:
         """Write which process this rank is."""
-        self.store.set(f"here/{self.rank}", ProcessId.mine().pack())
-        self._host_log().append(str(self.rank))
+        self.store.set(f"here/{self.rank}", "")
+        self._host_log.append(self.rank, ProcessId.mine().pack())
         if self.store.add("here", 1) >= len(self.ranks) and not self.absent():
             self.store.set("all here", "1")
 
+    @functools.cached_property
     def _host_log(self) -> StoreLog:
-        if self._log is None:
-            self._log = StoreLog(self.store, f"host/{ProcessId.mine().machine.hex()}")
-        return self._log
-
-    def have_all_joined(self) -> bool:
-        return self._is_complete or self.store.check(["all here"])
+        # Not "host/", where release 0.1.0 has notes of another form: ranks of both versions come to the handshake.
+        return StoreLog(self.store, f"processes/{ProcessId.mine().machine.hex()}")
 
     def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
         keys = self.store.absent([f"here/{rank}" for rank in self.ranks])
         return [int(key.removeprefix("here/")) for key in keys]
 
-    def learn(self) -> None:
-        """Read the processes of the ranks of this host that have joined. Waits for no rank."""
-        if self._is_complete or len(self.peers) == len(self.ranks) - 1:
-            return
-        is_complete = self.have_all_joined()
-        try:
-            joined = [int(note) for note in self._host_log().unread()]
-            payloads = self.store.read_present([f"here/{rank}" for rank in joined if rank != self.rank])
-        except BaseException:
-            self._log = None  # read the notes again, from the first one
-            raise
-        for key, payload in payloads.items():
-            if len(payload) == PROCESS_ID_BYTES:
-                self.peers[int(key.removeprefix("here/"))] = ProcessId.unpack(payload)
-        self._is_complete = is_complete
+    def learn(self) -> bool:
+        """Read the processes of the ranks of this host that have joined; return whether all ranks have. Never waits."""
+        if not self._is_complete:
+            have_all_joined = self.store.check(["all here"])
+            for rank, process in self._host_log.unread().items():
+                if len(process) == PROCESS_ID_BYTES and rank != self.rank:
+                    self.peers[rank] = ProcessId.unpack(process)
+            self._is_complete = have_all_joined
+        return self._is_complete
 
     def set_processes(self, processes: Mapping[int, ProcessId]) -> None:
         """Set the processes of all ranks, as they sent them."""
@@ -297,6 +288,86 @@ def find_missing(
     return tuple(rank for rank in missing if rank not in seen) or None
 
 
+class FailureRound:
+    """One failure, and how all ranks come to one verdict on it through the store.
+
+    1. The first rank that sees it raises the alarm, which says what failed. Each rank that waits reports what it knows.
+    2. One rank, the first that asks, judges by the reports once a verdict is due; another one where it does not.
+    3. The first verdict that is written is that of all ranks. They count themselves as readers: a rank whose end would
+       end the store, or other ranks, waits a moment for them.
+
+    ``alarm`` and ``verdict`` are None until this rank has read them. Several threads may use one object.
+    """
+
+    def __init__(self, store: BoundedStore, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self.alarm: bytes | None = None
+        self.verdict: bytes | None = None
+        self.has_reported = self._has_counted = False
+        self._is_judge: bool | None = None  # None: not asked yet
+
+    def raise_alarm(self, alarm: str) -> bytes:
+        """Raise the alarm unless one is on; return the one that is."""
+        self.alarm = self.alarm or self._store.post("alarm", alarm)
+        return self.alarm
+
+    def find_alarm(self) -> bytes | None:
+        """Return the alarm if one is on."""
+        self.alarm = self.alarm or self._store.find("alarm")
+        return self.alarm
+
+    def report(self, report: str) -> None:
+        """Report what this rank knows; waits for no rank."""
+        self.has_reported = True
+        StoreLog(self._store, "report").append(self._rank, report)
+
+    def turns(
+        self, due: float, polls: Iterable[float], yield_sec: float = _YIELD_SEC
+    ) -> Iterator[dict[int, bytes] | None]:
+        """Yield now and then until there is a verdict: by rank the new reports where this rank is to judge, or None.
+
+        The judge is to do so from ``due`` on, any other rank ``yield_sec`` later.
+        """
+        log = StoreLog(self._store, "report")
+        for poll_sec in polls:
+            if self.find_verdict() is not None:
+                return
+            late_sec = time.monotonic() - due
+            if late_sec >= 0.0 and self._is_judge is None:
+                self._is_judge = self._store.post("judge", str(self._rank)) == str(self._rank).encode()
+            is_mine = late_sec >= (0.0 if self._is_judge else yield_sec)
+            yield log.unread() if is_mine else None
+            time.sleep(poll_sec)
+
+    def find_verdict(self) -> bytes | None:
+        """Return the verdict if a rank has written one."""
+        self.verdict = self.verdict or self._store.find("verdict")
+        return self.verdict
+
+    def write(self, verdict: str) -> bytes:
+        """Write the verdict unless there is one; return the one that holds."""
+        self.verdict = self._store.post("verdict", verdict)
+        return self.verdict
+
+    def write_later(self, verdict: str, alarm: str) -> None:
+        """Write both when the store answers, if it ever does: for a rank that was stopped, and serves it."""
+        self._store.post_later("verdict", verdict)
+        self._store.post_later("alarm", alarm)
+
+    def count_as_reader(self) -> bool:
+        """Count this rank among those that have the verdict; return whether it was not counted yet."""
+        if self._has_counted:
+            return False
+        self._has_counted = True
+        self._store.add("read", 1)
+        return True
+
+    def linger(self, readers: int, limit_sec: float, poll_sec: float) -> None:
+        """Count this rank as a reader, and wait a moment until so many ranks are."""
+        self.count_as_reader()
+        wait_for(lambda: self._store.counted("read") >= readers, limit_sec, poll_sec)
+
+
 class FailureDetector:
     """One rank's access to the verdict on its group. ``what``: the operation, for messages."""
 
@@ -317,38 +388,28 @@ class FailureDetector:
         self.members = Membership(self.store, rank, self._names, peers)
         self.rank, self.ranks = self.members.rank, self.members.ranks
         self._what, self._timeout_name, self._closing = what, timeout_name, closing
-        self._polls_at = 0.0
-        self._is_judge: bool | None = None  # whether this rank reads the answers of all; None: not asked yet
-        self._has_read = False
+        self._failure, self._polls_at = FailureRound(self.store, self.rank), 0.0
         self.own_note: dict[int, str] = {}  # by this rank
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def rendezvous(self, deadline: float, longest_poll_sec: float) -> Verdict | None:
         """Join and wait for all other ranks; a verdict if one of them does not come before ``deadline``, or cannot."""
-        started = looked = time.monotonic()
+        started = time.monotonic()
         reason = "this was the first use of the group, and not all ranks came"
         try:
             with self.store.within(max(0.0, deadline - started) + 2 * _YIELD_SEC + _WRITE_SEC):
                 self.members.join()
-                for poll_sec in growing_polls(shared_poll(min(longest_poll_sec, _LOOK_SEC), len(self.ranks))):
-                    if self.members.have_all_joined():
-                        break
-                    time.sleep(min(poll_sec, max(_POLL_SEC, deadline - time.monotonic())))
-                    verdict = self.read()
-                    if verdict is not None:
-                        return verdict
-                    if time.monotonic() - looked >= _LOOK_SEC:
-                        looked = time.monotonic()
-                        self.members.learn()
-                        if dead := self.members.dead():
-                            return self._write(dead, dead, started, reason)
-                    if self._is_due(deadline):
-                        if missing := self.members.absent():
-                            return self._write(missing, (), started, reason)
-                        break  # the last rank to come could not write that it did
-                self.members.learn()
-                return self.read()
+                polls = growing_polls(shared_poll(min(longest_poll_sec, _LOOK_SEC), len(self.ranks)))
+                for reports in self._failure.turns(deadline, polls):
+                    if self.members.learn():
+                        return self.read()
+                    if dead := self.members.dead():
+                        return self._write(dead, dead, started, reason)
+                    if reports is not None:
+                        missing = self.members.absent()  # none where the last to come could not write that it did
+                        return self._write(missing, (), started, reason) if missing else None
+                return self._accept()
         except STORE_ERRORS as error:
             return self._decide_without_store(error)
 
@@ -357,7 +418,7 @@ class FailureDetector:
         if time.monotonic() >= self._polls_at:
             self._polls_at = time.monotonic() + shared_poll(0.0, len(self.ranks))
             with suppress(*STORE_ERRORS), self.store.within(_GLANCE_SEC):  # the collective itself may still succeed
-                if self.store.check(["failed"]):
+                if self._failure.find_alarm() is not None:
                     return "another rank has given up"
         return self.find_dead()
 
@@ -376,9 +437,8 @@ class FailureDetector:
         """
         try:
             with self.store.within(max(_GLANCE_SEC, deadline - time.monotonic()) + 2 * _YIELD_SEC + _WRITE_SEC):
-                is_broken = self.store.post("failed", _BROKEN if is_broken else _LATE) == _BROKEN.encode()
-                self._claim_judging()
-                self.store.set(f"answer/{self.rank}", Answer(seq, tuple(self.members.alive())).pack())
+                is_broken = self._failure.raise_alarm(_BROKEN if is_broken else _LATE) == _BROKEN.encode()
+                self._failure.report(Answer(seq, tuple(self.members.alive())).pack())
                 return self._decide(seq, reason, is_broken, started, deadline)
         except STORE_ERRORS as error:
             return self._decide_without_store(error)
@@ -386,37 +446,18 @@ class FailureDetector:
     def _decide(self, seq: int, reason: str, is_broken: bool, started: float, deadline: float) -> Verdict:
         answered = time.monotonic() + _BROKEN_SEC + 4 * shared_poll(0.0, len(self.ranks))
         due = min(deadline, answered) if is_broken else deadline
-        while True:
-            verdict = self.read()
-            if verdict is not None:
-                return verdict
+        for reports in self._failure.turns(due, repeat(shared_poll(_POLL_SEC, len(self.ranks)))):
             if self.members.dead():  # certain, so there is no need to wait for ranks that are merely slow
                 time.sleep(_POLL_SEC)  # ranks of one host tend to die together
                 dead = self.members.dead()
                 return self._write(dead, dead, started, reason)
-            if self._is_due(due):
-                is_over = time.monotonic() >= deadline
-                missing = find_missing(self.ranks, seq, self._read_answers(), is_over=is_over)
-                if missing is not None:
-                    return self._write(missing, (), started, reason)
-                due = deadline
-            time.sleep(shared_poll(_POLL_SEC, len(self.ranks)))
-
-    def _claim_judging(self) -> None:
-        own_rank = str(self.rank)
-        self._is_judge = self.store.post("judge", own_rank) == own_rank.encode()
-
-    def _is_due(self, deadline: float) -> bool:
-        """Return whether this rank is to conclude: at the deadline if it is the judge, otherwise a moment later."""
-        now = time.monotonic()
-        if now >= deadline and self._is_judge is None:
-            self._claim_judging()
-        return now >= deadline + (0.0 if self._is_judge else _YIELD_SEC)
-
-    def _read_answers(self) -> dict[int, Answer]:
-        ranks = {f"answer/{rank}": rank for rank in self.ranks}
-        answers = self.store.read_present(list(ranks))
-        return {ranks[key]: Answer.unpack(payload) for key, payload in answers.items()}
+            if reports is not None:
+                answers = {rank: Answer.unpack(report) for rank, report in reports.items()}
+                missing = find_missing(self.ranks, seq, answers, is_over=time.monotonic() >= deadline)
+                if missing is None:
+                    return self._decide(seq, reason, False, started, deadline)
+                return self._write(missing, (), started, reason)
+        return self._accept()
 
     def leave(self, why: str) -> Verdict:
         """Make the verdict that this rank left in the middle of a call."""
@@ -460,39 +501,31 @@ class FailureDetector:
         return self._post(Verdict(missing, self._text(missing, dead, time.monotonic() - started, reason)))
 
     def _post(self, verdict: Verdict) -> Verdict:
-        payload = self.store.post("verdict", verdict.pack())
-        self.store.post("failed", _LATE)
-        return self._accept(payload)
+        self._failure.write(verdict.pack())
+        self._failure.raise_alarm(_LATE)
+        return self._accept()
 
     def read(self) -> Verdict | None:
-        """Return the verdict, if a rank has written one; never waits for it."""
-        payload = self.store.find("verdict")
-        return None if payload is None else self._accept(payload)
+        """Return the verdict if a rank has written one; never waits for it."""
+        return None if self._failure.find_verdict() is None else self._accept()
 
-    def _accept(self, payload: bytes) -> Verdict:
-        verdict = Verdict.unpack(payload)
-        if not self._has_read:
-            self._has_read = True
-            with suppress(*STORE_ERRORS):
-                self.store.add("read", 1)
-                if self.rank == self.store.host_rank:
-                    self._linger(verdict)
+    def _accept(self) -> Verdict:
+        assert self._failure.verdict is not None
+        verdict = Verdict.unpack(self._failure.verdict)
+        with suppress(*STORE_ERRORS):
+            if self._failure.count_as_reader() and self.rank == self.store.host_rank:  # the store may end with it
+                readers = len(set(self.ranks).difference(verdict.missing) | {self.rank})
+                look_sec = shared_poll(0.0, len(self.ranks))
+                self._failure.linger(readers, _LINGER_SEC + 2 * look_sec, max(_POLL_SEC, look_sec))
         return verdict
-
-    def _linger(self, verdict: Verdict) -> None:
-        """Wait a moment until all other ranks have read the verdict: this process may end, and the store with it."""
-        readers = len(set(self.ranks).difference(verdict.missing) | {self.rank})
-        limit_sec = _LINGER_SEC + 2 * shared_poll(0.0, len(self.ranks))
-        wait_for(lambda: self.store.counted("read") >= readers, limit_sec, shared_poll(_POLL_SEC, len(self.ranks)))
 
     def _decide_without_store(self, error: BaseException) -> Verdict:
         if isinstance(error, ConfigError):  # it never was a store for a rendezvous
             raise error
         loss = self.members.diagnose_without_store(error, name=self.name)
         verdict = Verdict(loss.missing, loss.message([f"{self._what} was not completed:"], self._closing))
-        if isinstance(error, StoreSilent):  # a rank that was stopped, and served it, reads this when it goes on
-            self.store.post_later("verdict", verdict.pack())
-            self.store.post_later("failed", _LATE)
+        if isinstance(error, StoreSilent):
+            self._failure.write_later(verdict.pack(), _LATE)
         return verdict
 
     # -- words --------------------------------------------------------------------------------------------------------

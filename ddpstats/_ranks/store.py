@@ -351,15 +351,20 @@ class StoreLog:
         self._store, self._name = store, name
         self._read = 0, list[str]()  # the last number, and keys before it without a note: one attribute, for threads
 
-    def append(self, note: str | bytes) -> None:
-        """Write a note; never waits for another rank."""
-        self._store.set(f"{self._name}/{self._store.add(self._name, 1)}", note)
+    def append(self, rank: int, note: str | bytes) -> None:
+        """Write a note of this ``rank``; never waits for another one."""
+        note = note.encode() if isinstance(note, str) else note
+        self._store.set(f"{self._name}/{self._store.add(self._name, 1)}", b"%d %b" % (rank, note))
 
-    def unread(self) -> list[bytes]:
-        """Return the notes since the last time; never waits for another rank. Two threads may get the same notes."""
+    def unread(self) -> dict[int, bytes]:
+        """Return the newest note since the last time of each rank; never waits for one.
+
+        Two threads may get the same notes. Bytes that are no note are left out.
+        """
         read, pending = self._read
         counted = self._store.counted(self._name)
         keys = [*pending, *(f"{self._name}/{number}" for number in range(read + 1, counted + 1))]
         notes = self._store.read_present(keys)
         self._read = counted, [key for key in keys if key not in notes]
-        return list(notes.values())
+        parts = [note.partition(b" ") for note in notes.values()]
+        return {int(rank): note for rank, _, note in parts if rank.isdigit()}

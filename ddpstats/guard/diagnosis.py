@@ -177,7 +177,6 @@ class Alarm(Packed):
 class Departure(Packed):
     """The way in which a rank left the guard. ``counts``: group -> the collectives that it began there."""
 
-    rank: int
     how: str
     counts: Mapping[str, int]
 

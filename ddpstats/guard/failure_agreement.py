@@ -1,10 +1,12 @@
 """When something is wrong: one alarm, the status of every rank, one verdict. All through the store.
 
-1. A rank that sees a difference, or has waited too long, raises the alarm: a group, and the number of a collective.
+Ranks come to the verdict as in every failure (`ddpstats._ranks.failure.FailureRound`). What is the guard's own:
+
+1. An alarm names a group, and the number of a collective in which ranks differ or one has waited too long.
 2. Every rank that is alive reports its status: what it ran on that group, what it waits in, where its main thread is.
    The main thread of a rank that waits does so; the rank's watchdog does where the main thread is busy elsewhere.
-3. One rank, the first to come, reads the statuses until it has all or its patience is over, and writes the verdict,
-   which names the rank that prints it; all raise that text. Another rank does so where it does not.
+3. The judge waits for the statuses of all ranks until its patience is over. `diagnosis` says what is wrong, and the
+   verdict names the rank that prints it.
 4. The watchdog reads the verdict, too, so that the main thread raises it also where the store is gone by then.
 
 The store is read by every rank and trusted by none: bytes that are no status count as none. It is one thread that
@@ -19,9 +21,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from ddpstats._ranks.failure import Membership
+from ddpstats._ranks.failure import FailureRound, Membership
 from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreLog, StoreSilent, growing_polls, shared_poll, wait_for
 from ddpstats.guard import diagnosis
 from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, Departure, GuardFinding, RankStatus
@@ -57,14 +59,6 @@ class OwnRank(Protocol):
 AnnouncedBy = Callable[[str, int], list[Event]]
 
 
-class _VerdictOnAlarm(NamedTuple):
-    """A verdict that this rank's watchdog has read, and the alarm that it is on."""
-
-    number: int
-    alarm: Alarm
-    payload: bytes
-
-
 class FailureAgreement:
     """This rank's side.
 
@@ -79,8 +73,8 @@ class FailureAgreement:
         self.members, self.rank, self.store = members, members.rank, members.store
         self.verdicts = 0  # so far
         self._lock = threading.Lock()  # of that number
-        self._read: _VerdictOnAlarm | None = None
-        self.has_unread = False  # a verdict that the watchdog has read, and no other thread has come to
+        self.failure = self._next()  # the one after these verdicts
+        self._concluded: FailureRound | None = None  # the one before it
         self.own, self._announced_by, self._is_reachable = own, announced_by, is_reachable
         self.is_lost = False  # the store does not answer any more
         self._left: dict[int, Departure] = {}
@@ -88,7 +82,6 @@ class FailureAgreement:
         self.on_look: Callable[[], None] = lambda: None  # called by the watchdog, after each of its looks
         self.look_sec = shared_poll(WATCHDOG_SEC, len(members.ranks))  # how often a watchdog looks
         self._kept_position = ""
-        self._reported = self._counted = -1  # the last verdict for which this rank has done so
         self._slept_sec, self._woke, self._awake = 0.0, -math.inf, math.inf  # when the watchdog last ran
         members.join()
         self._is_closed = threading.Event()
@@ -99,12 +92,9 @@ class FailureAgreement:
 
     def alarm(self) -> Alarm | None:
         """Return the alarm that is on, if there is one."""
-        known = self._read_verdict(self.verdicts)
-        if known is not None:
-            return known.alarm
         try:
             with self.store.within(GLANCE_SEC):
-                alarm = self.store.find(f"alarm/{self.verdicts}")
+                alarm = self.failure.find_alarm()
             self.is_lost = False
             return None if alarm is None else Alarm.unpack(alarm)
         except STORE_ERRORS as error:
@@ -118,25 +108,21 @@ class FailureAgreement:
         """
         try:
             while True:
-                number = self.verdicts
-                known = self._read_verdict(number)
-                current = self._post(alarm, number, at_least_sec) if known is None else known.alarm
-                finding = self._verdict(current, number)
+                failure = self.failure
+                with self.store.within(max(at_least_sec, GLANCE_SEC if self.is_lost else _ASKING_SEC)):
+                    current = Alarm.unpack(failure.raise_alarm(alarm.pack()))
+                finding = self._conclude(failure, current)
                 if finding.is_error or current == alarm:
                     return finding
         except STORE_ERRORS as error:
             return self.without_store(alarm, error)
 
-    def _post(self, alarm: Alarm, number: int, at_least_sec: float) -> Alarm:
-        with self.store.within(max(at_least_sec, GLANCE_SEC if self.is_lost else _ASKING_SEC)):
-            return Alarm.unpack(self.store.post(f"alarm/{number}", alarm.pack()))
-
     def without_store(self, alarm: Alarm, error: BaseException) -> GuardFinding:
         """Return the verdict that the watchdog has read; otherwise what this rank can conclude alone."""
         self.is_lost = True
-        known = self._read_verdict(self.verdicts)
-        if known is not None:
-            return self._verdict(known.alarm, known.number)
+        failure = self.failure
+        if failure.alarm is not None and failure.verdict is not None:
+            return self._conclude(failure, Alarm.unpack(failure.alarm))
         mismatch = self._compare_memory(alarm)
         if mismatch is not None:
             return mismatch
@@ -161,67 +147,53 @@ class FailureAgreement:
 
     # -- verdicts -----------------------------------------------------------------------------------------------------
 
-    def _verdict(self, alarm: Alarm, number: int) -> GuardFinding:
-        """Report this rank's status, and wait for the verdict of that number. Several threads may do so at once."""
-        known = self._read_verdict(number)
+    def _next(self) -> FailureRound:
+        return FailureRound(self.store.part(f"failure/{self.verdicts}"), self.rank)
+
+    def _conclude(self, failure: FailureRound, alarm: Alarm) -> GuardFinding:
+        """Report this rank's status, and wait for the verdict. Several threads may do so at once."""
         try:
-            finding = GuardFinding.unpack(self._await_written(alarm, number) if known is None else known.payload)
+            finding = GuardFinding.unpack(failure.verdict or self._settle(failure, alarm))
         except ValueError:  # foreign bytes
             finding = diagnosis.unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
         with self._lock:
-            if self.verdicts == number:
+            if self.failure is failure:
                 self.own.take_verdict(finding)
                 self.verdicts += 1
-                self.has_unread = False
+                self.failure, self._concluded = self._next(), failure
         return finding
 
-    def _read_verdict(self, number: int) -> _VerdictOnAlarm | None:
-        known = self._read
-        return known if known is not None and known.number == number else None
+    def _settle(self, failure: FailureRound, alarm: Alarm) -> bytes:
+        """Return the verdict, by whichever rank."""
+        failure.report(self.own.report_status(alarm.group).pack())
+        statuses, asked = dict[int, RankStatus](), time.monotonic()
+        patience_sec = _PATIENCE_SEC + 2 * (self.look_sec - WATCHDOG_SEC)
+        polls = growing_polls(shared_poll(_LONGEST_POLL_SEC, len(alarm.ranks)))
+        for reports in failure.turns(asked, polls, patience_sec + _JUDGING_SEC):
+            is_over = time.monotonic() > asked + patience_sec
+            if reports is not None:
+                self._collect(alarm, reports, statuses)
+                if is_over or statuses.keys() >= set(alarm.ranks):
+                    return failure.write(self._judge(alarm, statuses).pack())
+        assert failure.verdict is not None
+        return failure.verdict
 
     def count_as_reader(self) -> None:
         """Report that this rank's program gets the newest verdict, or that the watchdog has printed it. Idempotent."""
-        number = self.verdicts - 1
-        if self._counted < number:
-            self._counted = number
-            self.store.add(f"read/{number}", 1)
+        if self._concluded is not None:
+            self._concluded.count_as_reader()
 
     def linger(self, readers: int) -> None:
         """Wait a moment until so many ranks have the newest verdict: when this rank ends, torchrun ends the others."""
         with suppress(*STORE_ERRORS), self.store.within(_LINGER_SEC):
-            self.count_as_reader()
-            wait_for(lambda: self.store.counted(f"read/{self._counted}") >= readers, _LINGER_SEC, self.look_sec)
+            if self._concluded is not None:
+                self._concluded.linger(readers, _LINGER_SEC, self.look_sec)
 
-    def _await_written(self, alarm: Alarm, number: int) -> bytes:
-        """Return the verdict of that number, by whichever rank."""
-        self._report(number, alarm)
-        own_rank = str(self.rank)
-        judges = self.store.post(f"judge/{number}", own_rank) == own_rank.encode()
-        patience_over = time.monotonic() + _PATIENCE_SEC + 2 * (self.look_sec - WATCHDOG_SEC)
-        reports, statuses = StoreLog(self.store, f"status/{number}"), dict[int, RankStatus]()
-        for poll_sec in growing_polls(shared_poll(_LONGEST_POLL_SEC, len(alarm.ranks))):
-            written = self.store.find(f"verdict/{number}")
-            if written is not None:
-                return written
-            is_over = time.monotonic() > patience_over
-            if judges or time.monotonic() > patience_over + _JUDGING_SEC:
-                self._collect(alarm, reports, statuses)
-                if is_over or statuses.keys() >= set(alarm.ranks):
-                    return self.store.post(f"verdict/{number}", self._judge(alarm, statuses).pack())
-            time.sleep(poll_sec)
-        raise AssertionError("polls do not end")
-
-    def _report(self, number: int, alarm: Alarm) -> None:
-        """Report what this rank knows of itself, for the verdict of that number."""
-        self._reported = max(number, self._reported)
-        StoreLog(self.store, f"status/{number}").append(self.own.report_status(alarm.group).pack())
-
-    def _collect(self, alarm: Alarm, reports: StoreLog, statuses: dict[int, RankStatus]) -> None:
+    def _collect(self, alarm: Alarm, reports: Mapping[int, bytes], statuses: dict[int, RankStatus]) -> None:
         """Add the statuses that were reported since; of ranks that can report none any more, the last known ones."""
-        for payload in reports.unread():
+        for rank, report in reports.items():
             with suppress(ValueError):
-                status = RankStatus.unpack(payload)
-                statuses[status.rank] = status
+                statuses[rank] = replace(RankStatus.unpack(report), rank=rank)
         left = self.left()
         for rank in (self.dead(alarm.ranks) | left.keys()) & set(alarm.ranks):
             if rank not in statuses or (rank in left and statuses[rank].left is None):
@@ -248,7 +220,7 @@ class FailureAgreement:
             for group in counts:
                 self.store.set(f"words/{self.rank}/{group}", self.own.report_status(group).pack())
             self.store.set(f"position/{self.rank}", self.own.position())
-            self._leaving.append(Departure(self.rank, how, counts).pack())
+            self._leaving.append(self.rank, Departure(how, counts).pack())
         except STORE_ERRORS:
             self.is_lost = True
 
@@ -260,10 +232,9 @@ class FailureAgreement:
 
     def left(self) -> dict[int, Departure]:
         """Return how each rank left that has; one request to the store where no other one has since."""
-        for note in self._leaving.unread():
+        for rank, note in self._leaving.unread().items():
             with suppress(ValueError):  # foreign bytes
-                departure = Departure.unpack(note)
-                self._left[departure.rank] = departure
+                self._left[rank] = Departure.unpack(note)
         return self._left.copy()
 
     def dead(self, ranks: Collection[int]) -> set[int]:
@@ -305,20 +276,15 @@ class FailureAgreement:
 
     def _look(self) -> None:
         self.members.learn()  # while there is a store to ask
-        position, number = self.own.position(), self.verdicts
+        position, failure = self.own.position(), self.failure
         if position != self._kept_position:
             self.store.set(f"position/{self.rank}", position)
             self._kept_position = position
-        alarm = None if self._read_verdict(number) else self.alarm()
-        if alarm is None:
-            return
-        if self._reported < number:
-            self._report(number, alarm)
-        payload = self.store.find(f"verdict/{number}")
-        if payload is not None:
-            with self._lock:
-                self._read = _VerdictOnAlarm(number, alarm, payload)
-                self.has_unread = self.verdicts == number
+        alarm = None if failure.verdict is not None else self.alarm()
+        if alarm is not None:
+            if not failure.has_reported:
+                failure.report(self.own.report_status(alarm.group).pack())
+            failure.find_verdict()
 
     def is_watchdog(self) -> bool:
         return threading.current_thread() is self._watchdog

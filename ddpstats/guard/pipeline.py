@@ -85,7 +85,7 @@ class Watching(Subscriber):
         if not call.blocking and self._settings.compares and not state.silent and call.is_on_host:
             call.timeout_ms = self._timeout_ms
         comparing = self.comparing
-        if comparing is not None and comparing.agreement.has_unread:
+        if comparing is not None and comparing.agreement.failure.verdict is not None:
             comparing.verdicts.catch_up()
         is_message = call.operator.is_message
         with self._lock:

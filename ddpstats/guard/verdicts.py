@@ -177,7 +177,7 @@ class Verdicts:
             return
         # Also what it raises where the guard was left meanwhile, and what the ranks of this host share is closed.
         with suppress(DdpstatsError, Silenced, Unfinished, *STORE_ERRORS):
-            if self.agreement.has_unread:
+            if self.agreement.failure.verdict is not None:  # read by the watchdog
                 self.catch_up()
             for group in self._session.groups():
                 if not state.silent:

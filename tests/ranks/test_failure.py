@@ -27,7 +27,7 @@ from ddpstats._ranks.failure import (
     Verdict,
     find_missing,
 )
-from ddpstats._ranks.store import BoundedStore, StoreSilent, bounded
+from ddpstats._ranks.store import BoundedStore, StoreLog, StoreSilent, bounded
 from ddpstats.testing.threads import in_process
 from tests.programs import Program
 from tests.ranks.clock import Clock
@@ -126,11 +126,10 @@ def test_ranks_that_joined_are_known_and_garbage_is_not() -> None:
     store = in_process(HashStore())
     for rank in (1, 2):
         membership(store, rank).join()
-    store.set("here/2", "abc")
+    store.set(f"processes/{ProcessId.mine().machine.hex()}/2", "2 abc")
     first = membership(store, 0)
-    first.learn()
+    assert not first.learn()
     assert first.peers == {1: ProcessId.mine()}
-    assert not first.have_all_joined()
     assert first.absent() == [0, 3]
 
 
@@ -139,14 +138,13 @@ def test_ranks_that_join_later_are_learnt_and_then_the_store_is_not_asked() -> N
     first = membership(store, 0)
     first.join()
     for rank in range(1, 4):
-        first.learn()
+        assert not first.learn()
         assert set(first.peers) == set(range(1, rank))
         membership(store, rank).join()
-    assert first.have_all_joined()
-    first.learn()
+    assert first.learn()
     assert set(first.peers) == {1, 2, 3}
     store.use = None  # type: ignore[assignment,method-assign]
-    first.learn()
+    assert first.learn()
 
 
 def test_store_that_is_silent_for_a_moment_loses_no_rank_of_this_host() -> None:
@@ -154,8 +152,7 @@ def test_store_that_is_silent_for_a_moment_loses_no_rank_of_this_host() -> None:
     members = [membership(store, rank) for rank in range(4)]
     for each in members:
         each.join()
-    answers = [[b"0", b"1", b"2", b"3"], StoreSilent("late")]
-    with mock.patch.object(store, "multi_get", side_effect=answers), pytest.raises(StoreSilent):
+    with mock.patch.object(store, "multi_get", side_effect=StoreSilent("late")), pytest.raises(StoreSilent):
         members[0].learn()
     members[0].learn()
     assert set(members[0].peers) == {1, 2, 3}
@@ -163,7 +160,7 @@ def test_store_that_is_silent_for_a_moment_loses_no_rank_of_this_host() -> None:
 
 def test_rank_that_died_while_it_joined_hides_no_other() -> None:
     store = in_process(HashStore())
-    store.add(f"host/{ProcessId.mine().machine.hex()}", 1)  # and no more
+    store.add(f"processes/{ProcessId.mine().machine.hex()}", 1)  # and no more
     membership(store, 1).join()
     first = membership(store, 0)
     first.learn()
@@ -283,6 +280,11 @@ def decide(detector: FailureDetector, seq: int = 1, within_sec: float = 0.0, *, 
     return detector.decide(seq, "a reason", is_broken=is_broken, started=now, deadline=now + within_sec)
 
 
+def answer(detector: FailureDetector, seq: int) -> None:
+    """Answer that the rank waits in that collective."""
+    StoreLog(detector.store, "report").append(detector.rank, Answer(seq, ()).pack())
+
+
 def missing_text(rank: int, after: str, *lines: str, reason: str = "a reason") -> str:
     return "\n".join(
         [
@@ -344,8 +346,9 @@ def test_garbage_is_no_answer(clock: Clock, garbage: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         Answer.unpack(garbage)
     store = HashStore()
-    store.set("answer/1", garbage)  # type: ignore[arg-type]
-    assert decide(detector(store, 0)).missing == ()
+    first = detector(store, 0)
+    StoreLog(first.store, "report").append(1, garbage)
+    assert decide(first).missing == ()
 
 
 @given(st.binary(max_size=200) | st.text(max_size=50).map(lambda text: json.dumps({"message": text}).encode()))
@@ -426,14 +429,14 @@ def test_notes_explain_a_connection_that_broke_and_the_first_explanation_is_that
 def test_verdict_comes_at_the_deadline_and_spares_a_rank_that_waits_by_then(clock: Clock) -> None:
     store, ranks = HashStore(), (0, 1, 2)
     second = detector(store, 1, ranks)
-    clock.at(9.5, lambda: second.store.set("answer/1", Answer(5, ()).pack()))
+    clock.at(9.5, lambda: answer(second, 5))
     assert decide(detector(store, 0, ranks), 5, 10.0).missing == (2,)
     assert 10.0 <= clock.now < 10.5
 
 
 def test_no_rank_is_missing_where_all_wait_and_a_connection_broke(clock: Clock) -> None:
     store = HashStore()
-    store.set("answer/1", Answer(5, ()).pack())
+    answer(detector(store, 1), 5)
     verdict = decide(detector(store, 0), 5, 60.0, is_broken=True)
     line = "  no rank is known to be missing; the connection between ranks failed"
     assert verdict == Verdict((), missing_text(0, "2.5", line))
@@ -465,7 +468,7 @@ def test_broken_connection_waits_for_ranks_that_are_seen_alive(clock: Clock) -> 
 
 def test_rank_that_only_waits_believes_the_connection_that_broke_on_another(clock: Clock) -> None:
     store, ranks = HashStore(), (0, 1, 2)
-    store.set("failed", "broken")
+    store.set("alarm", "broken")
     store.set("judge", "1")  # which died since
     assert decide(detector(store, 0, ranks), 5, 300.0).missing == (1, 2)
     assert clock.now < 5.0
@@ -476,8 +479,8 @@ def test_rank_that_serves_the_store_stays_until_the_others_have_read_the_verdict
     store, ranks = in_process(HashStore()), (0, 1, 2, 3)
     store.host_rank = 0
     servant, second, third = (detector(store, rank, ranks) for rank in (0, 1, 2))
-    for rank in (1, 2):
-        store.set(f"answer/{rank}", Answer(1, ()).pack())
+    for waiting in (second, third):
+        answer(waiting, 1)
     with ThreadPoolExecutor(1) as threads:
         returned = threads.submit(decide, servant)
         verdicts = []

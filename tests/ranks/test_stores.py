@@ -68,14 +68,17 @@ def test_a_look_writes_nothing_and_finds_what_is_new(kind: str, tmp_path: Path) 
     }
     store = bounded(stores[kind]())
     mine, theirs = StoreLog(store, "log"), StoreLog(store, "log")
-    assert (mine.unread(), store.counted("log")) == ([], 0)
+    assert (mine.unread(), store.counted("log")) == ({}, 0)
     for number in range(3):
-        theirs.append(str(number))
-        assert mine.unread() == [str(number).encode()]
+        theirs.append(number % 2, f"note {number}")
+        assert mine.unread() == {number % 2: f"note {number}".encode()}
         before = written.read_bytes() if kind == "file" else b""
-        assert (mine.unread(), store.counted("log"), store.counted("nowhere")) == ([], number + 1, 0)
+        assert (mine.unread(), store.counted("log"), store.counted("nowhere")) == ({}, number + 1, 0)
         assert before == (written.read_bytes() if kind == "file" else b"")
-    assert theirs.unread() == [b"0", b"1", b"2"]
+    assert theirs.unread() == {0: b"note 2", 1: b"note 1"}
+    for foreign in ("", "3", "note 3", "-1 note", "1"):
+        store.set(f"log/{store.add('log', 1)}", foreign)
+    assert mine.unread() == {1: b"", 3: b""}
 
 
 def test_a_look_never_waits_for_a_key_that_another_rank_deletes() -> None:
