@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -56,7 +56,6 @@ _LEAVE_SEC = 5.0
 _LINGER_SEC = 2.0  # of the rank that serves the store
 _WRITE_SEC = 2.0  # for a store that is slow
 _DYING_SEC = 1.0  # a process that is killed closes its connections a moment before it is gone
-_MAX_VERDICT_BYTES = 1 << 20
 _BROKEN, _LATE = "broken", "late"  # why a collective failed, as the first rank saw it
 IS_GONE, IS_ABSENT = "the process is gone", "did not take part"  # the words of all errors about a missing rank
 
@@ -239,37 +238,45 @@ class Membership:
 # -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The error that all ranks raise. ``missing``: global ranks; empty where no rank can be named."""
+T = TypeVar("T", bound="Packed")
 
-    missing: tuple[int, ...]
-    message: str
+
+class Packed:
+    """A dataclass that travels through the store as JSON, and is trusted by no reader."""
+
+    max_bytes = 4 << 20
 
     def pack(self) -> str:
         return json.dumps(vars(self))
 
     @classmethod
-    def unpack(cls, payload: bytes | str) -> Verdict:
-        """Read a verdict from the store; raises ValueError for any other bytes."""
-        if len(payload) > _MAX_VERDICT_BYTES:
-            raise ValueError("the verdict in the store is too long to be one")
-        return msgspec.convert(parse_json(payload), cls)
+    def unpack(cls: type[T], payload: bytes | str) -> T:
+        """Read what `pack` wrote; raises ValueError for any other bytes."""
+        if len(payload) > cls.max_bytes:
+            raise ValueError(f"{len(payload):,} bytes are too many for a {cls.__name__}")
+        return cls.from_json(parse_json(payload))
+
+    @classmethod
+    def from_json(cls: type[T], values: Any) -> T:
+        """Check these values of JSON, and return the object; raises ValueError where they do not fit."""
+        return msgspec.convert(values, cls, str_keys=True)
 
 
-class Answer(NamedTuple):
+@dataclass(frozen=True)
+class Verdict(Packed):
+    """The error that all ranks raise. ``missing``: global ranks; empty where no rank can be named."""
+
+    max_bytes = 1 << 20
+    missing: tuple[int, ...]
+    message: str
+
+
+@dataclass(frozen=True)
+class Answer(Packed):
     """One rank's answer to a failure: ``seq`` of the collective in which it waits, and the ranks that it sees alive."""
 
     seq: int
     alive: tuple[int, ...]
-
-    def pack(self) -> str:
-        return json.dumps(self)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Answer:
-        """Read an answer from the store; raises ValueError for any other bytes."""
-        return msgspec.convert(parse_json(payload), cls)
 
 
 def find_missing(

@@ -15,9 +15,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from ddpstats._base.files import parse_json
+import msgspec
+
 from ddpstats._base.text import ranks_text
-from ddpstats._ranks.failure import IS_ABSENT, IS_GONE, Answer, find_missing
+from ddpstats._ranks.failure import IS_ABSENT, IS_GONE, Answer, Packed, find_missing
 from ddpstats.guard.event import (
     BY_TORCH,
     MASK,
@@ -28,13 +29,11 @@ from ddpstats.guard.event import (
     from_dicts,
     newest_in_a_row,
     same_labels,
-    text_or_none,
 )
 from ddpstats.guard.labels.judge import Judgement, judge
 
 MISMATCH, MISSING, DOUBT, NOTHING = "mismatch", "missing", "doubt", "nothing"
 LEFT = "left the guard"
-_MAX_BYTES = 4 << 20
 _SHOWN_GROUPS = 8
 
 
@@ -46,45 +45,34 @@ def message_place(event: Event) -> int:
     return int(event.started * 1e6)
 
 
-# How a field of each type is read from JSON.
+# How fields that hold events are read from JSON.
 _READERS: Mapping[str, Callable[[Any], Any]] = {
-    "bool": bool,
-    "int": int,
-    "float": float,
-    "str": str,
-    "int | None": lambda value: None if value is None else int(value),
-    "str | None": text_or_none,
-    "tuple[int, ...]": lambda values: tuple(map(int, values)),
-    "tuple[str, int, str] | None": lambda wait: None if wait is None else (str(wait[0]), int(wait[1]), str(wait[2])),
-    "tuple[Event, ...]": lambda events: tuple(map(Event.from_dict, events)),
-    "Sequence[Event]": lambda events: newest_in_a_row(from_dicts(events)),
-    "Mapping[int, Event]": lambda events: {int(rank): Event.from_dict(event) for rank, event in events.items()},
-    "Mapping[str, int]": lambda counts: {str(name): int(count) for name, count in counts.items()},
+    "events": lambda entries: newest_in_a_row(from_dicts(entries)),
+    "messages": lambda entries: [*map(Event.from_dict, entries)],
+    "by_rank": lambda entries: {rank: Event.from_dict(entry) for rank, entry in entries.items()},
 }
 
-T = TypeVar("T", bound="Packed")
+T = TypeVar("T", bound="WithEvents")
 
 
-class Packed:
-    """Something that travels through the store as JSON, and is trusted by no reader."""
+class WithEvents(Packed):
+    """A dataclass with events that travels through the store."""
 
     def pack(self) -> str:
         return json.dumps(vars(self), default=Event.as_dict)
 
     @classmethod
-    def unpack(cls: type[T], payload: bytes) -> T:
-        """Read what `pack` wrote; raises ValueError for any other bytes."""
+    def from_json(cls: type[T], values: Any) -> T:
         try:
-            if len(payload) > _MAX_BYTES:
-                raise ValueError("too long")
-            values = parse_json(payload)
-            return cls(**{name: _READERS[kind](values[name]) for name, kind in cls.__annotations__.items()})
-        except (LookupError, TypeError, AttributeError, OverflowError) as error:
+            for name in _READERS.keys() & values.keys():
+                values[name] = _READERS[name](values[name])
+            return super().from_json(values)
+        except (TypeError, AttributeError) as error:
             raise ValueError(f"no {cls.__name__}: {error!r}") from None
 
 
 @dataclass(frozen=True)
-class RankStatus(Packed):
+class RankStatus(WithEvents):
     """One rank's status, as far as it is known.
 
     ``events``: of the group in question, oldest first, without gaps. ``messages``: its newest, by their numbers.
@@ -135,7 +123,7 @@ class RankStatus(Packed):
 
 
 @dataclass(frozen=True)
-class GuardFinding(Packed):
+class GuardFinding(WithEvents):
     """A verdict. ``kind`` is `MISMATCH` or `MISSING`; `NOTHING`: the alarm was a false one, and all ranks go on;
     `DOUBT`: they go on, with a warning. ``doubts``: numbers of collectives whose labels differ and may do so.
     ``printer``: the rank that prints the error whole; None where each rank has concluded alone, and prints it itself.
@@ -180,6 +168,9 @@ class Departure(Packed):
     how: str
     counts: Mapping[str, int]
 
+
+for _kind in (RankStatus, GuardFinding):  # before there are threads: see `ddpstats._ranks.exchange`
+    msgspec.json.Decoder(_kind)
 
 ByRank = Mapping[int, RankStatus]
 

@@ -341,7 +341,20 @@ def test_garbage_in_the_store_is_no_verdict(clock: Clock, garbage: bytes) -> Non
     assert len(verdict.message) < 1000
 
 
-@pytest.mark.parametrize("garbage", [b"", b"soon", b"5", b"[5]", b"[5, 1]", b'[5, ["1"]]', b'["5", []]', b"[5.0, []]"])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"",
+        b"soon",
+        b"5",
+        b"[5, []]",
+        b'{"seq": 5}',
+        b'{"seq": 5, "alive": 1}',
+        b'{"seq": 5, "alive": ["1"]}',
+        b'{"seq": "5", "alive": []}',
+        b'{"seq": 5.0, "alive": []}',
+    ],
+)
 def test_garbage_is_no_answer(clock: Clock, garbage: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         Answer.unpack(garbage)
