@@ -31,7 +31,7 @@ from ddpstats._ranks.exchange import GATHER, Call, Failure, InvalidLeaf, failure
 from ddpstats.errors import InvalidStats
 
 
-def gather_trees(tree: Any, *, name: str, group: Any = None) -> list[Any]:
+def gather_trees(tree: Any, *, name: str, group: Any = None, timeout_sec: float | None = None) -> list[Any]:
     """Return every rank's ``tree``, in the order of group ranks; the caller's own one is ``tree`` itself.
 
     Collective: every rank of ``group`` must call, with the same ``name``. Three collectives (two where all ranks hold
@@ -41,6 +41,7 @@ def gather_trees(tree: Any, *, name: str, group: Any = None) -> list[Any]:
     Args:
         tree: dicts (keys str or int), lists and tuples of dense tensors (any shape and device), numbers, str, None; or
             a function without arguments that returns it, for what may fail on one rank.
+        timeout_sec: how long to wait for the other ranks; None: DDPSTATS_TIMEOUT_SEC.
 
     Returns:
         Tensors of other ranks are on the CPU, without grad; tuples and dicts of subclasses are plain ones.
@@ -60,7 +61,7 @@ def gather_trees(tree: Any, *, name: str, group: Any = None) -> list[Any]:
         return [own if position == agreement.position else decode(part) for position, part in enumerate(parts)]
 
     try:
-        return channel.run(work, config.timeout_sec(None))
+        return channel.run(work, timeout_sec or config.timeout_sec(None))
     except InvalidStats as error:
         raise error from cause
 

@@ -251,6 +251,8 @@ T_co = TypeVar("T_co", covariant=True)
 W = TypeVar("W", bound="StepWatch")
 
 _MOST_STEPS = 10**15
+# Of the timeout: ranks wait in a gather while one runs a step twice. All have just answered a question of this step.
+_GATHER_TIMEOUTS = 4
 
 
 class Running(Generic[T_co]):
@@ -349,8 +351,9 @@ class StepWatch:
         wait_until(lambda: all(event.query() for event in events), "the step on the device", config.timeout_sec(None))
 
     def _gather(self, tree: Callable[[], Any], what: str) -> dict[int, Any]:
-        """Return every rank's tree, by global rank. Collective."""
-        trees = gather_trees(tree, name=f"{self._method}: {what}", group=self._group)
+        """Return every rank's tree, by global rank. Collective; waits as long as reruns of a step may take."""
+        timeout_sec = _GATHER_TIMEOUTS * config.timeout_sec(None)
+        trees = gather_trees(tree, name=f"{self._method}: {what}", group=self._group, timeout_sec=timeout_sec)
         return dict(zip(self._ranks, trees, strict=True))
 
     def _agree_on(self, settings: Mapping[str, Any], advice: str, **besides: Any) -> dict[int, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -96,6 +98,20 @@ def dying(model: nn.Module, batch: Any) -> Tensor:
     if isinstance(model, DistributedDataParallel) or rank() == 0:
         return broken_device(model, batch)
     os._exit(9)
+
+
+def slow(model: nn.Module, batch: Any) -> Tensor:
+    """Run as trained; take a while when rerun."""
+    if not isinstance(model, DistributedDataParallel):
+        time.sleep(2)
+    return broken_device(model, batch)
+
+
+def with_short_timeout(dirpath: str, step_fn: str) -> CaptureVerdict:
+    """Two reruns take longer than the timeout."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DDPSTATS_TIMEOUT_SEC", "3")
+        return attributed(dirpath, step_fn, step_fn)[0]
 
 
 def keeping(dirpath: str, batch: Any, buffer: Any, x: float, has_foreign: bool = False) -> CaptureVerdict:

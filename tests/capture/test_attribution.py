@@ -116,6 +116,12 @@ def test_a_parameter_that_no_bundle_holds_is_named_beside_the_verdict(two_ranks:
     assert "no other rank is known to have the same parameters" in first.attribution
 
 
+def test_reruns_that_take_longer_than_the_timeout_cost_no_verdict(two_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = two_ranks.run(runs.with_short_timeout, str(tmp_path), "slow").values()
+    assert first == second
+    assert (first.attribution or "").startswith("Cause: hardware of rank 1")
+
+
 def test_a_culprit_that_dies_in_its_rerun_leaves_a_whole_bundle(tmp_path: Path) -> None:
     first, second = run_ranks(runs.attributed, 2, str(tmp_path), "dying", "dying", timeout_sec=40)
     assert second.exit_code == 9
