@@ -124,7 +124,7 @@ def reduce_dict(input_dict: Mapping[Any, torch.Tensor], average: bool = True) ->
     Returns:
         The union of all ranks' keys, in one order. Tensors as `recursive_sum` returns them: 0-d, without a gradient, on
         the device of this rank's values (the CPU where it has none), of the dtype that the ranks' promote to; a sum of
-        integers is float64, so that none is rounded.
+        integers is float64, which is exact up to 2**53.
 
     Raises what `StatsReducer` raises.
 

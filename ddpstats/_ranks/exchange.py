@@ -161,7 +161,8 @@ def _call_text(call: Call) -> str:
     if call.kind in (GATHER, ASK):
         return str(call.name)
     if call.kind not in ("reduce_stats", "StatsWindow.flush"):
-        return call.kind if call.kind.endswith(")") else f"{call.kind}()"
+        policy = f", nonfinite={call.nonfinite!r}" if call.nonfinite == "skip" else ""
+        return (call.kind if call.kind.endswith(")") else f"{call.kind}()") + policy
     name = "without a name" if call.name is None else f"name={call.name!r}"
     return f"{call.kind}, {name}, nonfinite={call.nonfinite!r}" + ", per_rank=True" * call.per_rank
 
@@ -172,6 +173,8 @@ def _refuse_failures(statuses: Statuses, group_name: str) -> None:
         return
     call = statuses[0][0].call
     first, last = {
+        "any_rank": ("any_rank() cannot decide:", "Nothing was decided on any rank."),
+        "all_ranks": ("all_ranks() cannot decide:", "Nothing was decided on any rank."),
         GATHER: (f"{call.name}: values that cannot be gathered:", "Nothing was gathered."),
         ASK: (f"{call.name} cannot judge the step:", "Nothing of it was judged on any rank."),
     }.get(call.kind, ("stats that cannot be reduced:", "Nothing was reduced; the reducer goes on working."))

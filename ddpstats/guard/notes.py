@@ -82,17 +82,15 @@ class StoreNotes:
             self._sum_up(seq)
 
     def _sum_up(self, seq: int) -> None:
-        """Write down the different notes and the sum of all balances, and delete old keys.
-
-        Of a number on which ranks differed some notes stay: there is no next one.
-        """
+        """Write down the different notes and the sum of all balances, and delete the notes and old keys."""
         store, notes = self._store, list[str]()
         while len(notes) < _MAX_KINDS and (note := store.find(f"note/{seq}/{len(notes)}")) is not None:
             notes.append(note.decode())
         balance = store.counted(f"balance/{seq}") % _BALANCES
         store.set(f"all/{seq}", f"[{balance}, {', '.join(notes)}]")
         old = seq - NOTES_KEPT
-        for key in (f"note/{old}/0", f"all/{old}", f"posted/{old}", f"balance/{old}") if old > 0 else ():
+        outdated = [f"all/{old}", f"posted/{old}", f"balance/{old}"] if old > 0 else []
+        for key in (*(f"note/{seq}/{kind}" for kind in range(len(notes))), *outdated):
             store.delete_key(key)
 
     def look(self, seq: int) -> list[Note] | None:

@@ -16,7 +16,7 @@ from ddpstats._observe.frames import calling_frame, main_stack, site_of
 from ddpstats._observe.groups import GroupView
 from ddpstats._observe.operators import Collective
 from ddpstats.guard.compare import Comparing
-from ddpstats.guard.diagnosis import DOUBT, LEFT, GuardFinding, RankStatus
+from ddpstats.guard.diagnosis import DOUBT, LEFT, NOTHING, GuardFinding, RankStatus
 from ddpstats.guard.event import BY_TORCH, MESSAGES, Event, Ring, event_of, label_word
 from ddpstats.guard.group import Group, GuardState, IssuedCall, Session, Settings, identity
 from ddpstats.guard.labels import current_label
@@ -45,7 +45,8 @@ class Watching(Subscriber):
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._mode = settings, settings.mode
-        self._timeout_ms = int(settings.timeout_sec * 1000) if settings.has_timeout else None
+        has_timeout = settings.has_timeout and settings.compares
+        self._timeout_ms = int(settings.timeout_sec * 1000) if has_timeout else None
         self._lock = threading.RLock()
         self.ring = Ring(RING_EVENTS)
         self.recording = Recording(settings.record_dir, identity)
@@ -56,7 +57,8 @@ class Watching(Subscriber):
         self._is_inherited = False  # by a process that was forked from the guarded one
         self._works: dict[int, tuple[Any, IssuedCall]] = {}  # that run, and that the program will wait for
         self._unfinished: list[tuple[Any, IssuedCall]] = []  # waited for, and did not end
-        self._silenced: set[Chain | tuple[str | None, str]] = set()  # ways to each rank's own labels; (label, line)
+        # Ways to labels that are each rank's own: of inferred ones; (None, line) of given ones; (label, line) of any.
+        self._silenced: set[Chain | tuple[str | None, str]] = set()
         self._known: dict[tuple[Any, ...], Event] = {}  # one for all calls that are equal
 
     def begin(self) -> Session:
@@ -82,8 +84,6 @@ class Watching(Subscriber):
         state = self.state
         if state.verdict is not None:
             state.raise_verdict()
-        if not call.blocking and self._settings.compares and not state.silent and call.is_on_host:
-            call.timeout_ms = self._timeout_ms
         comparing = self.comparing
         if comparing is not None and comparing.agreement.failure.verdict is not None:
             comparing.verdicts.catch_up()
@@ -105,6 +105,8 @@ class Watching(Subscriber):
             if self.recording.has_begun:
                 self.recording.write_event(event_of(entry))
         call.subscriber_state = issued
+        if self._timeout_ms is not None and not call.blocking and not state.silent and call.is_on_host:
+            call.timeout_ms = None if group.limit(call.limit).is_own else self._timeout_ms
         comparing = self.comparing  # a new one, at the first collective
         if state.silent or group.exchange is None or comparing is None:
             return
@@ -165,8 +167,10 @@ class Watching(Subscriber):
         return False
 
     def has_waited(self, work: Any, error: RuntimeError | None) -> None:
-        """Note that the program's own wait for ``work``, with a timeout that it gave, has failed; it may wait again."""
-        if error is not None and (known := self._works.get(id(work))) is not None:
+        """Let go of a work that is done. Where the wait failed, with its own timeout, the program may wait again."""
+        if error is None:
+            self._works.pop(id(work), None)
+        elif (known := self._works.get(id(work))) is not None:
             unfinished = [pair for pair in self._unfinished if pair[0] is not work and not pair[0].is_completed()]
             self._unfinished = [*unfinished, known]
 
@@ -204,8 +208,9 @@ class Watching(Subscriber):
 
     def _silence(self, event: Event) -> None:
         """Compare the event's label no more where that was found to differ for good reasons."""
-        way = getattr(event.evidence_source, "chain", None)
-        if way in self._silenced or (event.label, str(event.site)) in self._silenced:
+        line = str(event.site)
+        way = (None, line) if event.evidence_source is None else event.evidence_source.chain
+        if way in self._silenced or (event.label, line) in self._silenced:
             event.word = 0
 
     def _add(self, view: GroupView) -> Group:
@@ -290,7 +295,11 @@ class Watching(Subscriber):
     def take_verdict(self, finding: GuardFinding) -> None:
         """Take a verdict: labels that may differ are not compared on their lines any more, on any rank."""
         events = self.ring.silence(finding.group, finding.doubts)
-        self._silenced.update(e.evidence_source.chain for e in events if isinstance(e.evidence_source, Inferred))
+        for event in events:
+            if isinstance(event.evidence_source, Inferred):
+                self._silenced.add(event.evidence_source.chain)
+            elif finding.kind == NOTHING and event.label is not None:  # given on some ranks alone
+                self._silenced.add((None, str(event.site)))
         if finding.kind == DOUBT:  # of two lines in swapped order one warning is enough
             self.state.warnings += 1
             if self.session is not None and self.session.rank == min(finding.by_rank):

@@ -38,7 +38,7 @@ MAX_LINE_BYTES = 1 << 20
 MAX_BYTES = 32 << 20  # of both files together
 _MOST_RANKS = 1 << 31
 _MAX_FILE_BYTES = 2 * MAX_BYTES  # that are read
-_NUMBERED = re.compile(rb'(.*?"seq":)(0|[1-9]\d{0,15})(,.*"time":)(\d{1,12}(?:\.\d{1,12})?)([,}].*\n)', re.DOTALL)
+_NUMBER, _TIME = re.compile(rb"0|[1-9]\d{0,15}"), re.compile(rb"(\d{1,12}(?:\.\d{1,12})?)([,}].*\n)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,13 @@ def _read_rank(path: Path) -> RankRecord:
     sources = [source for source in (old, path) if os.path.lexists(source)]
     for source in sources:
         for number, line in raw_lines(source):
-            match = _NUMBERED.fullmatch(line)
-            rest = match and (match.group(1, 3, 5), before)  # which most lines share
-            if match is not None and rest in known:
-                events.append(event_of((known[rest], int(match[2]), float(match[4]))))
+            before_number, _, from_number = line.partition(b'"seq":')
+            number_text, _, behind_number = from_number.partition(b",")
+            before_time, _, from_time = behind_number.rpartition(b'"time":')
+            seq, time = _NUMBER.fullmatch(number_text), _TIME.fullmatch(from_time)
+            rest = time and (before_number, before_time, time[2], before)  # which most lines share
+            if seq and time and rest in known:
+                events.append(event_of((known[rest], int(seq[0]), float(time[1]))))
                 before = events[-1].evidence or before
                 continue
             try:

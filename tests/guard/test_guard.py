@@ -182,12 +182,12 @@ def test_notes_that_all_ranks_have_passed_are_deleted_from_the_store() -> None:
     with mock.patch.object(notes_shm._SharedMemory, "of", side_effect=OSError("none between hosts")):
         ranks = [Exchange(store, index, 2) for index in range(2)]
     for seq in range(1, NOTES_KEPT + 2):
-        for rank in ranks:
-            rank.post(seq, Note(seq))
-    assert ranks[0].wait(2, lambda: None) == [Note(2)]
+        for index, rank in enumerate(ranks):
+            rank.post(seq, Note(seq, 0, index))  # one has a label, which is no difference
+    assert ranks[0].wait(2, lambda: None) == [Note(2, 0, 0), Note(2, 0, 1)]
     with pytest.raises(Overrun):
         ranks[0].wait(1, lambda: None)
-    assert not [key for key in ("note/1/0", "all/1", "posted/1") if store.check([key])]
+    assert not [key for key in ("note/1/0", "note/1/1", "all/1", "posted/1") if store.check([key])]
 
 
 def test_memory_that_is_gone_is_not_written_to(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddpstats import cli
+from ddpstats.guard.event import Event, MessageNumbers, Signature
 from ddpstats.guard.record import read_records
 from ddpstats.testing import RankPool
 from tests import programs
@@ -85,3 +87,19 @@ def test_run_writes_no_record_where_there_are_no_ranks(script: Any, tmp_path: Pa
 def test_group_that_was_made_again_under_its_name_is_recorded_as_another(two_ranks: RankPool, tmp_path: Path) -> None:
     """Otherwise the calls of the first would be joined with those of the second, and differences missed."""
     assert two_ranks.run(recording_runs.made_again, str(tmp_path)).values() == [[[1, 2, 3], [1, 2]]] * 2
+
+
+def test_line_with_many_numbers_is_refused_in_no_time(tmp_path: Path) -> None:
+    head = '{"ddpstats": 1, "run": "run", "rank": 0, "world_size": 2, "time": 1.0}'
+    (tmp_path / "rank0.jsonl").write_text(head + "\n{" + '"seq":1,' * 100_000 + '"op":1}\n')
+    began = time.process_time()
+    with pytest.raises(ValueError, match="line 2"):
+        read_records(tmp_path)
+    assert time.process_time() - began < 5
+
+
+def test_messages_of_very_many_tags_are_not_numbered_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpstats.guard.event._MOST_STREAMS", 2)
+    numbers = MessageNumbers()
+    sends = [Event("0", 0, Signature("send"), None, 0, "", 0, peer=1, tag=tag) for tag in (1, 2, 3, 1, 3)]
+    assert [numbers.next(send) for send in sends] == [1, 1, 0, 2, 0]

@@ -33,6 +33,13 @@ def test_torchs_own_timeout_is_caught_in_time_and_the_program_goes_on(mode: Guar
     assert absent == ("nothing", 0.0, "nothing")
 
 
+@pytest.mark.parametrize("mode", tiers(["step"], ["strict"]))
+def test_guards_own_limit_does_not_lengthen_that_of_the_group(mode: GuardMode) -> None:
+    caught, _ = run_ranks(runs.stays_away, 2, mode, "async", 1, True, guard_sec=12.0, timeout_sec=60).values()
+    assert (caught[0], caught[2]) == ("RuntimeError", "nothing"), caught
+    assert caught[1] < runs.LIMIT_SEC + LATE_SEC
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["strict", "step"])
 def test_all_ranks_that_wait_catch_torchs_own_timeout(mode: GuardMode) -> None:

@@ -15,8 +15,9 @@ def test_threads_of_two_groups_do_not_take_one_verdict_for_two() -> None:
     assert run_ranks(runs.two_threads, 2, 40, timeout_sec=60).values() == ["", ""]
 
 
-def test_place_whose_label_one_rank_lacks_is_compared_once(two_ranks: RankPool) -> None:
-    for verdicts, added in two_ranks.run(runs.label_on_one_rank, 20).values():
+@pytest.mark.parametrize("name", ["loss", "loss of step {}"])
+def test_place_whose_label_one_rank_lacks_is_compared_once(two_ranks: RankPool, name: str) -> None:
+    for verdicts, added in two_ranks.run(runs.label_on_one_rank, 20, name).values():
         assert verdicts <= 1
         assert added == 0
 

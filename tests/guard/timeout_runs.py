@@ -53,14 +53,16 @@ CALLS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def stays_away(mode: GuardMode | None, call: str, absent: int, limited_group: bool) -> Ending:
+def stays_away(
+    mode: GuardMode | None, call: str, absent: int, limited_group: bool, guard_sec: float | None = None
+) -> Ending:
     """The group's timeout is two seconds, or the call's own is. The rank ``absent`` makes no such call."""
     limit = timedelta(seconds=LIMIT_SEC) if limited_group else timedelta(minutes=1)
     group = dist.new_group(timeout=limit)
     ending: Ending = "nothing", 0.0, "nothing"
     store = dist.distributed_c10d._get_default_store()
     try:
-        with _guard(mode):
+        with _guard(mode, guard_sec):
             dist.all_reduce(torch.ones(1))
             started = time.monotonic()
             if dist.get_rank() != absent:
@@ -139,5 +141,5 @@ def _notes(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
 
 
-def _guard(mode: GuardMode | None) -> Any:
-    return collective_guard(mode or "off")
+def _guard(mode: GuardMode | None, timeout_sec: float | None = None) -> Any:
+    return collective_guard(mode or "off", timeout_sec=timeout_sec)

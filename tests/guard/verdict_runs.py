@@ -52,8 +52,11 @@ def two_threads(steps: int) -> str:
     return "; ".join(problems)
 
 
-def label_on_one_rank(steps: int) -> tuple[int, int]:
-    """Return the verdicts that ranks came to, and the keys that the last ten steps added to the store."""
+def label_on_one_rank(steps: int, name: str) -> tuple[int, int]:
+    """Return the verdicts that ranks came to, and the keys that the last ten steps added to the store.
+
+    ``name``: the label, in which ``{}`` is the step.
+    """
     store = dist.distributed_c10d._get_default_store()
     with collective_guard("step", timeout_sec=20) as guard:
         for step in range(steps):
@@ -61,7 +64,7 @@ def label_on_one_rank(steps: int) -> tuple[int, int]:
                 wait_for(lambda: bool(_agreement_of(guard)._kept_position), 20.0)  # its watchdog writes that once
                 dist.barrier()
                 before = store.num_keys()
-            with ddpstats.label("loss") if dist.get_rank() == 0 else nullcontext():
+            with ddpstats.label(name.format(step)) if dist.get_rank() == 0 else nullcontext():
                 dist.all_reduce(torch.ones(1))
             guard.step()
         dist.barrier()
