@@ -14,7 +14,7 @@ from ddpstats.dump import StatsDump
 
 LEAF_KEYS = [
     "type", "dtype", "shape", "Max", "Min", "Mean", "Norm", "requires_grad", "nan_count", "inf_count", "first_bad",
-    "device", "stride", "data_ptr", "storage_offset", "storage_ptr", "storage_bytes", "storage_id", "stream",
+    "device", "stride", "data_ptr", "storage_offset", "storage_ptr", "storage_bytes", "storage_id", "stream", "moment",
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ddpstats.cli import main
 from ddpstats.dump.analyze import DumpEntry
 from ddpstats.dump.analyze.stomp import MemoryWalk
-from tests.dump.collecting import dumped
+from tests.dump.collecting import dumped, leaves
 from tests.dump.dumps import INF, NAN, backward, collective, forward, leaf, write, write_lines
 
 BAD, OTHER_BAD = leaf(NAN, NAN), leaf(NAN, NAN, (9,))
@@ -578,18 +578,17 @@ def test_rank_whose_dump_ends_early_is_named(tmp_path: Path) -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def placed(number: int, start: int, size: int, stream: int = 0) -> dict[str, Any]:
-    return leaf(
-        device="cuda:0", storage_ptr=start, storage_bytes=size, storage_id=number, stream=stream, data_ptr=start
-    )
+def placed(number: int, start: int, size: int, moment: int, stream: int = 0) -> dict[str, Any]:
+    memory: dict[str, Any] = {"storage_ptr": start, "storage_bytes": size, "storage_id": number, "data_ptr": start}
+    return leaf(device="cuda:0", stream=stream, moment=moment, **memory)
 
 
 def test_live_storages_that_share_memory_are_reported_with_status_1(tmp_path: Path) -> None:
-    first, second = placed(1, 4096, 12288), placed(2, 8192, 8192, stream=7)
+    first, second = (1, 4096, 12288), placed(2, 8192, 8192, 3, stream=7)
     entries = {
-        "Functional.layer_norm.0.forward": forward(placed(3, 65536, 64), out=first),
-        "Torch.cat.0.forward": forward(placed(4, 131072, 64), out=second),
-        "Torch.split.0.forward": forward(first, out=first),
+        "Functional.layer_norm.0.forward": forward(placed(3, 65536, 64, 0), out=placed(*first, 1)),
+        "Torch.cat.0.forward": forward(placed(4, 131072, 64, 2), out=second),
+        "Torch.split.0.forward": forward(placed(*first, 4), out=placed(*first, 5)),
     }
     status, text = report(write(tmp_path, entries))
     assert status == 1
@@ -603,26 +602,51 @@ def test_live_storages_that_share_memory_are_reported_with_status_1(tmp_path: Pa
     ) in text
 
 
-def test_reused_memory_is_not_reported(tmp_path: Path) -> None:
-    entries = {
-        "Torch.add.0.forward": forward(placed(1, 4096, 64), out=placed(2, 8192, 64)),
-        "Torch.add.1.forward": forward(placed(2, 8192, 64), out=placed(3, 4096, 64)),
-        "Torch.add.2.backward": backward(placed(3, 4096, 64), out=placed(4, 4096, 64)),
-        "Module.a.A.backward.0": backward(placed(3, 4096, 64), out=placed(4, 4096, 64)),
-    }
-    assert "share memory" not in report(write(tmp_path, entries))[1]
-
-
-def test_gradients_of_an_entry_that_is_written_late_are_not_live_until_then(tmp_path: Path) -> None:
-    """A GRU of which nothing uses the last state: its backward entry is written when the pass has ended."""
-    entries = {
-        "Torch.cat.0.backward": backward(placed(1, 4096, 64), out=placed(2, 8192, 64)),
-        "Torch.add.0.backward": backward(placed(3, 65536, 64), out=placed(4, 8192, 64)),
+# The moments are those at which a recorder sees the tensors, which is not the order of the entries.
+REUSED: dict[str, Entries] = {
+    "in one entry": {
+        "Torch.add.0.forward": forward(placed(1, 4096, 64, 0), out=placed(2, 8192, 64, 1)),
+        "Torch.add.1.forward": forward(placed(2, 8192, 64, 2), out=placed(3, 4096, 64, 3)),
+        "Torch.add.2.backward": backward(placed(3, 4096, 64, 4), out=placed(4, 4096, 64, 5)),
+        "Module.a.A.backward.0": backward(placed(3, 4096, 64, 4), out=placed(4, 4096, 64, 5)),
+    },
+    "between two gradients of one backward entry": {
+        "Functional.linear.0.backward": backward(placed(1, 4096, 64, 0), out=placed(2, 8192, 64, 1)),
+        "Functional.multi_head_attention_forward.0.backward": backward(
+            placed(2, 8192, 64, 2), out=[placed(3, 8192, 64, 5), placed(4, 65536, 64, 3), placed(5, 65536, 64, 4)]
+        ),
+    },
+    "before a GRU's entry is written, of which nothing uses the last state": {
+        "Torch.cat.0.backward": backward(placed(1, 4096, 64, 0), out=placed(2, 8192, 64, 1)),
+        "Torch.add.0.backward": backward(placed(3, 65536, 64, 4), out=placed(4, 8192, 64, 5)),
         "Torch.gru.0.backward": {
-            **backward(placed(2, 8192, 64), None, out=[placed(5, 65536, 64), None]), "incomplete": True
+            **backward(placed(2, 8192, 64, 2), None, out=[placed(5, 65536, 64, 3), None]), "incomplete": True
         },
-    }  # fmt: skip
-    assert "share memory" not in report(write(tmp_path, entries))[1]
+    },
+    "before a module ends": {
+        "Torch.add.0.forward": forward(placed(1, 4096, 64, 0), out=placed(2, 8192, 64, 2)),
+        "Torch.add.1.forward": forward(placed(2, 8192, 64, 3), out=placed(3, 4096, 64, 4)),
+        "Module.a.A.forward.0": forward(placed(1, 4096, 64, 0), out=placed(3, 4096, 64, 5)),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("entries", REUSED.values(), ids=list(REUSED))
+def test_reused_memory_is_not_reported(tmp_path: Path, entries: Entries) -> None:
+    step = write(tmp_path, entries)
+    assert "share memory" not in report(step)[1]
+    assert "where tensors are in memory" not in findings(step)["left_out"]
+
+
+def test_gradients_of_one_entry_have_the_moments_at_which_they_came(tmp_path: Path) -> None:
+    """Where ``grad`` holds one already, a gradient is added to it and freed before the next one comes."""
+    attention = nn.MultiheadAttention(8, 2)
+    x = torch.randn(3, 2, 8)
+    entries = dumped(tmp_path, lambda: attention(x, x, x)[0].sum().backward())
+    entry = entries["Functional.multi_head_attention_forward.0.backward"]
+    assert len({gradient["moment"] for gradient in leaves(entry["output"])}) > 1
+    moments = [leaf["moment"] for leaf in leaves(entries["Functional.multi_head_attention_forward.0.forward"])]
+    assert sorted(set(moments)) == [moments[0], moments[-1]]
 
 
 def test_gradient_of_a_gradient_shares_no_memory(tmp_path: Path) -> None:
@@ -645,11 +669,11 @@ def test_shared_memory_is_that_of_a_search_over_all_pairs(seed: int) -> None:
     choice = random.Random(seed)
     storages = [(number, 16 * choice.randrange(1, 60), 16 * choice.randrange(1, 40)) for number in range(20)]
     seen: dict[int, list[int]] = {}
-    walk = MemoryWalk("L1")
+    walk = MemoryWalk()
     for time in range(30):
         storage = choice.choice(storages)
         seen.setdefault(storage[0], []).append(time)
-        walk.take(DumpEntry(f"Torch.add.{time}.forward", forward(out=placed(*storage))))
+        walk.take(DumpEntry(f"Torch.add.{time}.forward", forward(out=placed(*storage, time))))
     expected = {
         (a, b)
         for a, start_a, size_a in storages

@@ -403,7 +403,7 @@ _DEEPEST = 64
 _READ: dict[str, Callable[[Any], Any]] = {  # by a tensor's fields beside its statistics
     **dict.fromkeys(("data_name", "md5", "device"), statistics.read_text),
     **dict.fromkeys(("data_ptr", "storage_offset", "storage_ptr", "storage_bytes"), statistics.read_count),
-    **dict.fromkeys(("storage_id", "stream"), statistics.read_count),
+    **dict.fromkeys(("storage_id", "stream", "moment"), statistics.read_count),
     "stride": statistics.read_index,
 }
 _TENSOR = "torch.Tensor"
@@ -443,6 +443,7 @@ class DumpLeaf:
     storage_bytes = _Field[int]("storage_bytes")
     storage_id = _Field[int]("storage_id")
     stream = _Field[int]("stream")
+    moment = _Field[int]("moment")
 
     @property
     def type(self) -> str:

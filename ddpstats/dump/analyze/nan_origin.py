@@ -267,7 +267,7 @@ class RankScan:
         self._tensors: dict[str, _NonfiniteTensor] = {}  # by `_keys`
         self._unused: dict[_NonfiniteTensor, None] = {}  # those that no entry took yet
         self._has_backward: set[str] = set()  # names of forward passes whose backward pass came
-        memory = MemoryWalk(dump.level)
+        memory = MemoryWalk()
         for entry in dump.entries():
             memory.take(entry)
             if not entry.is_recompute:

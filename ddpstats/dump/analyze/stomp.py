@@ -1,11 +1,9 @@
 """Live tensors that share memory: two storages whose bytes overlap while both are in use.
 
-1. A storage is live from the first to the last time that a tensor of it is seen. An entry counts as two times: what
-   goes in, and what comes out, for in between the memory of an input may be given back and given out again.
-2. Entries of modules are left out where there are others: they are written when the module has ended, and hold what
-   went in long before. So are the gradients that go into a module's backward pass, and the backward entry of a
-   call that is incomplete, as of a GRU whose last state nothing uses: it is written when the whole pass has ended.
-3. Storages are identified by their numbers, for an address is given out again when it is free.
+1. A storage is live from the first to the last moment at which a tensor of it is seen. One entry has several: the
+   memory of what goes in may be given out again before anything comes out, and that of one gradient of a backward
+   entry before the next one comes.
+2. Storages are identified by their numbers, for an address is given out again when it is free.
 
 Sharing may be meant: ``from_numpy``, ``frombuffer`` and dlpack make a second storage over the same bytes. Where it is
 not, something gave memory out that was still in use, as a missing ``record_stream`` does.
@@ -15,16 +13,14 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ddpstats.dump.analyze import DumpEntry, DumpLeaf
-from ddpstats.dump.msprobe import parse_name
+from ddpstats.dump.analyze import DumpEntry
 
 
 @dataclass(eq=False)
 class Storage:
-    """A storage of the run, and the first and the last time that a tensor of it is seen: NAME and path."""
+    """A storage of the run, and the first and the last moment at which a tensor of it is seen: NAME and path."""
 
     number: int
     device: str
@@ -65,34 +61,26 @@ class Overlap:
 
 
 class MemoryWalk:
-    """Takes the entries of one rank, in execution order, and finds the storages that overlap."""
+    """Takes the entries of one rank, and finds the storages that overlap."""
 
-    def __init__(self, level: str) -> None:
-        self._modules_only = level == "L0"
+    def __init__(self) -> None:
         self._storages: dict[tuple[int, int], Storage] = {}
-        self._time = 0
 
     def take(self, entry: DumpEntry) -> None:
-        name = parse_name(entry.name)
-        is_backward = name.direction == "backward"
-        is_late = is_backward and entry.raw.get("incomplete") is True
-        if not is_late and (not name.is_module or self._modules_only) and name.direction != "parameters_grad":
-            if not (name.is_module and is_backward):
-                self._see(entry, entry.inputs, self._time)
-            self._see(entry, entry.outputs, self._time + 1)
-        self._time += 2
-
-    def _see(self, entry: DumpEntry, leaves: Iterable[tuple[str, DumpLeaf]], time: int) -> None:
-        for path, leaf in leaves:
-            number, start, size = leaf.storage_id, leaf.storage_ptr, leaf.storage_bytes
-            if number is None or not start or not size:
+        for path, leaf in (*entry.inputs, *entry.outputs):
+            number, start, size, moment = leaf.storage_id, leaf.storage_ptr, leaf.storage_bytes, leaf.moment
+            if number is None or moment is None or not start or not size:
                 continue
             seen = f"{entry.name} {path}"
             storage = self._storages.get((number, start))
             if storage is None:
-                storage = Storage(number, leaf.device or "", start, size, time, seen, time, seen)
+                storage = Storage(number, leaf.device or "", start, size, moment, seen, moment, seen)
                 self._storages[number, start] = storage
-            storage.last, storage.last_seen, storage.bytes = time, seen, max(storage.bytes, size)
+            storage.bytes = max(storage.bytes, size)
+            if moment < storage.first:
+                storage.first, storage.first_seen = moment, seen
+            if moment >= storage.last:
+                storage.last, storage.last_seen = moment, seen
             if leaf.stream is not None:
                 storage.streams.add(leaf.stream)
 

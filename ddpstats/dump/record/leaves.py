@@ -92,6 +92,7 @@ class TensorSummaries:
     _copies: deque[tuple[torch.Event, Tensor]] = field(default_factory=deque)
     _no_numbers: Leaf = field(default_factory=lambda: dict.fromkeys(statistic_keys("relative")))
     _no_counts: Leaf = field(default_factory=lambda: dict.fromkeys(statistic_keys("equal")))
+    _moments: Iterator[int] = field(default_factory=itertools.count)
     _copied_bytes: int = 0
 
     @property
@@ -101,9 +102,9 @@ class TensorSummaries:
 
     def of_entry(self, name: str) -> EntryLeaves:
         """Return what makes the leaves of the entry ``name``, from its tensors as they are now."""
-        return EntryLeaves(self, name, self.saves(name))
+        return EntryLeaves(self, name, self.saves(name), next(self._moments))
 
-    def describe(self, tensor: Tensor, name: str, path: str, is_saved: bool) -> Leaf:
+    def describe(self, tensor: Tensor, name: str, path: str, is_saved: bool, moment: int) -> Leaf:
         leaf: Leaf = {"type": "torch.Tensor"}
         values = None
         try:
@@ -125,6 +126,7 @@ class TensorSummaries:
             for key in self._no_counts:  # behind those of msprobe
                 leaf[key] = leaf.pop(key, None)
         leaf.update(self._memory_of(tensor if values is None else values))
+        leaf["moment"] = moment
         return leaf
 
     def entry_fits(self, name: str) -> bool:
@@ -408,8 +410,8 @@ _AS_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, comple
 class EntryLeaves:
     """Makes the leaves of one entry at one moment."""
 
-    def __init__(self, maker: TensorSummaries, name: str, is_saved: bool) -> None:
-        self._maker, self._name, self._is_saved = maker, name, is_saved
+    def __init__(self, maker: TensorSummaries, name: str, is_saved: bool, moment: int) -> None:
+        self._maker, self._name, self._is_saved, self._moment = maker, name, is_saved, moment
         self._measured: dict[int, Leaf] = {}
 
     def of(self, value: Any, path: str, depth: int = 0) -> Any:
@@ -425,7 +427,8 @@ class EntryLeaves:
     def _tensor(self, tensor: Tensor, path: str) -> Leaf:
         leaf = self._measured.get(id(tensor))
         if leaf is None or self._is_saved or self._maker.deferred_count:
-            leaf = self._measured[id(tensor)] = self._maker.describe(tensor, self._name, path, self._is_saved)
+            leaf = self._maker.describe(tensor, self._name, path, self._is_saved, self._moment)
+            self._measured[id(tensor)] = leaf
             return leaf
         return dict(leaf)
 
