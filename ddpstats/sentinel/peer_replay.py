@@ -352,11 +352,17 @@ class PeerReplay(Detector):
         if not doubted:
             return None
         owner, runs = next(iter(doubted.items()))
+        return self._judge_again(gathered, packets[owner], owner, runs, is_common=2 * len(doubted) > len(owners) > 1)
+
+    def _judge_again(
+        self, gathered: Gathered, packet: Mapping[str, Any], owner: int, runs: list[Run], *, is_common: bool
+    ) -> SentinelFinding | None:
+        """Run a micro-batch in doubt again, on its owner and two peers, and return which rank is wrong. Collective."""
         peers = tuple(rank for rank in from_rank_on(self._ranks, owner)[1:3] if rank != owner)
-        again = blame(gathered, self._rank, owner, peers, lambda: self._run(unpack_step(packets[owner], owner)))
+        again = blame(gathered, self._rank, owner, peers, lambda: self._run(unpack_step(packet, owner)))
         _refuse(again)
         runs += [Run(rank, "again", _digests(run)) for rank, tree in again.items() for run in tree["runs"]]
-        judgement = judge(owner, runs, self._is_same, is_common=2 * len(doubted) > len(owners) > 1)
+        judgement = judge(owner, runs, self._is_same, is_common=is_common)
         if judgement.is_noise:
             self._noise = None  # measured again at the next time
             self._warn(judgement.text)
