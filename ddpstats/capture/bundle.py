@@ -42,9 +42,10 @@ from ddpstats._base.version import __version__
 from ddpstats._observe.gradient_norms import norm_kind, parts_of
 from ddpstats._observe.gradients import GradientWatch
 from ddpstats._ranks.calls import Channel
-from ddpstats._ranks.gather import bytes_in, gather_trees, is_ordinary
+from ddpstats._ranks.gather import gather_trees, is_ordinary
 from ddpstats._rerun import codec
 from ddpstats._rerun.codec import CannotStore, to_plain
+from ddpstats._rerun.digest import digests
 from ddpstats._rerun.record import MicroBatch, Packet, StepRecord, scale_of, tensor_bytes
 from ddpstats._rerun.state import Autocast, switches
 from ddpstats.capture.manifest import (
@@ -291,15 +292,14 @@ class PartSource:
         return {"rank": rank, "model": tensor_bytes(self.model_part().parameters)}
 
     def digest(self) -> str:
-        """Return a hash of every bit of the parameters, the same on replicas; empty where one has no memory."""
+        """Return a hash of the parameters, the same on replicas; empty where one has no memory. Copies none of them."""
         part = self.model_part()
-        if not all(map(is_ordinary, part.parameters.values())):
+        tensors = part.parameters.values()
+        if not all(map(is_ordinary, tensors)):
             return ""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, tensor in part.parameters.items():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {part.shards.get(name)}".encode())
-            digest.update(bytes_in(tensor.cpu()))
-        return digest.hexdigest()
+        kinds = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part.parameters.items()]
+        text = f"{kinds} {part.shards} {digests(tensors).tolist()}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def model_part(self) -> ModelPart:
         """Return the parameters themselves, or this rank's shards."""
@@ -500,7 +500,7 @@ class BundleWriter:
         late_part = {"files": {}, "error": f"its part was not written within {_MAX_SEC:.0f} s"}
         self._results = self._gather(lambda: self._write_files(source), "the bundle's parts", late_part)
 
-    def notes(self) -> tuple[str, ...]:
+    def lines(self) -> tuple[str, ...]:
         """Return the lines of the verdict about the bundle."""
         if self.directory is None:
             return (f"No bundle was written: {self._unwritten}",)

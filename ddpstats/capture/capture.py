@@ -318,7 +318,7 @@ class NaNCapture(StepWatch):
         """Write a bundle, look for the cause, and say all of it."""
         writer = BundleWriter(self.dirpath, self._keep, self._max_bytes, self._group, self._channel, verdict)
         writer.write(self._source)
-        verdict = writer.finish(self._add_policy(verdict, writer.directory, writer.notes()))
+        verdict = writer.finish(self._add_policy(verdict, writer.directory, writer.lines()))
         if self._step_fn is None:
             return verdict
         reruns = Reruns(self._record, self._step_fn, "step_fn", lambda: scale_of(self._scaler) or 1.0)
