@@ -66,14 +66,14 @@ class Subscriber(Protocol):
         """
         return None
 
-    def waiting(self, work: Any, limited: bool) -> bool:
+    def before_wait(self, work: Any, limited: bool) -> bool:
         """Called before Python code waits for ``work``, under the caller's timeout if ``limited``.
 
         Return True if it has been waited for, and must not be once more.
         """
         return False
 
-    def has_waited(self, work: Any, error: RuntimeError | None) -> None:
+    def after_wait(self, work: Any, error: RuntimeError | None) -> None:
         """Called when Python code has waited for ``work``, with the error where the wait has failed."""
         return
 
@@ -152,8 +152,8 @@ def _sees(group: Any, *options: Any) -> bool:
     probe: Any = SimpleNamespace(
         before=lambda call: note(call.op),
         after=lambda call, work: note("issued"),
-        waiting=lambda work, limited: note("waits for it"),
-        has_waited=lambda work, error: note("has waited"),
+        before_wait=lambda work, limited: note("waits for it"),
+        after_wait=lambda work, error: note("has waited"),
     )
     _subscribers.append(probe)
     try:
@@ -173,15 +173,15 @@ def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original_wait(self, *args, **kwargs)
         for subscriber in tuple(_subscribers):
-            waited = subscriber.waiting(self, bool(args or kwargs)) or waited
+            waited = subscriber.before_wait(self, bool(args or kwargs)) or waited
     try:
         result = waited or original_wait(self, *args, **kwargs)
     except RuntimeError as error:
         for subscriber in tuple(_subscribers):
-            subscriber.has_waited(self, error)
+            subscriber.after_wait(self, error)
         raise
     for subscriber in tuple(_subscribers):
-        subscriber.has_waited(self, None)
+        subscriber.after_wait(self, None)
     return result
 
 

@@ -206,10 +206,10 @@ class _Echo:
                 elif call.reduce_op == "product":
                     output.copy_(output**size)
 
-    def waiting(self, work: Any, limited: bool) -> bool:
+    def before_wait(self, work: Any, limited: bool) -> bool:
         return False
 
-    def has_waited(self, work: Any, error: RuntimeError | None) -> None:
+    def after_wait(self, work: Any, error: RuntimeError | None) -> None:
         pass
 
 

@@ -106,7 +106,7 @@ class Comparing:
                 if find_limit is None:
                     return False
                 watch = self.verdicts.watch(group, seq, find_limit(), group.newest, number)
-                with self._state.waiting(group, seq):
+                with self._state.note_wait(group, seq):
                     notes = group.exchange.wait(number, watch)
             group.settled = number
             self._judge(group, seq, notes)
@@ -157,7 +157,7 @@ class Comparing:
                 total += share(group.name, ranks.index(group.view.rank), len(ranks), note)
         return total & MASK
 
-    def asked(self) -> list[Digests]:
+    def list_asked(self) -> list[Digests]:
         """Return what was asked, in full."""
         return [[group.name, group.words, list(group.view.ranks), seq, *note] for group, seq, note in self._asked]
 
@@ -240,7 +240,7 @@ class StepQuestion:
     def _settle(self, group: Any) -> None:
         """Some rank differs, or knows of a mismatch. Collective."""
         comparing = self._comparing
-        asked = [] if comparing is None else comparing.asked()
+        asked = [] if comparing is None else comparing.list_asked()
         error = {} if self._known is None else _as_tree(self._known)
         tree = {"error": error, "silent": self._state.silent, "groups": asked}
         reports = gather_trees(tree, name="collective_guard.step: what each rank did", group=group)

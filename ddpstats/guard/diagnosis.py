@@ -197,7 +197,7 @@ def find(
     if missing is not None:
         return _missing(group, words, by_rank, *missing)
     if not judged and tentative:  # labels may differ for good reasons
-        return GuardFinding(NOTHING, "", group, overdue or 0, doubts=_labelled_by_some(statuses))
+        return GuardFinding(NOTHING, "", group, overdue or 0, doubts=_find_partly_labelled(statuses))
     return _doubt(group, words, by_rank, judged) if judged else None
 
 
@@ -223,14 +223,14 @@ def first_difference(statuses: Sequence[RankStatus]) -> tuple[int | None, dict[i
     return None, judged
 
 
-def _labelled_by_some(statuses: Sequence[RankStatus]) -> tuple[int, ...]:
+def _find_partly_labelled(statuses: Sequence[RankStatus]) -> tuple[int, ...]:
     """Return the numbers of collectives for which some ranks have a label and others have none."""
     events = [event for status in statuses for event in status.events]
     labelled = {event.seq for event in events if event.word}
     return tuple(sorted(labelled & {event.seq for event in events if not event.word}))
 
 
-def unexplained(group: str, words: str, seq: int, waited: bool) -> GuardFinding:
+def find_unexplained(group: str, words: str, seq: int, waited: bool) -> GuardFinding:
     """Return the verdict where something is wrong and no status shows what."""
     message = (
         f"ranks of {words} did not run the same collectives: their digests differ at number {seq}, and what differed "
@@ -325,7 +325,7 @@ def _mismatch(group: str, words: str, by_rank: ByRank, seq: int) -> GuardFinding
     differences = what_differs(calls)
     in_other_order = _other_order(parties, by_rank, seq) or _other_calls(differences, calls)
     lines.append(f"What differs: {' and '.join(difference.words for difference in differences)}.")
-    lines += [f"Likely: {reason}" for reason in (*in_other_order, *_lacking(parties, events))]
+    lines += [f"Likely: {reason}" for reason in (*in_other_order, *_say_lacking(parties, events))]
     culprits = tuple(sorted(events.keys() - parties[0])) if 2 * len(parties[0]) > len(events) else ()
     who = "The guard cannot tell which rank is right."
     if culprits:
@@ -362,14 +362,14 @@ def _other_order(parties: Sequence[Sequence[int]], by_rank: ByRank, seq: int) ->
     if of_a[1:] == of_b[1:]:
         return []  # they differ here alone
     pairs = (a, of_a, b, of_b), (b, of_b, a, of_a)
-    return [_skipped(late, early, second[1:]) for early, first, late, second in pairs if first[1:] == second[:1]][:1]
+    return [_say_skip(late, early, second[1:]) for early, first, late, second in pairs if first[1:] == second[:1]][:1]
 
 
 def _two_calls(status: RankStatus, seq: int) -> list[tuple[int, int]]:
     return [(event.digest, event.word) for event in status.events if event.seq >= seq][:2]
 
 
-def _skipped(behind: str, ahead: str, next_calls: object = True) -> str:
+def _say_skip(behind: str, ahead: str, next_calls: object = True) -> str:
     """Say so, or that the call may still come where no ``next_calls`` of the rank that is behind are known."""
     return f"{behind} skipped a call{'' if next_calls else ' or makes it later'}, or {ahead} made one more."
 
@@ -382,7 +382,7 @@ def _other_calls(differences: Sequence[Difference], calls: Sequence[Event]) -> l
     return ["these are two different calls: some rank skipped a call, or made one more."]
 
 
-def _lacking(parties: Sequence[Sequence[int]], events: Mapping[int, Event]) -> Iterator[str]:
+def _say_lacking(parties: Sequence[Sequence[int]], events: Mapping[int, Event]) -> Iterator[str]:
     """Say which ranks have no such key as others reduce."""
     names = {rank: event.evidence.names for rank, event in events.items() if event.evidence is not None}
     for ranks in parties[:_SHOWN_GROUPS] if len(parties) > 1 else ():
@@ -466,7 +466,7 @@ def _missing_ranks(by_rank: ByRank, overdue: int | None) -> tuple[int, tuple[int
 def _missing(group: str, words: str, by_rank: ByRank, seq: int, missing: tuple[int, ...]) -> GuardFinding:
     for rank in missing:
         if by_rank[rank].waits_for(group + MESSAGES):
-            unknown = unexplained(group + MESSAGES, words, seq, True)
+            unknown = find_unexplained(group + MESSAGES, words, seq, True)
             return _message_finding(group + MESSAGES, words, by_rank, True) or unknown
     events = _events_at(by_rank, seq)
     lines = [f"collective number {seq} of {words} was not completed:"]
@@ -487,7 +487,7 @@ def _missing(group: str, words: str, by_rank: ByRank, seq: int, missing: tuple[i
         return GuardFinding(MISMATCH, "\n".join(lines), group, seq, missing, (), events)
     others = [rank for rank in by_rank if rank not in missing]
     if others and any(by_rank[rank].left == LEFT or by_rank[rank].waits_for(group, seq) for rank in missing):
-        lines.append(f"Likely: {_skipped(ranks_text(missing), ranks_text(others))}")
+        lines.append(f"Likely: {_say_skip(ranks_text(missing), ranks_text(others))}")
     if all(by_rank[rank].left == LEFT for rank in missing):
         lines.append(
             f"{ranks_text(missing)} had come to the end of the guarded program, or of its process group, without this "
@@ -578,11 +578,11 @@ def _message_finding(group: str, words: str, by_rank: ByRank, is_overdue: bool) 
     for rank, status in by_rank.items():
         event = status.message_waited_for()
         if event is not None and event.group == group:
-            return unmatched(event, rank, words, None if event.peer is None else by_rank.get(event.peer))
+            return find_unmatched(event, rank, words, None if event.peer is None else by_rank.get(event.peer))
     return None
 
 
-def unmatched(event: Event, rank: int, words: str, peer: RankStatus | None) -> GuardFinding:
+def find_unmatched(event: Event, rank: int, words: str, peer: RankStatus | None) -> GuardFinding:
     """Return the finding for a message that did not come through in time.
 
     ``peer``: the rank that it was to go to, or come from; None where any rank will do.

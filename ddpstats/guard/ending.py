@@ -3,7 +3,7 @@
 ``ddpstats run`` enters such a guard, and so does ``import ddpstats`` where DDPSTATS_GUARD is set. It lasts as long as
 the process. The last comparison comes
 
-1. before the default process group is destroyed (`group.before_destroying`): what it finds is raised;
+1. before the default process group is destroyed (`group.call_before_destroy`): what it finds is raised;
 2. otherwise when the interpreter ends, after the program's threads, in an `atexit` handler: what it finds, or was
    raised at 1 and caught, is printed, and the process ends with status 1 where it would have ended with 0. It ends
    at once: torchrun's SIGTERM may come at any time, and would be the status otherwise.

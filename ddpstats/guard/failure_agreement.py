@@ -75,7 +75,7 @@ class FailureAgreement:
         self._lock = threading.Lock()  # of that number
         self.failure = self._next()  # the one after these verdicts
         self._concluded: FailureRound | None = None  # the one before it
-        self.own, self._announced_by, self._is_reachable = own, announced_by, is_reachable
+        self.own, self._read_announced, self._is_reachable = own, announced_by, is_reachable
         self.is_lost = False  # the store does not answer any more
         self._left: dict[int, Departure] = {}
         self._leaving = StoreLog(self.store, "left")
@@ -138,7 +138,7 @@ class FailureAgreement:
         """Return a mismatch that shows in this host's memory: gloo ends a process that gets more than it expects."""
         statuses = [self.own.report_status(alarm.group)]
         for rank in set(alarm.ranks) - {self.rank}:
-            events = self._announced_by(alarm.group, rank)
+            events = self._read_announced(alarm.group, rank)
             if not events:
                 return None
             statuses.append(_status_from_memory(rank, events))
@@ -155,7 +155,7 @@ class FailureAgreement:
         try:
             finding = GuardFinding.unpack(failure.verdict or self._settle(failure, alarm))
         except ValueError:  # foreign bytes
-            finding = diagnosis.unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
+            finding = diagnosis.find_unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
         with self._lock:
             if self.failure is failure:
                 self.own.take_verdict(finding)
@@ -194,7 +194,7 @@ class FailureAgreement:
         for rank, report in reports.items():
             with suppress(ValueError):
                 statuses[rank] = replace(RankStatus.unpack(report), rank=rank)
-        left = self.left()
+        left = self.read_left()
         for rank in (self.dead(alarm.ranks) | left.keys()) & set(alarm.ranks):
             if rank not in statuses or (rank in left and statuses[rank].left is None):
                 statuses[rank] = self._last_known_status(rank, alarm.group)
@@ -203,11 +203,11 @@ class FailureAgreement:
         all_statuses = [statuses.get(rank) or self._last_known_status(rank, alarm.group) for rank in alarm.ranks]
         overdue = alarm.seq if alarm.overdue else None
         finding = diagnosis.find(alarm.group, alarm.words, all_statuses, overdue, alarm.tentative)
-        finding = finding or diagnosis.unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
+        finding = finding or diagnosis.find_unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
         gone = {*finding.missing, *self.dead(alarm.ranks)}
         idle = {rank for rank, status in statuses.items() if status.is_idle}  # they may never come to print it
         printers = statuses.keys() - gone - idle or statuses.keys() - gone
-        alive = set(self.members.ranks) - self.dead(self.members.ranks) - self.left().keys()  # in the group or not
+        alive = set(self.members.ranks) - self.dead(self.members.ranks) - self.read_left().keys()  # in the group or not
         return replace(finding, printer=min(printers, default=self.rank), readers=len(alive))
 
     # -- ranks that are gone ------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class FailureAgreement:
         if self.rank == 0:
             wait_for(lambda: self.store.counted("done") >= self.store.counted("here"), _LAST_LINGER_SEC)
 
-    def left(self) -> dict[int, Departure]:
+    def read_left(self) -> dict[int, Departure]:
         """Return how each rank left that has; one request to the store where no other one has since."""
         for rank, note in self._leaving.unread().items():
             with suppress(ValueError):  # foreign bytes
@@ -243,12 +243,12 @@ class FailureAgreement:
         return self.members.dead(ranks)
 
     def _last_known_status(self, rank: int, group: str) -> RankStatus:
-        group, left = group.removesuffix(MESSAGES), self.left().get(rank)
+        group, left = group.removesuffix(MESSAGES), self.read_left().get(rank)
         status = RankStatus(rank)
         if (words := self.store.find(f"words/{rank}/{group}")) is not None:
             with suppress(ValueError):
                 status = replace(RankStatus.unpack(words), rank=rank)
-        elif left is None and (events := self._announced_by(group, rank)):
+        elif left is None and (events := self._read_announced(group, rank)):
             status = _status_from_memory(rank, events)
         elif (position := self.store.find(f"position/{rank}")) is not None:
             status = RankStatus(rank, last=position[:_MAX_POSITION_BYTES].decode(errors="replace") or None)

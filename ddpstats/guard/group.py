@@ -91,7 +91,7 @@ class GuardState:
         return next((wait for wait in waits if wait[0] == name), waits[0] if waits else None)
 
     @contextmanager
-    def waiting(self, group: Group, seq: int, kind: str = "") -> Iterator[None]:
+    def note_wait(self, group: Group, seq: int, kind: str = "") -> Iterator[None]:
         """Note that this thread waits. ``kind``: `MESSAGES` where ``seq`` is the number of a message."""
         thread = threading.get_ident()
         self.waits[thread] = group.name + kind, seq, group.words
@@ -217,7 +217,7 @@ class Session:
         limit_sec, self._timeout_sec = min(LIMIT_SEC, settings.timeout_sec), settings.timeout_sec
         self._store = world_store(f"ddpstats/guard/{self._number}", limit_sec)
         self._members = Membership(self._store, self.rank, range(dist.get_world_size()))
-        with self._reaching_store():
+        with self._reach_store():
             self.run = run_name(limit_sec)
         self._groups: dict[GroupView, Group] = {}
         self.find = self._groups.get
@@ -228,8 +228,8 @@ class Session:
         self.named: dict[str, Group] = {}
         self.agreement: FailureAgreement | None = None
         if settings.compares and dist.get_world_size() > 1:
-            with self._reaching_store():
-                self.agreement = FailureAgreement(self._members, own, self._announced_by, self.is_reachable)
+            with self._reach_store():
+                self.agreement = FailureAgreement(self._members, own, self._read_announced, self.is_reachable)
 
     def is_over(self) -> bool:
         """Return whether the program has destroyed the process group since."""
@@ -241,7 +241,7 @@ class Session:
         return not self.is_over() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     @contextmanager
-    def _reaching_store(self) -> Iterator[None]:
+    def _reach_store(self) -> Iterator[None]:
         """Around what a group or a session needs of the store before anything can be compared."""
         try:
             with self._store.within(self._timeout_sec):
@@ -263,7 +263,7 @@ class Session:
             # Ranks that make groups in different order have different groups of one name, which must not be compared.
             ranks_digest = zlib.crc32(repr(view.ranks).encode())
             part = self._store.part(f"group/{view.name}/{ranks_digest:08x}/{life}", self._timeout_sec)
-            with self._reaching_store():
+            with self._reach_store():
                 exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
         # Numbers begin again with each of these: nothing of one is ever compared, or shown, as if it were the other's.
         name = view.name + f" of session {session}" * (session > 1) + f" of life {life}" * (life > 1)
@@ -292,12 +292,12 @@ class Session:
             if group.exchange is not None:
                 group.exchange.close()
 
-    def _announced_by(self, name: str, rank: int) -> list[Event]:
+    def _read_announced(self, name: str, rank: int) -> list[Event]:
         """Return what a rank of this host announced of its last collectives in a group before it issued them."""
         group = self.named.get(name)
         if group is None or group.exchange is None or rank not in group.view.ranks:
             return []
-        return list(decode(group.exchange.announced(group.view.ranks.index(rank))))
+        return list(decode(group.exchange.read_announced(group.view.ranks.index(rank))))
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ _original_shutdown: Any = vars(dist.ProcessGroup).get("shutdown")  # torch 2.6 h
 _was_destroyed = False
 
 
-def before_destroying(ask: Callable[[Any], None] | None) -> None:
+def call_before_destroy(ask: Callable[[Any], None] | None) -> None:
     """Call ``ask`` with each process group that is about to be shut down; None restores everything.
 
     ``destroy_process_group`` asks each group to shut down, however the program imported that function.

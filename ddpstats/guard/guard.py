@@ -41,7 +41,7 @@ from ddpstats._base.text import count_of, first_line
 from ddpstats._observe import collectives, groups
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard.compare import StepQuestion
-from ddpstats.guard.group import MODES, GuardMode, Settings, before_destroying, had_ranks, next_turn
+from ddpstats.guard.group import MODES, GuardMode, Settings, call_before_destroy, had_ranks, next_turn
 from ddpstats.guard.pipeline import Watching
 from ddpstats.guard.printing import NO_GROUP, TO_RUN, GuardCounters, errors_behind, in_short, last_line
 from ddpstats.guard.verdicts import Unfinished, is_broken
@@ -134,7 +134,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         next_turn()
         collectives.subscribe(self._watching)
         self._watching.recording.subscribe()
-        before_destroying(self._at_destroy)
+        call_before_destroy(self._at_destroy)
         _active.append(self)
         try:
             if dist.is_initialized():
@@ -253,7 +253,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     def _shut(self) -> None:
         collectives.unsubscribe(self._watching)
-        before_destroying(None)
+        call_before_destroy(None)
         _active.remove(self)
         self._watching.close()
 
@@ -288,7 +288,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             return None
         verdict = "" if state.verdict is None else in_short(state.verdict)
         verdict = "a mismatch that was warned of" if state.silent else verdict
-        is_amiss, line = last_line(self.counters, self._nothing(), verdict)
+        is_amiss, line = last_line(self.counters, self._explain_nothing(), verdict)
         if state.warnings:
             line = f"{line} {count_of(state.warnings, 'warnings of names that differ')}, which are not compared again."
         return logging.WARNING if is_amiss else logging.INFO, line
@@ -301,7 +301,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         elif last is not None:
             log.log(last[0], "%s", last[1])
 
-    def _nothing(self) -> str:
+    def _explain_nothing(self) -> str:
         """Return why there was nothing to compare, where that is known."""
         session = self._watching.session
         if session is None:

@@ -155,9 +155,9 @@ class Exchange:
         slot = _MESSAGES_AT + key % _MESSAGES_KEPT * _HEAD_WORDS
         return self._shared is not None and self._shared.announce(slot, key, digest, (peer,))
 
-    def announced(self, index: int) -> list[tuple[int, int, bytes]]:
+    def read_announced(self, index: int) -> list[tuple[int, int, bytes]]:
         """Return (number, digest, encoded) of the last events of a rank of this host, oldest first."""
-        return [] if self._shared is None else self._shared.announced(index)
+        return [] if self._shared is None else self._shared.read_announced(index)
 
     def close(self) -> None:
         """Local and idempotent."""
@@ -237,7 +237,7 @@ class _SharedMemory:
                 return True
         return False
 
-    def announced(self, index: int) -> list[tuple[int, int, bytes]]:
+    def read_announced(self, index: int) -> list[tuple[int, int, bytes]]:
         events = []
         for slot in range(_EVENTS_AT, _MESSAGES_AT, _EVENT_WORDS):
             at = index * _RANK_WORDS + slot

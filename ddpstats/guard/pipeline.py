@@ -144,7 +144,7 @@ class Watching(Subscriber):
         self._works[id(work)] = work, issued
         return False
 
-    def waiting(self, work: Any, limited: bool) -> bool:
+    def before_wait(self, work: Any, limited: bool) -> bool:
         """Settle an asynchronous collective, or a message, for which the program is about to wait.
 
         Where the program gives that wait a timeout, that holds, and what is not there yet is settled later.
@@ -166,7 +166,7 @@ class Watching(Subscriber):
             comparing.verdicts.wait_for(work, issued)
         return False
 
-    def has_waited(self, work: Any, error: RuntimeError | None) -> None:
+    def after_wait(self, work: Any, error: RuntimeError | None) -> None:
         """Let go of a work that is done. Where the wait failed, with its own timeout, the program may wait again."""
         if error is None:
             self._works.pop(id(work), None)

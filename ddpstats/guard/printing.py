@@ -6,7 +6,7 @@ write the same line where torchrun looks (``TORCHELASTIC_ERROR_FILE``), with the
 print theirs when the rank that prints has ended, or a moment later: lines of several ranks do not mix.
 
 A rank that fails makes torchrun end the others by SIGTERM, within a tenth of a second. So SIGTERM waits while ranks
-come to a verdict (`sigterm_deferred`). One that comes after the verdict prints it if nothing has printed it yet, also
+come to a verdict (`defer_sigterm`). One that comes after the verdict prints it if nothing has printed it yet, also
 where the program has caught it, and ends the process with status 1.
 """
 
@@ -87,7 +87,7 @@ def print_verdict(error: BaseException, show: Callable[[], object], is_early: bo
 def _print(verdict: _VerdictToPrint, show: Callable[[], object]) -> None:
     is_printer = verdict.rank == verdict.printer
     line = f"{in_short(verdict.error)} The output of rank {verdict.printer} has it in full."
-    with sigterm_deferred():
+    with defer_sigterm():
         _leave_for_torchrun(line, verdict.error)
         deadline = time.monotonic() + (0.0 if verdict.is_early else _PRINTER_SEC)
         while not is_printer and not verdict.has_printer_ended() and time.monotonic() < deadline:
@@ -169,7 +169,7 @@ def leave_running(work: Any, group: Any) -> None:
 
 
 @contextlib.contextmanager
-def sigterm_deferred() -> Iterator[None]:
+def defer_sigterm() -> Iterator[None]:
     """Let SIGTERM wait until what is inside is done. Only in the main thread, and where it would end the process."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _end_with_verdict):

@@ -27,9 +27,9 @@ from ddpstats.guard.diagnosis import (
     MessagePair,
     RankStatus,
     find,
+    find_unmatched,
     message_mismatch,
     pair_messages,
-    unmatched,
 )
 from ddpstats.guard.event import MESSAGES, Event, Evidence, MessageNumbers, event_of, line_of, newest_in_a_row, text_of
 
@@ -136,7 +136,7 @@ def _read_rank(path: Path) -> RankRecord:
                 before = events[-1].evidence or before
                 continue
             try:
-                entry = parsed(line)
+                entry = parse_line(line)
                 if "op" in entry:
                     events.append(Event.from_dict(entry, before))
                     known[rest] = events[-1]
@@ -144,9 +144,9 @@ def _read_rank(path: Path) -> RankRecord:
                 elif "mark" in entry:
                     marks.append(mark_from_dict(entry))
                 elif "ddpstats" in entry:
-                    head, end, before = checked_head(entry), None, None
+                    head, end, before = check_head(entry), None, None
                 elif "new_group" in entry:
-                    groups[text_of(entry["new_group"])] = checked_group(entry)
+                    groups[text_of(entry["new_group"])] = check_group(entry)
                 elif "end" in entry:
                     end = line_of(entry["end"])
             except (ValueError, TypeError) as error:
@@ -166,7 +166,7 @@ def _read_rank(path: Path) -> RankRecord:
     )
 
 
-def checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+def check_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     refused = explain_version(entry["ddpstats"], FORMAT)
     if refused is not None:
         raise ValueError(refused)
@@ -178,7 +178,7 @@ def checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     return entry
 
 
-def checked_group(entry: Mapping[str, Any]) -> dict[str, Any]:
+def check_group(entry: Mapping[str, Any]) -> dict[str, Any]:
     ranks = msgspec.convert(entry.get("ranks"), Annotated[list[int], msgspec.Meta(min_length=1)])
     if len(set(ranks)) != len(ranks):
         raise ValueError("a group that has a rank twice")
@@ -200,7 +200,7 @@ def raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             raise ValueError(f"{path}, line {number + 1}: {error}") from None
 
 
-def parsed(line: bytes) -> dict[str, Any]:
+def parse_line(line: bytes) -> dict[str, Any]:
     return msgspec.convert(parse_json(line), dict[str, Any])
 
 
@@ -251,18 +251,18 @@ def diagnose(records: Sequence[RankRecord]) -> list[GuardFinding]:
 
 def groups_of(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
     """Return the words and the ranks of each group: those that used it where no record describes it."""
-    return {**_undescribed(records), **_described(records)}
+    return {**_find_undescribed(records), **_describe_groups(records)}
 
 
-def not_compared(records: Sequence[RankRecord]) -> list[str]:
+def say_gaps(records: Sequence[RankRecord]) -> list[str]:
     """Return a sentence for each thing that ranks may have done differently without `diagnose` finding it."""
     known = {record.rank for record in records}
-    asked = {rank for group in _described(records).values() for rank in group["ranks"]}
+    asked = {rank for group in _describe_groups(records).values() for rank in group["ranks"]}
     absent = max((record.world_size for record in records), default=0) - len(known | asked)
     cut = [record.rank for record in records if not record.complete and record.messages]
     sentences = [
         f"{group['words']}: no record says which ranks belong to it, and only {ranks_text(group['ranks'])} used it"
-        for group in _undescribed(records).values()
+        for group in _find_undescribed(records).values()
         if len(group["ranks"]) == 1
     ]
     if absent > 0:
@@ -272,30 +272,30 @@ def not_compared(records: Sequence[RankRecord]) -> list[str]:
     return sentences
 
 
-def assumed(records: Sequence[RankRecord]) -> list[str]:
+def say_guesses(records: Sequence[RankRecord]) -> list[str]:
     """Return a sentence for each thing that `diagnose` assumed where it found nothing."""
     alone = [
         f"{ranks_text([rank.rank])}: {event}{event.at}: {ranks_text([peer.rank])} recorded nothing that goes with it"
-        for rank, event, peer, may_wait in _unpaired(records)
+        for rank, event, peer, may_wait in _find_unpaired(records)
         if not may_wait
     ]
     return alone + [
         f"{group['words']}: no record says which ranks belong to it; {ranks_text(group['ranks'])}, which used it, were "
         "compared"
-        for group in _undescribed(records).values()
+        for group in _find_undescribed(records).values()
         if len(group["ranks"]) > 1
     ]
 
 
 def _not_through(records: Sequence[RankRecord]) -> GuardFinding | None:
     """Return the first message that only one rank recorded, and may have waited for; receives come before sends."""
-    alone = [(rank, event, peer) for rank, event, peer, may_wait in _unpaired(records) if may_wait]
+    alone = [(rank, event, peer) for rank, event, peer, may_wait in _find_unpaired(records) if may_wait]
     if not alone:
         return None
     rank, event, peer = min(alone, key=lambda entry: (entry[1].signature.op == "send", entry[1].started))
     group = event.group.removesuffix(MESSAGES)
-    words = _described(records).get(group, {}).get("words", f"group {group!r}")
-    return unmatched(event, rank.rank, words, _status_of(peer.rank, event.group, peer))
+    words = _describe_groups(records).get(group, {}).get("words", f"group {group!r}")
+    return find_unmatched(event, rank.rank, words, _status_of(peer.rank, event.group, peer))
 
 
 def message_pairs(records: Sequence[RankRecord]) -> list[MessagePair]:
@@ -309,7 +309,7 @@ def _messages_of(records: Sequence[RankRecord]) -> dict[int, list[Event]]:
     return {record.rank: [event for _, event in record.messages] for record in records}
 
 
-def _unpaired(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, Event, RankRecord, bool]]:
+def _find_unpaired(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, Event, RankRecord, bool]]:
     """Yield (rank, message, the other rank, may wait) of the first message of each stream that the other lacks.
 
     Not where either has dropped older lines, nor where the receiver takes some from any rank: no number is known there.
@@ -335,13 +335,13 @@ def _unpaired(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, Event
             yield record, event, peer, broke_off and all(later.is_message for later in record.events[index:])
 
 
-def _described(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
+def _describe_groups(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
     return {name: group for record in records for name, group in record.groups.items()}
 
 
-def _undescribed(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
+def _find_undescribed(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
     """Return the ranks that used each group that no record describes (any more)."""
-    described, ranks_of = _described(records), dict[str, list[int]]()
+    described, ranks_of = _describe_groups(records), dict[str, list[int]]()
     for record in records:
         for name, events in record.events_by_group.items():
             if name not in described and not all(event.is_message for event in events):

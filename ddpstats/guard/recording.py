@@ -27,7 +27,7 @@ from ddpstats._base.text import shorten
 from ddpstats._ranks.failure import ProcessId
 from ddpstats._ranks.store import STORE_ERRORS
 from ddpstats.errors import ConfigError, DdpstatsError
-from ddpstats.guard.record import FORMAT, MAX_BYTES, MAX_LINE_BYTES, mark_as_dict, parsed, raw_lines
+from ddpstats.guard.record import FORMAT, MAX_BYTES, MAX_LINE_BYTES, mark_as_dict, parse_line, raw_lines
 
 if TYPE_CHECKING:
     from ddpstats._reduction.flatten import Structure
@@ -201,7 +201,7 @@ class Recording:
     def _is_of(self, run: str) -> bool:
         """Return whether the same program began the file that exists."""
         try:
-            return bool(run) and parsed(next(raw_lines(self._path))[1]).get("run") == run
+            return bool(run) and parse_line(next(raw_lines(self._path))[1]).get("run") == run
         except (OSError, ValueError, StopIteration):
             return False
 

@@ -33,7 +33,7 @@ from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard.diagnosis import MISMATCH, MISSING, Alarm, GuardFinding, message_place
 from ddpstats.guard.event import MESSAGES, Event, event_of, stable_hash
 from ddpstats.guard.group import Group, GuardState, IssuedCall, Limit, Session, Settings
-from ddpstats.guard.printing import end_process, leave_running, print_message, print_once, sigterm_deferred
+from ddpstats.guard.printing import defer_sigterm, end_process, leave_running, print_message, print_once
 
 _SLICE_SEC = 0.2
 _SLICE = timedelta(seconds=_SLICE_SEC)
@@ -91,7 +91,7 @@ class Verdicts:
     def await_verdict(self, alarm: Alarm) -> None:
         """Come to the verdict that all ranks come to; raise or log it."""
         has_time = not alarm.overdue and self.ends_by is None  # a difference was seen, and no rank has waited for it
-        with sigterm_deferred():
+        with defer_sigterm():
             finding = self.agreement.raise_alarm(alarm, self.timeout_sec if has_time else 0.0)
             self._raise_or_warn(finding, alarm)
 
@@ -125,7 +125,7 @@ class Verdicts:
         alarm = self.agreement.alarm() or alarm_of(group, group.seq, overdue, tentative=True)
         try:
             # It waited until now. A rank that did not wait there is the missing one.
-            with self._state.waiting(group, group.seq):
+            with self._state.note_wait(group, group.seq):
                 self.await_verdict(alarm)
         except DdpstatsError as verdict:
             return verdict
@@ -215,7 +215,7 @@ class Verdicts:
         if event.signature.root is None and time.monotonic() > call.issued + group.limit(call.timeout_ms).seconds:
             cannot_end = cannot_end or bool(self._behind(group, seq, is_on_host=False))
         if cannot_end or self._waits_elsewhere(group, call):
-            with self._state.waiting(group, seq):
+            with self._state.note_wait(group, seq):
                 self.await_verdict(alarm_of(group, seq, overdue=cannot_end))
 
     # -- a timeout of the program's own -------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class Verdicts:
             seq, limit = entry[1], issued.limit()
             limit = Limit(math.inf if limit.is_own else limit.seconds - _SLICE_SEC, False)  # torch ends the others
             watch = self.watch(group, seq, limit, issued)
-            with self._state.waiting(group, seq):
+            with self._state.note_wait(group, seq):
                 while not done_within(work, _SLICE, collectives.original_wait):
                     watch()
             return True
@@ -302,7 +302,7 @@ class Verdicts:
     def _verdict_on(self, error: RuntimeError, group: Group, event: Event, limit: Limit) -> DdpstatsError | None:
         """Return the verdict on torch's error; None where that is what the program is to see."""
         if not self._strict and _REFUSED.search(str(error)):  # gloo does so before the other ranks have to come
-            wait_for(lambda: min(self._begun(group).values(), default=event.seq) >= event.seq, _REFUSED_SEC)
+            wait_for(lambda: min(self._read_begun(group).values(), default=event.seq) >= event.seq, _REFUSED_SEC)
             return self.explain(event, group, overdue=False)
         if not is_broken(error):
             return None
@@ -334,7 +334,7 @@ class Verdicts:
             self._state.recording.wait(began)
             try:
                 # Whether a rank of this host has begun a collective that comes after the last one of this rank.
-                is_passed = self.has_ended and max(self._begun(group).values(), default=0) > group.seq
+                is_passed = self.has_ended and max(self._read_begun(group).values(), default=0) > group.seq
                 passed_at = min(passed_at, now) if is_passed else math.inf
                 self._look(group, seq, now > deadline, limit.is_own, note)
                 if call is not None and self._waits_elsewhere(group, call):
@@ -378,7 +378,7 @@ class Verdicts:
         """
         others = set(group.view.ranks) - {group.view.rank}
         with self.agreement.store.within(GLANCE_SEC):
-            left = {} if self.agreement.is_lost else self.agreement.left()  # deaths are known without the store
+            left = {} if self.agreement.is_lost else self.agreement.read_left()  # deaths are known without the store
             gone, dead = others & left.keys(), self.agreement.dead(others - left.keys())
             behind = self._behind(group, seq, note, is_on_host=False) if gone or (dead and not is_on_host) else set()
         early = {rank for rank in gone if rank in behind or left[rank].counts.get(group.name, 0) < seq}
@@ -396,16 +396,16 @@ class Verdicts:
             with self.agreement.store.within(GLANCE_SEC):
                 if note is None:
                     is_known = group.exchange.is_quick or (is_on_host and group.exchange.shares_memory())
-                    return {rank for rank, begun in self._begun(group).items() if begun < seq and (begun or is_known)}
+                    return {rank for rank, last in self._read_begun(group).items() if last < seq and (last or is_known)}
                 absent = {group.view.ranks[index] for index in group.exchange.absent(note)}
         except STORE_ERRORS:
             return set()
         return set() if group.view.rank in absent else absent
 
-    def _begun(self, group: Group) -> dict[int, int]:
+    def _read_begun(self, group: Group) -> dict[int, int]:
         """Return the last collective that each rank of this host has begun, as the host's memory shows."""
         assert group.exchange is not None
-        by_index, peers = group.exchange.announced, self.agreement.members.peers
+        by_index, peers = group.exchange.read_announced, self.agreement.members.peers
         events = {rank: by_index(index)[-1:] for index, rank in enumerate(group.view.ranks) if rank in peers}
         return {rank: last[0][0] if last else 0 for rank, last in events.items()}
 
@@ -425,7 +425,7 @@ class Verdicts:
 
     def wait_for_message(self, work: Any, group: Group, event: Event) -> None:
         """Wait until a message was sent, or has come."""
-        with self._state.waiting(group, message_place(event), MESSAGES):
+        with self._state.note_wait(group, message_place(event), MESSAGES):
             try:
                 # Whether it came or not, gloo must not be asked again: a second wait never ends (2.13).
                 collectives.original_wait(work, timedelta(seconds=group.limit().seconds))

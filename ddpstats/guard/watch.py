@@ -23,7 +23,7 @@ from ddpstats._ranks.failure import ProcessId
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard.diagnosis import LEFT
 from ddpstats.guard.event import Event
-from ddpstats.guard.record import MAX_BYTES, MAX_LINE_BYTES, checked_group, checked_head
+from ddpstats.guard.record import MAX_BYTES, MAX_LINE_BYTES, check_group, check_head
 
 EVERY_SEC = 0.5
 _LINES_EVERY_SEC = 10.0
@@ -71,7 +71,7 @@ class RankNow:
     def take(self, entry: Mapping[str, Any]) -> None:
         """Take a line of the record that is no collective."""
         if "new_group" in entry:
-            self.described[str(entry["new_group"])] = checked_group(entry)
+            self.described[str(entry["new_group"])] = check_group(entry)
         elif "end" in entry:
             self.left = LEFT if entry["end"] == "left" else f"{LEFT} by {entry['end']}"
         for name, value in entry.get("now", {}).items():
@@ -103,7 +103,7 @@ class _Follower:
         for line in whole_lines.splitlines():
             entry = parse_json(line, strict=False)
             if "ddpstats" in entry:
-                self._begin(checked_head(entry))
+                self._begin(check_head(entry))
             elif self.now is None:
                 raise ValueError("it does not begin as a record does")
             elif "seq" in entry:

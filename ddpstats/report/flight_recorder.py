@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 from ddpstats._base.files import parse_json, read_regular
 from ddpstats._observe.operators import OPERATORS
 from ddpstats.guard.event import MESSAGES, Event, line_of, text_of
-from ddpstats.guard.record import RankRecord, checked_group
+from ddpstats.guard.record import RankRecord, check_group
 
 _NAME = re.compile(r"(?:[\w\-.]*[_\-.])?rank_?(\d{1,7})(?:\.json|\.pkl)?")
 _MAX_BYTES = 64 << 20
@@ -128,7 +128,7 @@ def _groups(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
     for name, group in config.items():
         if ranks := parse_json(group["ranks"]):
             words = f"group {name} ({line_of(group.get('desc', ''))})"
-            groups[name] = checked_group({"new_group": name, "ranks": ranks, "words": words})
+            groups[name] = check_group({"new_group": name, "ranks": ranks, "words": words})
     return groups
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ddpstats._base.marks import VALUES, Mark
 from ddpstats.guard.diagnosis import DOUBT, GuardFinding
 from ddpstats.guard.event import BY_TORCH
-from ddpstats.guard.record import RankRecord, assumed, diagnose, findings_as_json, groups_of, mark_as_dict, not_compared
+from ddpstats.guard.record import RankRecord, diagnose, findings_as_json, groups_of, mark_as_dict, say_gaps, say_guesses
 from ddpstats.report.flight_recorder import Spans
 
 _NO_END = "its record has no end mark: the process was killed, hangs, or still runs"
@@ -49,8 +49,8 @@ def report_of(recorded: Recorded) -> dict[str, Any]:
         "findings": _with_spans(findings_as_json(findings), spans),
         "marks": marks,
         "keys": sorted(_keys(records, groups), key=lambda key: not (key["missing_ranks"] or key["fewer_ranks"])),
-        "not_compared": not_compared(records),
-        "assumed": assumed(records),
+        "not_compared": say_gaps(records),
+        "assumed": say_guesses(records),
         "notes": recorded.notes,
     }
     # A doubt is no finding; that not all could be compared is one.

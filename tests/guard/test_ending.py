@@ -577,11 +577,11 @@ def test_calls_that_a_rank_published_before_it_died_can_be_read() -> None:
     with closing(Exchange(store, 0, 2)) as first, closing(Exchange(store, 1, 2)) as second:
         for seq in range(1, 30):
             assert not first.announce(seq, event(seq).digest, encode(event(seq, label="loss")))
-        known = decode(second.announced(0))
+        known = decode(second.read_announced(0))
         assert [call.seq for call in known] == list(range(22, 30))
         assert str(known[-1]) == str(event(29, label="loss"))
         assert known[-1].source == "reduce(x)"
-        assert second.announced(1) == []
+        assert second.read_announced(1) == []
         assert not second.announce(29, event(29).digest, encode(event(29)))
         assert first.announce(30, event(30).digest, encode(event(30))) is False
         assert second.announce(30, event(30, 5).digest, encode(event(30, 5))), "the later one sees it"

@@ -134,11 +134,11 @@ class _Waiting(collectives.Subscriber):
         self.events.append("issued")
         return self.events.count("issued") % 2 == 1 and bool(collectives.original_wait(work))
 
-    def waiting(self, work: Any, limited: bool) -> bool:
+    def before_wait(self, work: Any, limited: bool) -> bool:
         self.events.append("waits")
         return False
 
-    def has_waited(self, work: Any, error: RuntimeError | None) -> None:
+    def after_wait(self, work: Any, error: RuntimeError | None) -> None:
         self.events.append("has waited")
 
 

@@ -139,7 +139,7 @@ class CollectiveWatch(collectives.Subscriber):
                 self._pending[id(work)] = _Pending(entry, list(call.outputs), work, _future_of(work))
                 self._poll_after_backward()
 
-    def has_waited(self, work: Any, error: RuntimeError | None) -> None:
+    def after_wait(self, work: Any, error: RuntimeError | None) -> None:
         if error is None:
             self._take(work, True)
             self.poll()

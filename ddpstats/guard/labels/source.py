@@ -163,7 +163,7 @@ def called_name(call: ast.AST | None) -> str:
     return called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
 
 
-def unwrapped(expr: ast.expr) -> ast.expr:
+def unwrap_container(expr: ast.expr) -> ast.expr:
     """Return the container itself, without ``.items()``, ``sorted(...)``, ``enumerate(...)`` and the like around it."""
     while isinstance(expr, ast.Call):
         name = called_name(expr)
@@ -189,6 +189,7 @@ def tensor_argument(call: ast.expr) -> ast.expr | None:
         if keyword.arg in _TENSOR_KEYWORDS:
             return keyword.value
     name = called_name(call)
+    # by parts of the name, which collectives of objects and functions of libraries share with torch's
     is_behind_output = "reduce_scatter" in name or "all_gather" in name
     return next(iter(call.args[1 if is_behind_output else 0 :]), None)
 
@@ -202,7 +203,7 @@ def variable_of(expr: ast.expr | None) -> str:
     return expr.id if isinstance(expr, ast.Name) else ""
 
 
-def parameters_given(call: ast.expr, callee: CodeType, names: Collection[str]) -> frozenset[str]:
+def find_parameters(call: ast.expr, callee: CodeType, names: Collection[str]) -> frozenset[str]:
     """Return the parameters of ``callee`` to which the call passes an expression with one of these variables."""
     parameters = callee.co_varnames[: callee.co_argcount + callee.co_kwonlyargcount]
     arguments = ((parameter, argument_for(call, callee, parameter)) for parameter in parameters)

@@ -26,11 +26,11 @@ from ddpstats.guard.labels.source import (
     argument_for,
     called_name,
     end_of,
+    find_parameters,
     mentions,
     names_in,
-    parameters_given,
     tensor_argument,
-    unwrapped,
+    unwrap_container,
     variable_of,
 )
 
@@ -190,7 +190,7 @@ class LabelTracer:
         argument = tensor_argument(call)
         if argument is None or (called_name(call) == "all_gather" and not self._sums_gathered(call)):
             return ()
-        return self._some(itertools.chain(self._value(argument, False, 0), self._stored(call)))
+        return self._some(itertools.chain(self._value(argument, False, 0), self._find_stored(call)))
 
     def of_parameter(self, call: ast.expr, callee: CodeType, route: Route) -> tuple[Route, ...]:
         """Return the routes of what ``call`` passed to ``callee`` as the parameter at which ``route`` ended."""
@@ -202,7 +202,7 @@ class LabelTracer:
         is_made = isinstance(origin, ast.Call) and called_name(origin) not in ("getattr", "get")
         # What an object computes does not bear the names that it was made with.
         routes = self._value(None if is_made and route.parameter == "self" else argument, False, 0)
-        return self._some(itertools.chain(routes, self._stored(call)))
+        return self._some(itertools.chain(routes, self._find_stored(call)))
 
     def _some(self, routes: Iterator[Route]) -> tuple[Route, ...]:
         """Return the likeliest routes: what a method's object holds comes last."""
@@ -224,11 +224,11 @@ class LabelTracer:
         if isinstance(expr, ast.Name):
             yield from self._name(expr, False, fresh, hops)
         elif isinstance(expr, ast.Subscript):
-            yield from self._out(self._taken(expr.slice, expr.value), fresh, hops)
+            yield from self._out(self._take_by_key(expr.slice, expr.value), fresh, hops)
             parts = [expr.value]
         elif isinstance(expr, ast.Call):
             if called_name(expr) == "getattr" and len(expr.args) >= 2:
-                yield from self._out(self._taken(expr.args[1], expr.args[0]), fresh, hops)
+                yield from self._out(self._take_by_key(expr.args[1], expr.args[0]), fresh, hops)
             if isinstance(expr.func, ast.Attribute):
                 yield from self._value(expr.func.value, fresh or not _IN_PLACE.match(expr.func.attr), hops)
             keywords = [keyword.value for keyword in expr.keywords if keyword.arg not in _OTHER_THAN_VALUES]
@@ -238,7 +238,7 @@ class LabelTracer:
         elif isinstance(expr, ast.IfExp):
             parts = [expr.body, expr.orelse]
         elif isinstance(expr, Comprehension):
-            parts, fresh = [unwrapped(generator.iter) for generator in expr.generators], True
+            parts, fresh = [unwrap_container(generator.iter) for generator in expr.generators], True
         elif isinstance(expr, (*_HANDS_ON, *_OPERATORS)) and getattr(expr, "attr", "") not in _OTHER_THAN_VALUES:
             parts = [part for part in ast.iter_child_nodes(expr) if isinstance(part, ast.expr)]
             fresh = fresh or isinstance(expr, _OPERATORS)
@@ -247,13 +247,13 @@ class LabelTracer:
 
     def _container(self, expr: ast.expr | None, hops: int) -> Iterator[Route]:
         """Yield the routes of a container, through other names for it; none where nothing is known."""
-        expr = None if expr is None else unwrapped(expr)
+        expr = None if expr is None else unwrap_container(expr)
         if hops > _MAX_HOPS:
             return
         if isinstance(expr, ast.Name):
             yield from self._name(expr, True, False, hops + 1)
         elif isinstance(expr, ast.Subscript):
-            yield from self._out(self._taken(expr.slice, expr.value), False, hops + 1)
+            yield from self._out(self._take_by_key(expr.slice, expr.value), False, hops + 1)
 
     def _out(self, step: KeyStep, fresh: bool, hops: int) -> Iterator[Route]:
         """Yield the step, followed by the steps by which its container was taken out of others."""
@@ -267,14 +267,14 @@ class LabelTracer:
         if binding.value is None:
             yield Route((), fresh, name.id, is_container)
         elif binding.name is not None and binding.loop is not None:
-            step = KeyStep(binding.beside, binding.name, unwrapped(binding.value), binding.loop)
+            step = KeyStep(binding.beside, binding.name, unwrap_container(binding.value), binding.loop)
             yield from self._out(step, fresh, hops)
         elif is_container:
             yield from self._container(binding.value, hops)
         else:
             yield from self._value(binding.value, fresh, hops)
 
-    def _stored(self, call: ast.expr) -> Iterator[Route]:
+    def _find_stored(self, call: ast.expr) -> Iterator[Route]:
         """Yield the names under which the program stores the result of a call."""
         loop = self.file.loop_around(call)
         carriers = {variable_of(tensor_argument(call))}
@@ -286,7 +286,7 @@ class LabelTracer:
                     if isinstance(target, ast.Subscript):
                         yield Route((KeyStep((target.slice,), None, None, loop),), fresh=True)
 
-    def _taken(self, key: ast.expr, container: ast.expr) -> KeyStep:
+    def _take_by_key(self, key: ast.expr, container: ast.expr) -> KeyStep:
         """One element, taken by its key."""
         return KeyStep((key,), None, container, self._loop_of(key))
 
@@ -365,7 +365,7 @@ def _turns_of(step: KeyStep, calls: CallChain, is_element: bool) -> list[Turn]:
                 results |= {variable_of(tensor_argument(call)), *map(variable_of, call.args[:1])}
             results = _further(results, file, call, within) - names
             turns.append(Turn(file, call, within, names, frozenset(results), not turns))
-            names = parameters_given(call, calls[index - 1][2], names) if index else names
+            names = find_parameters(call, calls[index - 1][2], names) if index else names
         loop = None
     return turns
 
