@@ -245,7 +245,7 @@ _is_jit_tracing: Callable[[], bool] = find("_C._is_tracing", lambda: False)
 # Tensors inside ``torch.func`` have no value of their own. Without it to read one is an error.
 is_functorch_tensor: Callable[[Tensor], bool] = find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 
-# The `TorchFunctionMode`s of this thread, innermost last. Without this, our mode may stay in place, where it does nothing.
+# The `TorchFunctionMode`s of this thread, innermost last. Without this, our mode may stay there, and does nothing.
 function_modes: Callable[[], list[Any]] = find("overrides._get_current_function_mode_stack", list)
 
 # Reaches every tensor that a module returns. Without it bits are flipped where a module returns a tensor alone.
