@@ -274,8 +274,7 @@ _BOOL_BYTES = torch.uint8  # of a bool tensor; to convert one takes too much mem
 _FEW_ELEMENTS = 32  # Python has measured so few before torch has begun
 _ONE_PASS_ELEMENTS = 1 << 16  # elements, of which both ends are sooner known from one pass
 _CACHE_ELEMENTS = 1 << 18  # elements for each thread: 1 MiB of float32 stays in its cache
-# Elements of one dot product, which is summed in float32: MKL keeps partial sums, other libraries need not.
-_DOT_ELEMENTS = _CACHE_ELEMENTS if torch.backends.mkl.is_available() else 1 << 16  # type: ignore[no-untyped-call]
+_DOT_ELEMENTS = 1 << 16  # elements of one dot product, which a processor may sum in float32 one after another
 _SMALLEST_SQUARE = 1e-30  # a float32 below has few bits left: the squares may have been lost
 
 
