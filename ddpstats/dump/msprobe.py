@@ -265,8 +265,9 @@ class CollectiveEntry:
     Attributes:
         operator: its row of the table of collectives; an empty one where the table has none.
         ranks: of the group; empty where the dump does not say.
-        sequence: its number in its group (of a message: between these two); None where the dump does not say.
-        peer: of a message; None where it has none, or the dump does not say.
+        sequence: its number in its group (of a message: among those of its tag between these two); None where the dump
+            does not say.
+        peer, tag: of a message; peer is None where it has none, or the dump does not say.
         incomplete: it had not ended when the dump did, or it failed.
         inputs, outputs: its tensors that matter on this rank.
     """
@@ -279,6 +280,7 @@ class CollectiveEntry:
     group: str
     sequence: int | None
     peer: int | None
+    tag: int
     incomplete: bool
     inputs: tuple[tuple[str, DumpLeaf], ...]
     outputs: tuple[tuple[str, DumpLeaf], ...]
@@ -311,6 +313,7 @@ def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
         str(group.get("group_id", "")),
         _integer(arguments, "seq"),
         rank if operator.is_message else None,
+        _integer(arguments, "tag") or 0,
         entry.raw.get("incomplete") is True,
         tuple(inputs) if is_root or role != "src" else (),
         tuple(outputs) if is_root or role != "dst" else (),

@@ -86,8 +86,29 @@ def test_statistic_that_one_tool_does_not_record_is_no_difference() -> None:
 
 def test_tensor_without_any_statistics_on_one_side_cannot_be_compared() -> None:
     nothing = without("Max", "Min", "Mean", "Norm")
-    assert of_inputs(nothing, tensor(1.0, 2.0)).result == "N/A"
-    assert not of_inputs(nothing, nothing).unequal
+    for a, b, side in ((nothing, tensor(1.0, 2.0), "A"), (tensor(1.0, 2.0), nothing, "B")):
+        verdict = of_inputs(a, b)
+        assert (verdict.result, verdict.message) == ("N/A", f"{side} has no statistics of it")
+
+
+SPARSE = {"layout": "sparse_coo", "nnz": 2}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "compared", "unequal"),
+    [
+        (without("Max", "Min", "Mean", "Norm"), without("Max", "Min", "Mean", "Norm"), "", False),
+        ({**without("Max", "Min", "Mean", "Norm"), "shape": [0]},) * 2 + ("statistics", False),
+        (tensor(1.0, **SPARSE), tensor(1.0, **SPARSE), "", False),
+        (tensor(1.0, md5="1", **SPARSE), tensor(1.0, md5="1", **SPARSE), "", False),
+        (tensor(1.0, **SPARSE), tensor(2.0, **SPARSE), "statistics", True),
+        (tensor(1.0, **SPARSE), tensor(1.0, **{**SPARSE, "nnz": 3}), "statistics", True),
+    ],
+)  # fmt: skip
+def test_tensors_of_which_too_little_is_known_are_not_equal(a: Any, b: Any, compared: str, unequal: bool) -> None:
+    verdict = of_inputs(a, b, mode="md5")
+    assert (verdict.compared, verdict.unequal) == (compared, unequal)
+    assert bool(verdict.message) == (not compared or "nnz" in verdict.message)
 
 
 @pytest.mark.parametrize(

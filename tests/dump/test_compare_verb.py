@@ -38,6 +38,37 @@ def test_mode_that_the_dumps_do_not_hold_is_refused(
         assert (status, words in text) == (2, True)
 
 
+def unmeasured(*, dropped: bool) -> list[Any]:
+    """Return an entry of a sparse CSR tensor, or one for which there was no memory left."""
+    if dropped:
+        return [("Torch.a.0.forward", {**forward(), "dropped": True})]
+    return [("Torch.a.0.forward", forward([{**tensor(1.0), **dict.fromkeys(("Max", "Min", "Mean", "Norm"))}]))]
+
+
+@pytest.mark.parametrize(
+    ("dropped", "left_out"),
+    [(False, "1 tensors of which the dumps have no numbers"), (True, "1 entries of which a dump has no tensors")],
+)
+def test_tensors_without_numbers_are_left_out(
+    dropped: bool, left_out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing = unmeasured(dropped=dropped)
+    status, text = compare(*two(tmp_path / "alone", nothing, nothing), capsys=capsys)
+    assert (status, text.startswith("NOTHING TO COMPARE: "), left_out in text) == (2, True, True)
+    status, text = compare(
+        *two(tmp_path / "beside", nothing + named("Torch.b.0.forward"), named("Torch.b.0.forward") + nothing),
+        capsys=capsys,
+    )
+    assert (status, text.startswith("NOTHING DIFFERENT: 2 tensors"), left_out in text) == (0, True, True)
+
+
+def test_log_of_what_could_not_be_recorded_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = two(tmp_path, ONE, ONE)
+    log = pair[1] / "dump_error_info.log"
+    log.write_text("Torch.a.0.forward: RuntimeError")
+    assert f"note: {log} says what could not be recorded" in compare(*pair, capsys=capsys)[1]
+
+
 def test_nothing_to_compare_has_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = two(tmp_path, [], [])
     status, text = compare(*pair, capsys=capsys)

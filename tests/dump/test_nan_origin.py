@@ -527,6 +527,71 @@ def test_peers_given_by_position_are_matched(tmp_path: Path) -> None:
     assert findings(step)["unmatched"] == []
 
 
+UNMEASURED: dict[str, tuple[dict[str, Any], str]] = {
+    "no numbers": (forward(leaf(), out=leaf(Max=None, Min=None, nan_count=None)), "the numbers of 1 tensor"),
+    "no memory left": (
+        {**forward(), "dropped": True},
+        "the tensors of 1 entry, for which async_max_bytes was too small",
+    ),
+}
+
+
+@pytest.mark.parametrize(("entry", "left_out"), UNMEASURED.values(), ids=list(UNMEASURED))
+def test_tensor_without_numbers_is_not_called_finite(tmp_path: Path, entry: dict[str, Any], left_out: str) -> None:
+    step = write(tmp_path, {MUL: entry})
+    assert findings(step)["left_out"] == ["where tensors are in memory", left_out]
+    assert "Nothing found: every recorded tensor that was measured is finite" in report(step)[1]
+    (step / "rank0" / "dump_error_info.log").write_text("Torch.mul.0.forward: RuntimeError")
+    assert "dump_error_info.log says what could not be recorded" in report(step)[1]
+
+
+@pytest.mark.parametrize("name", ["output", "input", "input_args", "parameters", "input_kwargs"])
+def test_gradient_of_a_parameter_whose_name_is_that_of_a_section_is_a_gradient(tmp_path: Path, name: str) -> None:
+    entry = "Module.root.Net.parameters_grad.0"
+    step = write(tmp_path, {entry: {name: [BAD]}})
+    assert blamed(step) == [(0, "gradient", entry)]
+    assert findings(step)["origins"][0]["verdict"].startswith(f"{entry} ({name}) holds the first NaN")
+
+
+def test_messages_are_matched_by_their_tag(tmp_path: Path) -> None:
+    """Rank 1 receives in another order than rank 0 sends; only what was sent with tag 2 is not finite."""
+    send, recv = "Distributed.send.{}.forward", "Distributed.recv.{}.forward"
+    step = two_ranks(
+        tmp_path,
+        {
+            send.format(0): collective(FINE, dst=1, tag=1, seq=0),
+            LOG.format(0): forward(FINE, out=BAD),
+            send.format(1): collective(BAD, dst=1, tag=2, seq=0),
+        },
+        {
+            recv.format(0): collective(out=BAD, src=0, tag=2, seq=0),
+            recv.format(1): collective(out=FINE, src=0, tag=1, seq=0),
+        },
+    )
+    assert blamed(step) == [(0, "computation", LOG.format(0))]
+    assert findings(step)["unmatched"] == []
+
+
+def test_receive_of_unknown_source_leaves_numbers_to_the_others(tmp_path: Path) -> None:
+    send, recv = "Distributed.send.{}.forward", "Distributed.recv.{}.forward"
+    step = two_ranks(
+        tmp_path,
+        {
+            REDUCE.format(0): collective(FINE, out=FINE, seq=0),
+            send.format(0): collective(FINE, dst=1, tag=0, seq=0),
+            LOG.format(0): forward(FINE, out=BAD),
+            send.format(1): collective(BAD, dst=1, tag=0, seq=1),
+        },
+        {
+            REDUCE.format(0): collective(FINE, out=FINE, seq=0),
+            recv.format(0): collective(out=FINE, tag=0),
+            recv.format(1): collective(out=BAD, src=0, tag=0, seq=1),
+        },
+    )
+    assert blamed(step) == [(0, "computation", LOG.format(0))]
+    assert findings(step)["unmatched"] == []
+
+
 def test_message_without_peer_is_of_its_rank_alone(tmp_path: Path) -> None:
     received = {"Distributed.recv.0.forward": collective(out=BAD), "Torch.mul.0.forward": forward(BAD, out=OTHER_BAD)}
     step = two_ranks(tmp_path, received, {"Distributed.send.0.forward": collective(FINE)})

@@ -283,8 +283,10 @@ def _explain_no_dump(path: Path) -> DumpError:
 
 
 def notes_of(dumps: Iterable[RankDump]) -> list[str]:
-    """Return what could not be read of the dumps, with their names."""
-    return [f"{dump.path}: {note}" for dump in dumps for note in dump.notes]
+    """Return what could not be read of the dumps, and which logs say what could not be recorded."""
+    notes = [(dump, f"{dump.path}: {note}") for dump in dumps for note in dump.notes]
+    logs = {dump.directory / msprobe.ERRORS: None for dump in dumps}
+    return [note for _, note in notes] + [f"{log} says what could not be recorded" for log in logs if log.is_file()]
 
 
 @contextlib.contextmanager
@@ -398,7 +400,6 @@ def _strings(lines: Any) -> list[str]:
 
 T = TypeVar("T")
 
-_SECTIONS = ("input_args", "input", "input_kwargs", "parameters", "output")  # others are gradients of parameters
 _DEEPEST = 64
 _READ: dict[str, Callable[[Any], Any]] = {  # by a tensor's fields beside its statistics
     **dict.fromkeys(("data_name", "md5", "device"), statistics.read_text),
@@ -454,6 +455,11 @@ class DumpLeaf:
         return self.raw.get("type") == _TENSOR or "dtype" in self.raw
 
     @property
+    def has_numbers(self) -> bool:
+        """Return whether it was measured, or has no elements that could be; nothing is known of another tensor."""
+        return 0 in self.shape or any(value is not None for value in (self.max, self.nan_count))
+
+    @property
     def is_finite(self) -> bool:
         return not (self.has_nan or self.has_infinity)
 
@@ -492,14 +498,28 @@ class DumpEntry:
     def is_recompute(self) -> bool:
         return self.raw.get("is_recompute") is True
 
+    @property
+    def is_dropped(self) -> bool:
+        """Return whether a dump had no memory left for its tensors."""
+        return self.raw.get("dropped") is True
+
+    @cached_property
+    def has_gradients_of_parameters(self) -> bool:
+        return msprobe.parse_name(self.name).direction == "parameters_grad"
+
     @cached_property
     def inputs(self) -> list[tuple[str, DumpLeaf]]:
         """Tensors that went in, arguments by name included; parameters are not among them."""
-        return [item for item in self._tensors if item[0].partition(".")[0] in ("input", "input_kwargs")]
+        return self._of_sections("input", "input_kwargs")
 
     @cached_property
     def outputs(self) -> list[tuple[str, DumpLeaf]]:
-        return [item for item in self._tensors if item[0].partition(".")[0] == "output"]
+        return self._of_sections("output")
+
+    def _of_sections(self, *sections: str) -> list[tuple[str, DumpLeaf]]:
+        if self.has_gradients_of_parameters:  # whose names may be those of sections
+            return []
+        return [item for item in self._tensors if item[0].partition(".")[0] in sections]
 
     def leaves(self) -> Iterator[tuple[str, DumpLeaf]]:
         """Yield all tensors, in the order of the dump."""
@@ -514,9 +534,10 @@ class DumpEntry:
         if _is_deep(self.raw):
             raise self._explain_damage(f"it is nested more than {_DEEPEST} deep")
         for key, section in self.raw.items():
-            if key not in _SECTIONS and isinstance(section, list) and len(section) == 1:
-                section = section[0]  # a parameter's gradient: {"weight": [leaf]}
-            for path, raw in _leaves(section, "input" if key == "input_args" else key, nulls):
+            is_gradient = self.has_gradients_of_parameters
+            if is_gradient and isinstance(section, list) and len(section) == 1:
+                section = section[0]  # {"weight": [leaf]}
+            for path, raw in _leaves(section, "input" if key == "input_args" and not is_gradient else key, nulls):
                 leaf = DumpLeaf(raw)
                 if leaf.is_tensor and (problem := _find_problem(raw)) is not None:
                     raise self._explain_damage(f"{path}: {problem}")

@@ -216,7 +216,9 @@ class Comparison:
 
     def add(self, row: LeafRow) -> None:
         unequal, failed = row.verdict.unequal, row.verdict.failed
-        if row.verdict.compared not in ("", "value"):
+        if not row.verdict.compared and not unequal:
+            tally(self.left_out, row.verdict.message)
+        elif row.verdict.compared not in ("", "value"):
             tally(self.compared, row.verdict.compared)
             self.unequal_tensors += unequal
             self.failed_tensors += failed
@@ -289,7 +291,7 @@ def compare(args: argparse.Namespace) -> CompareFindings:
         elif between_ranks:
             entries = entries_of_ranks(sides, comparison.left_out)
         else:
-            entries = entries_of_runs(sides)
+            entries = entries_of_runs(sides, comparison.left_out)
         rows = comparer.compare(sides, entries, comparison)
         if args.csv is None:
             deque(rows, maxlen=0)
@@ -417,14 +419,26 @@ def pair_entries(
             yield key, entries
 
 
-def entries_of_runs(sides: Sequence[Side]) -> Iterator[PairedEntry]:
-    """Yield all entries of two runs, with the names and paths on which the tools that wrote them agree."""
+def entries_of_runs(sides: Sequence[Side], left_out: dict[str, int]) -> Iterator[PairedEntry]:
+    """Yield all entries of two runs, with the names and paths on which the tools that wrote them agree.
+
+    What cannot be compared is counted in ``left_out``.
+    """
     ours = [VERSION in side.dump.header for side in sides]
     names = ([member.key for member in side.dump.entry_texts()] for side in sides)
     keys: Sequence[Mapping[str, Hashable]] = ({}, {}) if all(ours) else common_names(*names)
     for _, entries in pair_entries(sides, keys):
+        if _lack_tensors(entries, left_out):
+            continue
         values = {side.label: _values(entries.get(side.label), ours[0] != ours[1]) for side in sides}
         yield PairedEntry({label: entry.name for label, entry in entries.items()}, values)
+
+
+def _lack_tensors(entries: Mapping[str, DumpEntry], left_out: dict[str, int]) -> bool:
+    is_dropped = any(entry.is_dropped for entry in entries.values())
+    if is_dropped:
+        tally(left_out, "entries of which a dump has no tensors, for async_max_bytes was too small")
+    return is_dropped
 
 
 def _values(entry: DumpEntry | None, of_two_tools: bool) -> LeavesByName:
@@ -444,6 +458,8 @@ def entries_of_ranks(sides: Sequence[Side], left_out: dict[str, int]) -> Iterato
     for key, entries in pair_entries(
         sides, keys, lambda member: member.key in collectives or '"parameters"' in member.text
     ):
+        if _lack_tensors(entries, left_out):
+            continue
         if isinstance(key, str):
             values = {
                 label: {path: leaf for path, leaf in entry.leaves() if path.startswith("parameters.")}
@@ -614,7 +630,7 @@ class Comparer:
             for row in statistics.STATISTICS
             if row.compared == "relative"
         }
-        closeness, fields, messages = None, ["dtype", "requires_grad"], []
+        closeness, fields, messages = None, ["dtype", "requires_grad", "layout", "nnz"], []
         if self.mode == "tensor" and leaf_a.data_name is not None and leaf_b.data_name is not None:
             from ddpstats.dump.analyze.tensors import compare_saved  # only this needs torch
 
@@ -625,8 +641,8 @@ class Comparer:
         elif self.mode != "statistics" and leaf_a.md5 is not None and leaf_b.md5 is not None:
             compared, unequal = "checksum", leaf_a.md5 != leaf_b.md5
             result = "Different" if unequal else "Pass"
-        elif len({any(leaf.raw.get(key) is not None for key in errors) for leaf in (leaf_a, leaf_b)}) == 2:
-            return _leave_uncompared(f"{a.label} or {b.label} has no statistics of it")
+        elif leaf_a.has_numbers != leaf_b.has_numbers:
+            return _leave_uncompared(f"{(b if leaf_a.has_numbers else a).label} has no statistics of it")
         else:
             compared, unequal = "statistics", any(error[0] for error in errors.values())
             over = [key for key, error in errors.items() if self._is_over(error)]
@@ -639,6 +655,11 @@ class Comparer:
             if in_a != in_b and in_a is not None and in_b is not None:
                 messages.append(f"{key} is {in_a} in {a.label} and {in_b} in {b.label}")
                 unequal = True
+        if not unequal and compared != "elements":
+            if not (compared == "checksum" or leaf_a.has_numbers):
+                return LeafVerdict("", "", False, "tensors of which the dumps have no numbers")
+            if "sparse" in str(leaf_a.raw.get("layout")):
+                return LeafVerdict("", "", False, "sparse tensors with equal values, of which no dump has the indices")
         return LeafVerdict(result, compared, unequal, "; ".join(messages), errors, closeness)
 
     def _verdict_on_plain(self, a: Side, leaf_a: DumpLeaf, b: Side, leaf_b: DumpLeaf) -> LeafVerdict:

@@ -112,11 +112,18 @@ class NaNOrigin:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank's dump in numbers; ``shared_memory``: its live storages that share memory (`stomp`)."""
+    """One rank's dump in numbers.
+
+    Attributes:
+        unmeasured: tensors of which it has no numbers; ``dropped``: entries of which it has no tensors.
+        shared_memory: its live storages that share memory (`stomp`).
+    """
 
     rank: int | None
     entries: int
     collectives: int
+    unmeasured: int
+    dropped: int
     shared_memory: tuple[str, ...]
 
 
@@ -160,6 +167,10 @@ def examine(dumps: Sequence[RankDump]) -> OriginFindings:
     if any(scan.overlaps is None for scan in scans):
         left_out.append("where tensors are in memory")
     ranks, origins = [scan.summary() for scan in scans], [*map(_origin, earliest)]
+    if unmeasured := sum(rank.unmeasured for rank in ranks):
+        left_out.append(f"the numbers of {count_of(unmeasured, 'tensors')}")
+    if dropped := sum(rank.dropped for rank in ranks):
+        left_out.append(f"the tensors of {count_of(dropped, 'entries')}, for which async_max_bytes was too small")
     return OriginFindings(
         dumps[0].step, ranks, origins, [*_report_unmatched(scans, order)], also, left_out, notes_of(dumps)
     )
@@ -259,7 +270,7 @@ class RankScan:
     def __init__(self, dump: RankDump) -> None:
         self.dump = dump
         self.rank = rank_of(dump)
-        self.entries = 0
+        self.entries = self.unmeasured = self.dropped = 0
         self.gradients = 0  # entries of backward passes
         self.candidates: list[Candidate] = []
         self.collectives: list[RankCollective] = []
@@ -270,6 +281,8 @@ class RankScan:
         memory = MemoryWalk()
         for entry in dump.entries():
             memory.take(entry)
+            self.unmeasured += sum(not leaf.has_numbers for _, leaf in entry.leaves())
+            self.dropped += entry.is_dropped
             if not entry.is_recompute:
                 self._take(entry)
         self._judge_unused()
@@ -277,7 +290,8 @@ class RankScan:
 
     def summary(self) -> RankSummary:
         shared = tuple(map(str, self.overlaps or ()))
-        return RankSummary(self.dump.rank, self.entries, len(self.collectives), shared)
+        measured = self.unmeasured, self.dropped
+        return RankSummary(self.dump.rank, self.entries, len(self.collectives), *measured, shared)
 
     def _take(self, entry: DumpEntry) -> None:
         name = parse_name(entry.name)
@@ -319,7 +333,7 @@ class RankScan:
             is_target = path == "input_kwargs.out" or (path == "input.0" and tensor_rules.overwrites_target(operation))
             if is_target and (tensor := self._find(leaf)) is not None:
                 self._unused.pop(tensor, None)
-            if not is_target and not path.startswith("output"):
+            if not is_target and (entry.has_gradients_of_parameters or not path.startswith("output")):
                 yield path, leaf
 
     def _find_input(self, entry: DumpEntry, name: Name, bad: tuple[str, DumpLeaf], has_made: bool) -> _NonfiniteTensor:
@@ -525,7 +539,8 @@ def _match_collectives(scans: Sequence[RankScan]) -> dict[int, list[_MatchedColl
     """
     matches: dict[tuple[Any, ...], _MatchedCollective] = {}
     of_rank = {}
-    has_sequence = all(member.call.sequence is not None for scan in scans for member in scan.collectives)
+    calls = [member.call for scan in scans for member in scan.collectives]
+    has_sequence = all(call.sequence is not None for call in calls if call.peer is not None or not call.is_message)
     for scan in scans:
         counts: Counter[tuple[Any, ...]] = Counter()
         of_member = {}
@@ -546,7 +561,7 @@ def _key(rank: int, call: CollectiveEntry) -> tuple[tuple[Any, ...], tuple[int, 
         ranks = (rank, call.peer) if call.api.endswith("send") else (call.peer, rank)
     elif call.is_message:
         ranks = (rank,)
-    return (call.group, call.ranks, "message" if call.is_message else call.api, ranks), ranks
+    return (call.group, call.ranks, ("message", call.tag) if call.is_message else call.api, ranks), ranks
 
 
 def _set_clocks(of_rank: Mapping[int, Sequence[_MatchedCollective]]) -> list[_MatchedCollective]:
@@ -567,9 +582,16 @@ def _set_clocks(of_rank: Mapping[int, Sequence[_MatchedCollective]]) -> list[_Ma
 
 def _report_unmatched(scans: Sequence[RankScan], order: Sequence[_MatchedCollective]) -> Iterator[str]:
     dumped = {scan.rank for scan in scans}
+    receivers = {  # from any rank, of which the dump does not say it
+        scan.rank
+        for scan in scans
+        for member in scan.collectives
+        if member.call.is_message and member.call.peer is None
+    }
     for match in order:
         rank, member = next(iter(match.members.items()))
-        if missing := sorted((set(match.ranks) & dumped) - set(match.members)):
+        unmatched = (set(match.ranks) & dumped) - set(match.members)
+        if missing := sorted(unmatched - receivers if member.call.is_message else unmatched):
             yield f"{member.call.name} of rank {rank} has no counterpart in the dump of {ranks_text(missing)}"
         for rank, member in match.members.items():
             if member.call.incomplete:
@@ -706,7 +728,9 @@ def _say_nothing_found(findings: OriginFindings) -> str:
     if findings.also:
         return "No NaN or infinity found that reached a gradient or a collective."
     what = "No NaN or infinity" if any(rank.shared_memory for rank in findings.ranks) else "Nothing"
-    return f"{what} found: every recorded tensor is finite, was made infinite on purpose, or became finite again."
+    measured = " that was measured" * any(rank.unmeasured or rank.dropped for rank in findings.ranks)
+    ends = "is finite, was made infinite on purpose, or became finite again"
+    return f"{what} found: every recorded tensor{measured} {ends}."
 
 
 def _origins(findings: OriginFindings) -> Iterator[str]:
