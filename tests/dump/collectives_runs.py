@@ -25,6 +25,10 @@ def dump_all(path: str) -> None:
         _dump(Path(path) / "around a guard", _under_guard, rank)
         with collective_guard(mode="strict"):
             _dump(Path(path) / "inside a guard", _messages, rank)
+    outputs = {"list": ["Distributed"], "data_mode": ["output"]}
+    with StatsDump({"dump_path": f"{path}/outputs", "statistics": outputs}) as dump:
+        _in_place(rank)
+    dump.step()
     _dump_unfinished(Path(path) / "unfinished", rank)
     _dump_training(Path(path) / "training")
 
@@ -48,6 +52,22 @@ def _asynchronous(rank: int) -> None:
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
     tensor.zero_()  # after the output was measured
+
+
+def _future(rank: int) -> None:
+    tensor = torch.tensor([1.0 + rank])
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    work.get_future().wait()
+    tensor.mul_(3.0)
+
+
+def _any_source(rank: int) -> None:
+    for number in range(3):
+        if rank == 0:
+            dist.send(torch.tensor([float(number)]), dst=1)
+        else:
+            dist.recv(torch.zeros(1), src=0 if number == 1 else None)
 
 
 def _rooted(rank: int) -> None:
@@ -105,6 +125,8 @@ def _raising(rank: int) -> None:
 PROGRAMS: dict[str, Callable[[int], None]] = {
     "in place": _in_place,
     "asynchronous": _asynchronous,
+    "future": _future,
+    "any source": _any_source,
     "rooted": _rooted,
     "pieces": _pieces,
     "messages": _messages,

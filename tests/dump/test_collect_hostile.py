@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import threading
 import warnings
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpstats import DumpError
 from ddpstats.dump import StatsDump, record
+from ddpstats.dump.analyze import DumpEntry
+from tests import programs
 from tests.dump.collecting import data, dumped, leaves
 
 
@@ -340,3 +344,57 @@ def test_early_stop_of_checkpointing_is_no_failure(tmp_path: Path) -> None:
     entries = dumped(tmp_path, body, model, "mix")
     assert any(entry.get("is_recompute") for entry in entries.values())
     assert not any("raised" in entry for entry in entries.values())
+
+
+def test_each_tensor_has_a_path_of_its_own(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def forward(self, *arguments: Any) -> None:
+            pass
+
+    net = Net()
+    held = {"a.b": torch.ones(2), "a": {"b": torch.ones(3)}, 1: torch.ones(4), "1": torch.ones(5)}
+    entries = dumped(
+        tmp_path, lambda: net(held, UserDict(x=torch.ones(6))), net, "L0", task="tensor", tensor={"list": []}
+    )
+    ((name, raw),) = entries.items()
+    paths = {leaf.data_name: (path, leaf.shape) for path, leaf in DumpEntry(name, raw).inputs}
+    assert [*paths.values()] == [
+        ("input.0.a.b", (2,)), ("input.0.a.b_", (3,)), ("input.0.1", (4,)), ("input.0.1_", (5,)), ("input.1.x", (6,)),
+    ]  # fmt: skip
+    for file, (_, shape) in paths.items():
+        assert torch.load(tmp_path / "step0" / "rank" / "dump_tensor_data" / str(file)).shape == shape
+
+
+def test_sparse_tensor_has_its_layout_and_no_index_of_stored_elements(tmp_path: Path) -> None:
+    sparse = torch.tensor([[0.0, 0.0], [1.0, math.nan]]).to_sparse()
+    entries = dumped(tmp_path, lambda: torch.sparse.sum(sparse))
+    (leaf, *_) = leaves(entries)
+    assert (leaf["layout"], leaf["nnz"], leaf["nan_count"], leaf["first_bad"]) == ("sparse_coo", 2, 1, None)
+
+
+def test_model_with_a_method_of_its_own_for_parameters_is_recorded(tmp_path: Path) -> None:
+    class Net(nn.Linear):
+        def named_parameters(self) -> Any:  # type: ignore[override]
+            return iter(())
+
+    net = Net(2, 2)
+    entries = dumped(tmp_path, lambda: net(torch.ones(2)).sum().backward(), net, "L0")
+    assert [*entries["Module.root.Net.forward.0"]["parameters"]] == ["weight", "bias"]
+    assert {*entries["Module.root.Net.parameters_grad.0"]} == {"weight", "bias"}
+
+
+def test_all_steps_are_written_at_exit_where_warnings_are_errors(tmp_path: Path) -> None:
+    program = f"""
+import warnings
+import torch
+from ddpstats.dump import StatsDump
+for name in "ab":
+    dump = StatsDump({{"dump_path": f"{tmp_path}/{{name}}", "statistics": {{"list": ["nothing", "relu"]}}}})
+    with dump:
+        torch.relu(torch.ones(2))
+warnings.simplefilter("error")
+"""
+    done = programs.run(["-c", program])
+    assert "list has nothing" in done.stderr
+    for name in "ab":
+        assert (tmp_path / name / "step0" / "rank" / "dump.json").is_file()

@@ -71,6 +71,27 @@ def test_output_of_an_asynchronous_collective_is_taken_at_the_wait(path: Path, r
 
 
 @RANKS
+def test_output_that_was_waited_for_unseen_is_taken_before_it_is_overwritten(path: Path, rank: int) -> None:
+    assert brief(entries(path, "future", rank)) == [("all_reduce", [[1.0 + rank]], [[3.0]])]
+
+
+@RANKS
+def test_receives_from_any_rank_have_their_source_and_number(path: Path, rank: int) -> None:
+    peer = "dst" if rank == 0 else "src"
+    numbered = [(given(entry, peer), given(entry, "seq")) for _, entry in entries(path, "any source", rank)]
+    assert numbered == [(1 - rank, 0), (1 - rank, 1), (1 - rank, 2)]
+
+
+@RANKS
+def test_group_and_number_are_there_whatever_is_chosen(path: Path, rank: int) -> None:
+    dumped = entries(path, "outputs", rank)
+    assert [(given(entry, "group")["group_ranks"], given(entry, "seq")) for _, entry in dumped] == [
+        ([0, 1], 0), ([0, 1], 1), ([0, 1], 2),
+    ]  # fmt: skip
+    assert brief(dumped)[0] == ("all_reduce", [], [[3.0]])
+
+
+@RANKS
 def test_roots_are_global_ranks(path: Path, rank: int) -> None:
     broadcast, reduce, scatter = (entry for _, entry in entries(path, "rooted", rank))
     assert (given(broadcast, "src"), given(reduce, "dst"), given(reduce, "op"), given(scatter, "src")) == (

@@ -199,8 +199,11 @@ def _at_exit() -> None:
         _stop(recorder)
         if not watches:
             recorder.finish()
-        recorder.warn()
+    recorders = [*_unfinished]
     _unfinished.clear()
+    with contextlib.ExitStack() as stack:
+        for recorder in recorders:
+            stack.callback(recorder.warn)  # which raises where warnings are errors
 
 
 def _forget_in_fork() -> None:
@@ -241,7 +244,7 @@ def _world_size() -> int:
 
 def _from_launcher(name: str) -> int | None:
     value = os.environ.get(name, "")
-    return int(value) if value.isdigit() else None
+    return int(value) if value.isdecimal() else None
 
 
 def _directory(config: DumpConfig, step: int, rank: int | None) -> Path:
@@ -267,7 +270,7 @@ def _check_path(config: DumpConfig) -> None:
         raise _unwritable(root, error) from None
     for step in root.glob("step*"):
         number = step.name.removeprefix("step")
-        if number.isdigit() and config.wants_step(int(number)) and config.wants_rank(rank):
+        if number.isdecimal() and config.wants_step(int(number)) and config.wants_rank(rank):
             _check_empty(_directory(config, int(number), rank))
 
 

@@ -2,17 +2,17 @@
 
 1. Every collective of the process is seen, however it was called, also those of DDP's reducer in a backward pass.
 2. Inputs are taken before it runs, for most collectives write over them.
-3. Outputs are taken when the program has waited for them. A wait in C++ (DDP's reducer, functional collectives) is not
-   seen: then they are taken at the first opportunity after the work is done, see `poll`; those of a backward pass at
-   its end, after DDP has waited.
+3. Outputs are taken when the program has waited for them. A wait in C++ (DDP's reducer, functional collectives), or
+   through a future, is not seen: then they are taken before and after the next call that is recorded, if the work is
+   done, see `poll`; those of a backward pass at its end, after DDP has waited.
 
 Nothing here waits, and nothing communicates. A collective that is not done when the step ends has no outputs, and says
 ``"incomplete": true``; so does one that failed, and one that raised: its entry comes last. Inside a coalescing manager
 of NCCL the works of the single messages never say that they are done. Where a signal kills the process, pending
 collectives have no entry, for an entry is written when all of it is known: the other ranks' dumps show them.
 
-Each collective has a number in its group (``seq``), a message one between the two ranks, so that ranks can be matched
-where an entry is missing.
+Each collective has a number in its group (``seq``), a message one among those of its tag between the two ranks, so that
+ranks can be matched where an entry is missing. A receive from any rank gets its number when its source is known.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class _Pending:
     outputs: Sequence[Tensor]
     work: Any
     future: Any
+    unknown_source: Collective | None = None  # a receive from any rank
 
     def has_succeeded(self) -> bool | None:
         """Return None while the outputs cannot be read. A work that cannot say so counts as failed.
@@ -100,7 +101,24 @@ class CollectiveWatch(collectives.Subscriber):
         """Take the outputs of ``work``, if that has not been done."""
         pending = self._pending.pop(id(work), None)
         if pending is not None:
+            if has_succeeded and pending.unknown_source is not None:
+                with self._recorder.safely(pending.entry.name):
+                    self._add_source(pending.entry, pending.unknown_source, work._source_rank())
             self._end(pending.entry, pending.outputs if has_succeeded else None)
+
+    def _add_source(self, entry: OpenEntry, call: Collective, source: int) -> None:
+        """Add from which rank of its group a message came that was received from any."""
+        if 0 <= source < len(call.view.ranks):
+            self._describe(entry, {"src": call.view.ranks[source], "seq": self._number(call, source)})
+
+    def _number(self, call: Collective, peer: int | None) -> int:
+        message = (call.op, peer, call.tag) if call.operator.is_message else ()
+        return self._recorder.next_number((call.view.name, *message))
+
+    def _describe(self, entry: OpenEntry, arguments: dict[str, object]) -> None:
+        """Put arguments into an entry, whatever is chosen by ``data_mode``: ranks are matched by them."""
+        if entry.is_wanted:
+            entry.raw["input_kwargs"].update(self._recorder.leaves_of(entry.name).of(arguments, "input_kwargs"))
 
     def _end(self, entry: OpenEntry, outputs: Sequence[Tensor] | None) -> None:
         """Write an entry with its outputs; None where they cannot be read."""
@@ -116,15 +134,16 @@ class CollectiveWatch(collectives.Subscriber):
         self.poll()
         with recorder.safely(call.op), recorder.lock:
             number = recorder.next_number(f"Distributed.{call.op}")
-            seq = recorder.next_number((call.view.name, *((call.op, call.peer) if call.operator.is_message else ())))
-            name = f"Distributed.{call.op}.{number}.forward"
-            entry = recorder.begin(name, list(call.inputs), {**_arguments(call), "seq": seq})
-            if entry.raw["input_kwargs"]:
-                entry.raw["input_kwargs"]["group"] = {
-                    "type": "torch.ProcessGroup",
-                    "group_ranks": list(call.view.ranks),
-                    "group_id": f"{zlib.crc32(call.view.name.encode()):08x}",
-                }
+            arguments = _arguments(call)
+            if call.peer is not None or not call.operator.is_message:
+                arguments["seq"] = self._number(call, call.peer)
+            entry = recorder.begin(f"Distributed.{call.op}.{number}.forward", list(call.inputs), {})
+            self._describe(entry, arguments)
+            entry.raw["input_kwargs"]["group"] = {
+                "type": "torch.ProcessGroup",
+                "group_ranks": list(call.view.ranks),
+                "group_id": f"{zlib.crc32(call.view.name.encode()):08x}",
+            }
             self._issuing[id(call)] = call, entry
 
     def after(self, call: Collective, work: Any) -> None:
@@ -136,7 +155,8 @@ class CollectiveWatch(collectives.Subscriber):
             if work is None or not call.outputs:
                 self._end(entry, call.outputs)
             else:
-                self._pending[id(work)] = _Pending(entry, list(call.outputs), work, _future_of(work))
+                unknown = call if call.operator.is_message and call.peer is None else None
+                self._pending[id(work)] = _Pending(entry, list(call.outputs), work, _future_of(work), unknown)
                 self._poll_after_backward()
 
     def after_wait(self, work: Any, error: RuntimeError | None) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -161,12 +161,15 @@ class TensorSummaries:
             leaf["device_mesh"] = tensor.device_mesh.mesh.tolist() if hasattr(tensor, "device_mesh") else None
             leaf["placements"] = [str(placement) for placement in tensor.placements]
             leaf["local_shape"] = None if values is None else list(values.shape)
+        elif tensor.layout is not torch.strided:  # the numbers are those of the stored elements
+            leaf["layout"] = text(tensor.layout).removeprefix("torch.")
+            leaf["nnz"] = None if values is None else len(values)
         return leaf
 
     def _measure(self, leaf: Leaf, values: Tensor) -> None:
         held, repeats = (values, 1) if values.is_contiguous() else without_repeats(values)
         if _is_on_host(values):
-            leaf.update(as_statistics(host_numbers(held, values.shape), held.dtype, held.shape, repeats))
+            _fill(leaf, as_statistics(host_numbers(held, values.shape), held.dtype, held.shape, repeats))
         else:
             numbers = self._on_device(held, values.shape)
             self._deferred.append(_Deferred(leaf, numbers, held.dtype, held.shape, repeats))
@@ -210,7 +213,7 @@ class TensorSummaries:
                 group = [deferred for deferred in waiting if deferred.numbers.device == device]
                 rows = torch.stack([deferred.numbers for deferred in group]).tolist()
                 for deferred, numbers in zip(group, rows, strict=True):
-                    deferred.leaf.update(as_statistics(numbers, deferred.dtype, deferred.shape, deferred.repeats))
+                    _fill(deferred.leaf, as_statistics(numbers, deferred.dtype, deferred.shape, deferred.repeats))
             except Exception as error:  # the other devices can be read all the same
                 self.note_error(f"reading {device}", error)
         self._copies.clear()
@@ -238,6 +241,12 @@ class TensorSummaries:
         if key not in self._storages:
             self._storages[key] = next(_storage_numbers), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         return self._storages[key][0]
+
+
+def _fill(leaf: Leaf, statistics: Leaf) -> None:
+    leaf.update(statistics)
+    if "nnz" in leaf:  # it would be an index into the stored elements
+        leaf["first_bad"] = None
 
 
 def _is_on_host(values: Tensor) -> bool:
@@ -412,6 +421,7 @@ class EntryLeaves:
     def __init__(self, maker: TensorSummaries, name: str, is_saved: bool, moment: int) -> None:
         self._maker, self._name, self._is_saved, self._moment = maker, name, is_saved, moment
         self._measured: dict[int, Leaf] = {}
+        self._paths: set[str] = set()
 
     def of(self, value: Any, path: str, depth: int = 0) -> Any:
         """Return ``value`` as plain data; ``path`` is where it is in the entry."""
@@ -420,7 +430,13 @@ class EntryLeaves:
         items = _items_of(value, depth)
         if items is None:
             return None if value is None else _describe_value(value)
-        leaves = {str(key): self.of(item, f"{path}.{key}", depth + 1) for key, item in items.items()}
+        leaves = {}
+        for key, item in items.items():
+            name, inside = str(key), f"{path}.{key}"
+            while inside in self._paths:  # {1: x, "1": y}, or {"a.b": x, "a": {"b": y}}
+                name, inside = f"{name}_", f"{inside}_"
+            self._paths.add(inside)
+            leaves[name] = self.of(item, inside, depth + 1)
         return list(leaves.values()) if isinstance(value, (list, tuple)) else leaves
 
     def _tensor(self, tensor: Tensor, path: str) -> Leaf:
@@ -448,7 +464,7 @@ def _items_of(value: Any, depth: int) -> Mapping[Any, Any] | None:
         return None
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value)) if len(value) <= _MOST_ITEMS or isinstance(value[0], Tensor) else None
-    if not isinstance(value, dict):
+    if not isinstance(value, (dict, UserDict)):
         if not hasattr(type(value), "__dataclass_fields__"):
             return None
         return {name: getattr(value, name) for name in set_fields(value)}

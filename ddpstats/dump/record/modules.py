@@ -91,7 +91,7 @@ class ModuleWatch:
         return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
 
     def _watch_parameters(self, module: nn.Module, base: str) -> None:
-        own = module.named_parameters(recurse=False)
+        own = nn.Module.named_parameters(module, recurse=False)
         wanting = [(name, each) for name, each in own if each.requires_grad and not is_lazy(each)]
         entry_name = f"{base}.parameters_grad"
         gradients = ParameterGradients(recorder=self._recorder, name=entry_name, expected=len(wanting))
@@ -120,7 +120,7 @@ class ModuleWatch:
     def _forward_begins(self, base: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder, handled = self._recorder, sys.exc_info()[1]
         name = f"{base}.forward.{recorder.next_number(base)}"
-        call = RecordedCall(recorder, name, args, kwargs, dict(module.named_parameters(recurse=False)))
+        call = RecordedCall(recorder, name, args, kwargs, dict(nn.Module.named_parameters(module, recurse=False)))
         self._running.append(_ForwardPass(module, call, handled))
         if id(module) in self._gradients:
             self._gradients[id(module)].inside = [*recorder.parents, name]

@@ -132,6 +132,7 @@ class Recorder:
         self, name: str, args: Any, kwargs: Mapping[str, Any], parameters: Mapping[str, Any] | None = None
     ) -> OpenEntry:
         """Begin the entry of a call that is about to run; a module has its own parameters."""
+        self._poll()  # the call may overwrite what a collective has made
         is_recompute = in_backward() and torch.is_grad_enabled() and not self.creates_graph
         with self.lock, no_dispatch_no_grad():
             entry = self.open(name, {"input_args": [], "input_kwargs": {}, "output": []}, self.parents)
@@ -163,18 +164,23 @@ class Recorder:
 
     def write(self, entry: OpenEntry) -> None:
         """Write an entry of which all is known, up to numbers that are on a device."""
-        if self.poll is not None:
-            self.poll()
+        self._poll()
         with self.lock:
             if not (self.is_active and entry.is_wanted):
                 return
             if not self.leaves.entry_fits(entry.name):  # its name, its stack and its parent stay
-                for value in entry.raw.values():
-                    if isinstance(value, (list, dict)):
+                is_collective = entry.name.startswith("Distributed.")
+                for key, value in entry.raw.items():
+                    if isinstance(value, (list, dict)) and not (is_collective and key == "input_kwargs"):
                         value.clear()
+                entry.raw["dropped"] = True
             self._queue.append(entry)
             if not self.config.async_dump and not 0 < self.leaves.deferred_count < _BATCH:
                 self._drain()
+
+    def _poll(self) -> None:
+        if self.poll is not None:
+            self.poll()
 
     def _drain(self) -> None:
         """Write the entries of the queue. An error of the device costs numbers, and no entry."""
