@@ -91,7 +91,7 @@ def test_tensor_without_any_statistics_on_one_side_cannot_be_compared() -> None:
         assert (verdict.result, verdict.message) == ("N/A", f"{side} has no statistics of it")
 
 
-SPARSE = {"layout": "sparse_coo", "nnz": 2}
+SPARSE: dict[str, Any] = {"layout": "sparse_coo", "nnz": 2}
 
 
 @pytest.mark.parametrize(
