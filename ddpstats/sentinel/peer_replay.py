@@ -608,7 +608,6 @@ _SPLIT = (
 
 # -- why: the micro-batch of an alarm ---------------------------------------------------------------------------------
 
-NOT_HARDWARE = "software or data, not hardware."
 _RTOL = 1e-2
 _ATOL = 1e-6  # of the largest value: what should cancel to nothing does so up to noise
 
@@ -622,8 +621,10 @@ def explain_alarm(
     micro_batch: int,
     is_abnormal: Callable[[NumberedTensors], bool],
     checkpoints: Checkpoints,
-) -> str:
-    """Return in words why rank ``owner``'s micro-batch gave a value that is not normal. Collective: two gathers.
+) -> tuple[str, bool]:
+    """Return why rank ``owner``'s micro-batch gave a value that is not normal, and whether hardware may have done it.
+
+    Collective: two gathers.
 
     Only the owner can say whether values are normal: each rank remembers other values. What both ranks compute is no
     fault of one of them.
@@ -645,34 +646,35 @@ def explain_alarm(
 
     packet = hand_out(gathered, rank, [owner], packed, f"the step of rank {owner}")[owner]
     if "error" in packet:
-        return f"The micro-batch could not be run again: {packet['error']}."
+        return f"The micro-batch could not be run again: {packet['error']}.", True
     peer = from_rank_on(ranks, owner)[1 % len(ranks)]
     answers = blame(gathered, rank, owner, () if peer == owner else (peer,), run)
     return _explanation(owner, peer, answers, checkpoints.names)
 
 
-def _explanation(owner: int, peer: int, answers: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> str:
+def _explanation(
+    owner: int, peer: int, answers: Mapping[int, Mapping[str, Any]], names: Sequence[str]
+) -> tuple[str, bool]:
     if "error" in answers[owner]:
-        return f"Rank {owner} could not run the micro-batch again: {answers[owner]['error']}"
+        return f"Rank {owner} could not run the micro-batch again: {answers[owner]['error']}", True
     runs, peer_runs = answers[owner]["runs"], answers[peer].get("runs")
     difference = None if peer_runs is None else _first_difference(runs[0]["values"], peer_runs[0]["values"])
     wrong_on_peer = None if peer_runs is None or peer == owner else difference is None
     cause = cause_of([run["bad"] for run in runs], wrong_on_peer)
     again = f"Run again on rank {owner}, the micro-batch gives "
     if cause is Cause.TRANSIENT:
-        return again + "normal values: a transient fault of its hardware, or a race."
+        return again + "normal values: a transient fault of its hardware, or a race.", True
     again += "such a value again"
     if peer_runs is None:
-        return f"{again}. Rank {peer} could not run it: {answers[peer]['error']}"
+        return f"{again}. Rank {peer} could not run it: {answers[peer]['error']}", True
     if cause is Cause.UNDECIDED:
-        return again + "; there is no other rank to distinguish hardware from software."
+        return again + "; there is no other rank to distinguish hardware from software.", True
     if difference is None:
-        return f"{again}, and so it does on rank {peer}: {NOT_HARDWARE}"
+        return f"{again}, and so it does on rank {peer}: software or data, not hardware.", False
     index, value, peer_value = difference
-    return (
-        f"{again}, and on rank {peer} it does not: hardware of rank {owner}, or something that only "
-        f"it holds. {names[index]} has {value:.4g} on rank {owner} and {peer_value:.4g} on rank {peer}."
-    )
+    values = f"{names[index]} has {value:.4g} on rank {owner} and {peer_value:.4g} on rank {peer}."
+    where = f"hardware of rank {owner}, or something that only it holds"
+    return f"{again}, and on rank {peer} it does not: {where}. {values}", True
 
 
 def _first_difference(

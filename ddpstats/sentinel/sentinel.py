@@ -36,7 +36,7 @@ from ddpstats._rerun.state import place_text
 from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel.activations import Checkpoints, Selector
 from ddpstats.sentinel.matmul import MatmulChecksum
-from ddpstats.sentinel.peer_replay import MOST_NOISE, NOT_HARDWARE, PeerReplay
+from ddpstats.sentinel.peer_replay import MOST_NOISE, PeerReplay
 from ddpstats.sentinel.replicas import ReplicaDigests
 from ddpstats.sentinel.thresholds import RULES, SentinelSettings, Thresholds, read_settings
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelVerdict
@@ -393,20 +393,20 @@ class Sentinel(StepWatch):
         # Alarms of layer 1 have lines of their own, on their rank.
         says_more = bool(exam.notes) or any(finding.layer != "thresholds" for finding in exam.findings)
         verdict = SentinelVerdict(self._step, tuple(exam.findings), tuple(exam.notes))
-        verdict = replace(verdict, notes=(*verdict.notes, *self._advice(verdict)))
+        verdict = replace(verdict, notes=(*verdict.notes, *self._advice(verdict, exam.may_be_hardware)))
         if says_more and self._rank == min(self._where):
             _logger.error("%s", verdict.message)
         self._first_alarm = self._first_alarm or verdict
         return verdict
 
-    def _advice(self, verdict: SentinelVerdict) -> list[str]:
+    def _advice(self, verdict: SentinelVerdict, may_be_hardware: bool) -> list[str]:
         mode, culprits, first = self._options.mode, verdict.culprit_ranks, self._first_alarm
         lines = [f"Rank {rank} is {self._where[rank]}." for rank in culprits[:_SHOWN_RANKS]]
         if first is not None and mode == 1:
             where = f" on {ranks_text(first.culprit_ranks)}" if first.culprit_ranks else ""
             lines.append(f"The first alarm was at step {first.step}{where}; this may follow from it.")
         if mode >= 2 and culprits and len(culprits) < len(self._where):
-            is_hardware = len(culprits) > 1 or not any(note.endswith(NOT_HARDWARE) for note in verdict.notes)
+            is_hardware = len(culprits) > 1 or may_be_hardware
             advice = f"Test the device of {ranks_text(culprits)}, or go on without it, from this step or a checkpoint"
             in_data = f"Look at the batch of {ranks_text(culprits)}, and at what the model makes of it"
             lines.append(f"No rank has applied this step. {f'{advice} before it' if is_hardware else in_data}.")

@@ -377,7 +377,8 @@ class Thresholds(Detector):
             setup.matmul.before_rerun()
             micro_batch = exam.evidence[fresh[0]]["micro_batch"]
             asked = (exam.gathered, setup.reruns, setup.ranks, setup.rank, fresh[0], micro_batch)
-            exam.notes.append(explain_alarm(*asked, self._has_error, self._checkpoints))
+            note, exam.may_be_hardware = explain_alarm(*asked, self._has_error, self._checkpoints)
+            exam.notes.append(note)
         return [] if finding is None else [finding]
 
     def conclude(self, verdict: SentinelVerdict | None) -> None:

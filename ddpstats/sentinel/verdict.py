@@ -81,6 +81,7 @@ class Exam:
         evidence: global rank -> what `Detector.suspicious` returned there; empty where nothing is suspected.
         findings: of the detectors before this one.
         notes: what the reader should know besides; detectors add to it.
+        may_be_hardware: False where a rerun has shown that another rank computes the same.
     """
 
     step: int
@@ -89,6 +90,7 @@ class Exam:
     evidence: Mapping[int, Any] = field(default_factory=dict)
     findings: list[SentinelFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    may_be_hardware: bool = True
 
 
 class Detector:

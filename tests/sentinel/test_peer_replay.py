@@ -419,4 +419,6 @@ def answer(*values: float, bad: bool | None = True) -> dict[str, Any]:
     ],
 )
 def test_the_cause_follows_from_the_values_of_two_ranks(here: Any, there: Any, words: str) -> None:
-    assert words in _explanation(0, 1, {0: here, 1: there}, ["norm1", "norm2"])
+    text, may_be_hardware = _explanation(0, 1, {0: here, 1: there}, ["norm1", "norm2"])
+    assert words in text
+    assert may_be_hardware == (words != "software or data")
