@@ -171,7 +171,9 @@ _KEYS = {
     ),
     "rank": _Setting(_read_numbers, None, _NUMBERS),
     "step": _Setting(_read_numbers, None, _NUMBERS),
-    "level": _choice("L0", "L1", "mix", default="L1", why=": L2 needs the profiler of the device"),
+    "level": _choice(
+        "L0", "L1", "mix", default="L1", why=": L2 needs the profiler of the device, and only msprobe has debug"
+    ),
     "async_dump": _Setting(lambda value: value if isinstance(value, bool) else _refuse(), False, "true or false"),
     "async_max_bytes": _Setting(
         lambda value: value if type(value) is int and value > 0 else _refuse(),
@@ -324,12 +326,14 @@ _REGEX = re.compile(r"name-regex\((.*)\)", re.DOTALL)
 
 
 def pattern_of(part: str) -> re.Pattern[str]:
-    """Compile ``part``, which may be anywhere in a name, or the expression of a ``name-regex(...)``.
+    """Compile ``part``, which may be anywhere in a name, or the expression of a ``name-regex(...)``. Raises `re.error`.
 
     A number at the end is the whole number: "linear.1" is not in "linear.10".
     """
     if (match := _REGEX.fullmatch(part)) is not None:
         return re.compile(match[1])
+    if part.startswith("name-regex("):
+        raise re.error("the parenthesis is not closed")
     return re.compile(re.escape(part) + (r"(?!\d)" if part[-1:].isdigit() else ""))
 
 

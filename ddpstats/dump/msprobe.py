@@ -41,6 +41,7 @@ TENSORS = "dump_tensor_data"
 # Placements of a DTensor that each rank holds as a whole: ours, and msprobe's.
 REPLICATED: tuple[object, ...] = ("R", {"Replicate": {}})
 
+LARGEST_ENTRY_BYTES = 64 << 20  # a larger line is neither written nor read
 VERSION, FORMAT = "ddpstats", 1  # the key before the entries that says which format it is, and the one of today
 
 _LONGEST, _LONGEST_PATH = 230, 100

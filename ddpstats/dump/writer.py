@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ddpstats._base.files import TEMPORARY_PREFIX, make_private_directory, replace_files
 from ddpstats._observe.torch_compat import without_tensor_classes
-from ddpstats.dump.msprobe import CONSTRUCT, DUMP, FORMAT, LINES, STACK, VERSION, file_name
+from ddpstats.dump.msprobe import CONSTRUCT, DUMP, FORMAT, LARGEST_ENTRY_BYTES, LINES, STACK, VERSION, file_name
 
 encode: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=float).encode
 _encode_plain = msgspec.json.Encoder().encode
@@ -86,7 +86,12 @@ class StepWriter:
             lines.unlink()
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(dump))
         self._file = file
-        self._append(file, encode(self._header).encode() + b"\n")
+        try:
+            self._append(file, encode(self._header).encode() + b"\n")
+        except OSError:
+            self.close()
+            lines.unlink()
+            raise
         return file
 
     def new_stack(self, lines: list[str]) -> int:
@@ -95,11 +100,16 @@ class StepWriter:
         return len(self._stacks) - 1
 
     def add(self, name: str, entry: Mapping[str, Any], stack: int, parent: str | None) -> None:
-        """Write an entry that is complete, with numbers by `as_json`. Raises OSError; the dump lacks it then."""
+        """Write an entry that is complete, with numbers by `as_json`.
+
+        Raises OSError, or ValueError for one that is too large to be read again; the dump lacks it then.
+        """
         file, text = self.open(), _encode_entry(entry)
         head = b'{"name":%s,"entry":' % encode(name).encode()
         tail = b',"stack":%s,"parent":%s}\n' % (self._stacks[stack][1], encode(parent).encode())
         line = _Line(name, stack, parent, self._size + len(head), len(text))
+        if (size := len(head) + len(text) + len(tail)) > LARGEST_ENTRY_BYTES:
+            raise ValueError(f"the entry takes {size:,} bytes, of which readers take {LARGEST_ENTRY_BYTES:,}")
         self._append(file, head + text + tail)
         self._lines.append(line)
 

@@ -78,7 +78,9 @@ def read_directories(directories: Sequence[Path]) -> Recorded:
     marks = [mark for directory in directories for mark in _marks(directory, notes)]
     if not records and not dumps and not marks:
         nothing = f"{', '.join(map(str, directories))} holds no rank*.jsonl, so no record of ddpstats. {_HOW_TO_RECORD}"
-        raise DdpstatsError(printable(notes) or nothing)
+        if notes or not any(map(steps_in, directories)):
+            raise DdpstatsError(printable(notes) or nothing)
+        notes.append("in the stats dumps no NaN or infinity was found")
     if dumps and not records:
         notes.append("read from Flight Recorder dumps: without labels, reduce ops, roots and tags")
         records = [record for record, _ in dumps.values()]

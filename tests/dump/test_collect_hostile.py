@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from ddpstats import DumpError
 from ddpstats.dump import StatsDump, record
 from ddpstats.dump.analyze import DumpEntry
+from ddpstats.dump.record import calls
 from tests import programs
 from tests.dump.collecting import data, dumped, leaves
 
@@ -398,3 +399,23 @@ warnings.simplefilter("error")
     assert "list has nothing" in done.stderr
     for name in "ab":
         assert (tmp_path / name / "step0" / "rank" / "dump.json").is_file()
+
+
+def test_operators_of_two_libraries_have_two_names(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        for library in ("liba", "libb"):
+            operators = stack.enter_context(torch.library._scoped_library(library, "DEF"))
+            operators.define("double(Tensor x) -> Tensor")
+            operators.impl("double", lambda x: x * 2, "CompositeExplicitAutograd")
+        body = lambda: [torch.ops.liba.double(torch.ones(2)), torch.ops.libb.double.default(torch.ones(2))]  # noqa: E731
+        names = dumped(tmp_path, body)
+    assert [name for name in names if name.startswith("Aten.")] == [
+        "Aten.liba.double.0.forward",
+        "Aten.libb.double.0.forward",
+    ]
+
+
+def test_names_of_functions_take_bounded_memory() -> None:
+    for _ in range(5_000):
+        calls._name_of(lambda: None)
+    assert len(calls._names) <= 4096

@@ -143,6 +143,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"statistics": {"scope": ["a"]}}, f"'statistics.scope' is [\"a\"], but must be {SCOPE}"),
     ({"statistics": {"list": "linear"}}, f"'statistics.list' is \"linear\", but must be {NAMES}"),
     ({"statistics": {"list": ["a", "name-regex([)"]}}, f'is ["a", "name-regex([)"], but must be {NAMES}'),
+    ({"statistics": {"list": ["name-regex(a"]}}, f'is ["name-regex(a"], but must be {NAMES}'),
     ({"statistics": {"tensor_list": ["name-regex(a{99999999999})"]}}, f"but must be {NAMES}"),
     ({"statistics": {"data_mode": ["all", "input"]}}, f"but must be {MODES}"),
     ({"statistics": {"data_mode": ["fwd"]}}, f"but must be {MODES}"),

@@ -10,6 +10,7 @@ import pytest
 
 from ddpstats.dump import analyze
 from ddpstats.dump.analyze import find_ranks, open_rank, ranks_without_dump, steps_in
+from ddpstats.dump.analyze.nan_origin import examine
 from ddpstats.errors import DumpError
 from tests.dump.hand_made import as_lines, backward, document, forward, tensor, write_lines, write_rank
 
@@ -57,6 +58,17 @@ def test_dump_of_a_killed_run_is_read_without_its_broken_last_line(tmp_path: Pat
     assert [entry.raw for entry in dump.entries()] == [raw for _, raw in ENTRIES]
     assert dump.stack_of("Torch.b.0.forward") == ["at Torch.b.0.forward"]
     assert dump.parent_of("Torch.b.0.forward") is None
+
+
+@pytest.mark.parametrize("first", ["", '{"task": "stat'])
+def test_rank_that_was_killed_in_its_first_line_has_no_dump(first: str, tmp_path: Path) -> None:
+    write_rank(tmp_path / "step0" / "rank0", ENTRIES)
+    killed = tmp_path / "step0" / "rank1" / "dump.jsonl"
+    killed.parent.mkdir()
+    killed.write_text(first)
+    assert [dump.rank for dump in find_ranks(tmp_path)] == [0]
+    assert ranks_without_dump(tmp_path / "step0") == ["rank1"]
+    assert "rank1, which has no dump" in examine(find_ranks(tmp_path)).left_out
 
 
 def test_broken_line_in_the_middle_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ddpstats.cli import main
 from ddpstats.dump.analyze import DumpEntry
 from ddpstats.dump.analyze.stomp import MemoryWalk
+from ddpstats.dump.statistics import statistic_keys
 from tests.dump.collecting import dumped, leaves
 from tests.dump.dumps import INF, NAN, backward, collective, forward, leaf, write, write_lines
 
@@ -528,7 +529,7 @@ def test_peers_given_by_position_are_matched(tmp_path: Path) -> None:
 
 
 UNMEASURED: dict[str, tuple[dict[str, Any], str]] = {
-    "no numbers": (forward(leaf(), out=leaf(Max=None, Min=None, nan_count=None)), "the numbers of 1 tensor"),
+    "no numbers": (forward(leaf(), out={**leaf(), **dict.fromkeys(statistic_keys())}), "the numbers of 1 tensor"),
     "no memory left": (
         {**forward(), "dropped": True},
         "the tensors of 1 entry, for which async_max_bytes was too small",

@@ -204,3 +204,8 @@ def test_magnitude_that_overflows_is_not_counted_as_infinite(stats: Measure) -> 
     values[3] = math.nan
     measured = stats(values)
     assert (measured.nan_count, measured.inf_count, measured.first_bad) == (1, 0, [3])
+
+
+@pytest.mark.parametrize("size", [1e-310, 1e200])
+def test_norm_of_float64_whose_squares_are_out_of_range_is_finite_on_the_host(size: float) -> None:
+    assert host_stats(torch.full((100,), size, dtype=torch.float64)).norm == pytest.approx(10 * size)

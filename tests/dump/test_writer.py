@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ddpstats.dump import writer as writer_module
 from ddpstats.dump.msprobe import file_name
 from ddpstats.dump.writer import StepWriter, as_json
 
@@ -123,3 +124,22 @@ def test_lost_line_leaves_no_dump_json(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="could not be read again"):
         writer.finish()
     assert not (tmp_path / "dump.json").exists()
+
+
+def test_entry_that_is_too_large_to_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = written(tmp_path)
+    monkeypatch.setattr(writer_module, "LARGEST_ENTRY_BYTES", 100)
+    with pytest.raises(ValueError, match=r"the entry takes 1\d\d bytes, of which readers take 100"):
+        writer.add("Torch.stack.0.forward", ENTRY, 0, None)
+    writer.finish()
+    assert len(json.loads((tmp_path / "dump.json").read_text())["data"]) == 2
+
+
+def test_file_without_its_first_line_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(file: int, line: bytes) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(OSError, match="no space"):
+        StepWriter(tmp_path, HEADER).open()
+    assert not [*tmp_path.iterdir()]

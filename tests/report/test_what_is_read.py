@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ddpstats._base.marks import Mark
+from tests.dump.hand_made import forward, tensor, write_rank
 from tests.report import records
 from tests.report.conftest import Report
 from tests.report.test_flight_recorder import dump, entry
@@ -153,3 +154,8 @@ def test_directory_that_does_not_exist_is_named(tmp_path: Path, report: Report) 
     (tmp_path / "file").write_text("")
     assert "file is no directory" in report(tmp_path / "file", status=2)
     assert "holds no rank*.jsonl" in report(tmp_path, status=2)
+
+
+def test_stats_dump_without_a_nan_is_a_report_without_findings(tmp_path: Path, report: Report) -> None:
+    write_rank(tmp_path / "step0" / "rank0", [("Torch.a.0.forward", forward([tensor(1.0)], [tensor(1.0)]))])
+    assert "note: in the stats dumps no NaN or infinity was found" in report(tmp_path, status=0)

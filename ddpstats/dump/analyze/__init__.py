@@ -25,9 +25,9 @@ from typing import Any, BinaryIO, Generic, TypeVar
 from ddpstats._base.files import bounded_lines, explain_version, open_regular, parse_json, read_at_most
 from ddpstats._base.text import printable, shorten
 from ddpstats.dump import msprobe, statistics
+from ddpstats.dump.msprobe import LARGEST_ENTRY_BYTES
 from ddpstats.errors import DumpError
 
-LARGEST_ENTRY_BYTES = 64 << 20  # a larger line is no entry
 LARGEST_FILE_BYTES = 1 << 30  # of a file that is parsed whole
 
 _SHOWN = 8
@@ -210,7 +210,7 @@ def find_ranks(path: str | Path) -> list[RankDump]:
             path=str(path),
         )
     step = next(iter(steps.values())) if steps else path
-    ranks = [child for child in _rank_directories(step) if _file_in(child) is not None]
+    ranks = [child for child in _rank_directories(step) if _has_dump(child)]
     if not ranks:
         raise _explain_no_dump(path)
     dumps = sorted(map(open_rank, ranks), key=rank_of)
@@ -228,7 +228,7 @@ def rank_of(dump: RankDump) -> int:
 
 def ranks_without_dump(step: Path) -> list[str]:
     """Return the rank directories without a dump: the rank ended early, or was not copied."""
-    return sorted(child.name for child in _rank_directories(step) if _file_in(child) is None)
+    return sorted(child.name for child in _rank_directories(step) if not _has_dump(child))
 
 
 def steps_in(path: Path) -> dict[int, Path]:
@@ -257,6 +257,15 @@ def open_rank(path: str | Path) -> RankDump:
         path.suffix != ".jsonl",
         foreign,
     )
+
+
+def _has_dump(directory: Path) -> bool:
+    """Return False also where the process ended before it had written the first line."""
+    path = _file_in(directory)
+    if path is None or path.suffix != ".jsonl":
+        return path is not None
+    with open_regular(path) as file:
+        return file.readline(LARGEST_ENTRY_BYTES).endswith(b"\n")
 
 
 def _file_in(directory: Path) -> Path | None:
@@ -400,6 +409,8 @@ def _strings(lines: Any) -> list[str]:
 
 T = TypeVar("T")
 
+_SECTIONS = ("input_args", "input", "input_kwargs", "parameters", "output")  # others are gradients of parameters
+_STATISTICS = statistics.statistic_keys()
 _DEEPEST = 64
 _READ: dict[str, Callable[[Any], Any]] = {  # by a tensor's fields beside its statistics
     **dict.fromkeys(("data_name", "md5", "device"), statistics.read_text),
@@ -457,7 +468,7 @@ class DumpLeaf:
     @property
     def has_numbers(self) -> bool:
         """Return whether it was measured, or has no elements that could be; nothing is known of another tensor."""
-        return 0 in self.shape or any(value is not None for value in (self.max, self.nan_count))
+        return 0 in self.shape or any(self.raw.get(key) is not None for key in _STATISTICS)
 
     @property
     def is_finite(self) -> bool:
@@ -535,7 +546,7 @@ class DumpEntry:
             raise self._explain_damage(f"it is nested more than {_DEEPEST} deep")
         for key, section in self.raw.items():
             is_gradient = self.has_gradients_of_parameters
-            if is_gradient and isinstance(section, list) and len(section) == 1:
+            if (is_gradient or key not in _SECTIONS) and isinstance(section, list) and len(section) == 1:
                 section = section[0]  # {"weight": [leaf]}
             for path, raw in _leaves(section, "input" if key == "input_args" and not is_gradient else key, nulls):
                 leaf = DumpLeaf(raw)

@@ -28,7 +28,16 @@ from typing import Any, Literal
 
 from ddpstats._base.text import count_of, dtype_name, print_report, printable, ranks_text, shorten
 from ddpstats._observe import tensor_rules
-from ddpstats.dump.analyze import DumpEntry, DumpLeaf, RankDump, find_ranks, notes_of, printable_errors, rank_of
+from ddpstats.dump.analyze import (
+    DumpEntry,
+    DumpLeaf,
+    RankDump,
+    find_ranks,
+    notes_of,
+    printable_errors,
+    rank_of,
+    ranks_without_dump,
+)
 from ddpstats.dump.analyze.stomp import MemoryWalk
 from ddpstats.dump.msprobe import CollectiveEntry, Name, parse_name, read_collective
 from ddpstats.dump.statistics import STATISTICS, statistic_keys
@@ -167,6 +176,7 @@ def examine(dumps: Sequence[RankDump]) -> OriginFindings:
     if any(scan.overlaps is None for scan in scans):
         left_out.append("where tensors are in memory")
     ranks, origins = [scan.summary() for scan in scans], [*map(_origin, earliest)]
+    left_out += [f"{name}, which has no dump" for name in ranks_without_dump(dumps[0].directory.parent)]
     if unmeasured := sum(rank.unmeasured for rank in ranks):
         left_out.append(f"the numbers of {count_of(unmeasured, 'tensors')}")
     if dropped := sum(rank.dropped for rank in ranks):
@@ -609,7 +619,7 @@ def _describe_left_out(scans: Sequence[RankScan]) -> list[str]:
         if chosen:
             left_out[f"what {', '.join(chosen)} of the configuration may leave out"] = None
         if not scan.dump.complete:
-            left_out[f"the end of the step of {_rank(scan.dump.rank)}, in which the run ended"] = None
+            left_out[f"the end of the step of {_rank(scan.dump.rank)}, in which the run ended or a write failed"] = None
     members = {rank for scan in scans for member in scan.collectives for rank in member.call.ranks}
     if undumped := members - {scan.rank for scan in scans}:
         left_out[ranks_text(undumped)] = None
@@ -651,7 +661,7 @@ def _verdict(candidate: Candidate) -> str:
     verdicts: dict[OriginKind, str] = {
         "parameter": f"not finite {before}: parameter {parameters}, used by {name}, holds {what}",
         "arrived": f"not finite {before}: {paths} of {name} holds {what}",
-        "uninitialised": f"{name} is memory that had not been written to; it holds {what}, and was computed with",
+        "uninitialised": f"{name} returned memory that nothing had written to: it holds {what}, and was used",
         "given": f"the first NaN was written by {name}, which was given NaN",
         "gradient": f"{name} ({paths}) holds the first {what}, and the dump has nothing of how it was computed",
     }
@@ -675,8 +685,7 @@ _ADVICE: dict[OriginKind, str] = {
     "arrived": "look at what makes this tensor: the batch, a kernel of your own, or what ran before the dump began.",
     "uninitialised": "write to the whole of it before it is read, or use zeros.",
     "given": "write over all of it before it is used, or do not write NaN there.",
-    "collective": "a sum over ranks overflows where the parts do not: look at the magnitudes that went in. After a "
-    "NaN, look for what writes to these tensors meanwhile (a missing wait, memory that is given out too early).",
+    "collective": "look for what writes to these tensors meanwhile (a missing wait, memory given out too early).",
 }
 
 
@@ -691,6 +700,9 @@ def _advice(candidate: Candidate, grower: GrowingOperation | None) -> str:
         return f"dump {ranks_text(candidate.undumped)} as well."
     if candidate.scan.dump.level == "L0" and candidate.kind in ("arrived", "computation"):
         return 'operations inside of modules and between them are not in an L0 dump: dump with level "mix".'
+    if candidate.kind == "collective" and "reduce" in candidate.entry.name:
+        sums = "a sum over ranks overflows where the parts do not: look at the magnitudes that went in. After a NaN, "
+        return sums + _ADVICE["collective"]
     if candidate.kind in _ADVICE:
         return _ADVICE[candidate.kind]
     if candidate.in_backward and candidate.nonfinite_kinds == "infinity":

@@ -149,7 +149,7 @@ class StatsDump:
     def step(self) -> None:
         """The training step is over: write its files, and begin the next one. Stops first, where that was forgotten.
 
-        What could not be recorded or written is warned about; it raises nothing but what warnings are turned into.
+        What could not be recorded or written is warned about; it raises only where warnings are errors.
         """
         self.stop()
         self._step += 1
@@ -283,7 +283,7 @@ def _not_empty(directory: Path) -> DumpError:
     return DumpError(
         f"{directory} holds a dump already, or another process writes one, and nothing is overwritten. Give another "
         "dump_path, or remove that directory. Ranks have numbers by torch.distributed, if that is initialized before "
-        "start, or by RANK in the environment.",
+        "start, or by RANK in the environment; without either, all processes write to `rank`.",
         path=str(directory),
     )
 

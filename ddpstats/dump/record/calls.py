@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ddpstats._base.caches import EmptiedCache
 from ddpstats._observe.torch_compat import (
     NN_FUNCTIONS,
     OPERATOR_CLASSES,
@@ -90,14 +90,23 @@ _SKIPPED = frozenset((
 ))  # fmt: skip
 
 
-@cache
-def _name_of(func: Any) -> str | None:
-    """Return ``Functional.linear``; None for what is of no interest."""
+_TORCH_LIBRARIES = ("", "aten", "prims")
+_names: EmptiedCache[Any, str] = EmptiedCache(4096)  # by function, of which a program may make ever more
+
+
+def _name_of(func: Any) -> str:
+    name = _names.get(func)
+    return _names.keep(func, _find_name(func)) if name is None else name
+
+
+def _find_name(func: Any) -> str:
+    """Return ``Functional.linear``; an empty string for what is of no interest."""
     name = getattr(func, "__name__", None) or type(func).__name__
     if name in _SKIPPED:
-        return None
+        return ""
     if isinstance(func, OPERATOR_CLASSES):
-        return f"Aten.{name.partition('.')[0]}"
+        library = getattr(func, "namespace", "") or getattr(func, "_qualified_op_name", "").partition("::")[0]
+        return f"Aten.{'' if library in _TORCH_LIBRARIES else f'{library}.'}{name.partition('.')[0]}"
     owner = getattr(func, "__objclass__", None)
     module = getattr(func, "__module__", None) or ""
     if (isinstance(owner, type) and issubclass(Tensor, owner)) or module == TENSOR_METHODS:
@@ -148,8 +157,8 @@ class CallWatch(TorchFunctionMode):
         try:
             name = _name_of(func)
         except Exception:  # an object that a program calls may have no hash
-            name = None
-        if name is None:
+            name = ""
+        if not name:
             return self._run_skipped(func, args, kwargs)
         call = RecordedCall(self._recorder, f"{name}.{self._recorder.next_number(name)}.forward", args, kwargs)
         try:

@@ -294,6 +294,9 @@ def host_numbers(tensor: Tensor, shape: Sequence[int]) -> Sequence[float]:
     numbers = _measure_few(values) if is_small else _measure_many(_flat(values))
     if numbers is None:
         result: list[float] = device_numbers(tensor, shape).tolist()
+        largest = max(map(abs, result[:2]))
+        if result[3] in (0.0, math.inf) and 0.0 < largest < math.inf:  # the squares of float64 have left its range
+            result[3] = largest * torch.linalg.vector_norm(values.double() / largest).item()
         return result
     return [*numbers, 0, 0, 0, *map(float, _measure_others(values, shape))]
 
