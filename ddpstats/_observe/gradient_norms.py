@@ -95,9 +95,8 @@ def correct_overflows(gradients: list[Tensor], norms: Tensor) -> Tensor:
     return norms
 
 
-def held_values(gradient: Tensor | None) -> Tensor:
+def held_values(gradient: Tensor) -> Tensor:
     """Return the numbers this rank holds of it: a DTensor's shard, what a sparse or nested tensor stores."""
-    assert gradient is not None
     if is_sharded(gradient):
         gradient = gradient.to_local()  # type: ignore[attr-defined]
     if gradient.is_sparse:
@@ -113,11 +112,11 @@ def parts_of(name: str, gradient: Tensor) -> dict[str, Tensor]:
     return {f"{name} (indices)": gradient.indices(), f"{name} (values)": gradient.values()}
 
 
-def elements(gradient: Tensor | None) -> Tensor:
+def elements(gradient: Tensor) -> Tensor:
     """Return its `held_values`, but each element of a sparse gradient once: it may hold several parts of one."""
     if type(gradient) is Tensor and gradient.layout is torch.strided and not gradient.is_nested:  # nearly every one
         return gradient
-    return gradient.coalesce().values() if gradient is not None and is_sparse(gradient) else held_values(gradient)
+    return gradient.coalesce().values() if is_sparse(gradient) else held_values(gradient)
 
 
 def is_sparse(gradient: Tensor | None) -> bool:

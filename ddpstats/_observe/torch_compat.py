@@ -15,7 +15,6 @@ once, so that a caller on a hot path pays for no other call.
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -27,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._base.device import device_kinds
-from ddpstats._base.lazy import DYNAMO
 from ddpstats._base.text import first_line
 from ddpstats.errors import ConfigError
 
@@ -216,17 +214,6 @@ def without_compile(module: nn.Module) -> nn.Module:
     """Return the module inside what ``torch.compile`` returns; any other itself, and so each without that name."""
     inner = vars(module).get("_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else module
-
-
-def has_compiled() -> bool:
-    """Return whether this process has compiled anything so far; True if that is unknown.
-
-    ``torch._dynamo.utils.counters`` says so; without it, something may have been.
-    """
-    if DYNAMO not in sys.modules:
-        return False
-    counters = getattr(sys.modules.get(f"{DYNAMO}.utils"), "counters", None)
-    return counters is None or any(counters.values())
 
 
 # -- modes ------------------------------------------------------------------------------------------------------------

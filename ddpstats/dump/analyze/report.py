@@ -53,7 +53,7 @@ def _verdict(findings: CompareFindings) -> str:
     ranks = count_of(sum(len(each.ranks) for each in findings.comparisons), "ranks")
     what = f"{count_of(compared.total(), 'tensors')} in {ranks}"
     if findings.status == NOTHING_COMPARED:
-        return f"NOTHING TO COMPARE: no tensor is on all sides, in {ranks}."
+        return f"NOTHING TO COMPARE: no tensor with numbers is on all sides, in {ranks}."
     if not findings.total("unequal") and not findings.lacking:
         how = ", ".join(f"{number:,} equal {_EQUAL[kind]}" for kind, number in compared.items())
         return f"NOTHING DIFFERENT: {what}: {how}."
