@@ -64,7 +64,18 @@ def refuse(reason: str) -> NoReturn:
     raise ConfigError(f"torch {torch.__version__} cannot be observed: {reason}. Use one of docs/compatibility.md.")
 
 
+# From which rank of its group a message came that was received from any: of its work.
+source_rank: Callable[[Any], int] = find("distributed.Work._source_rank", lambda work: -1)
+
+
 # -- the dispatcher ---------------------------------------------------------------------------------------------------
+
+
+def library_of(operator: Any) -> str:
+    """Return ``aten`` for ``torch.ops.aten.add`` and its overloads."""
+    namespace: str = getattr(operator, "namespace", "")  # a packet of overloads has none
+    return namespace or getattr(operator, "_qualified_op_name", "").partition("::")[0]
+
 
 # Without it a collective of torch that ddpstats does not know is not noticed.
 _all_operators = find("_C._dispatch_get_all_op_names", list)

@@ -24,6 +24,7 @@ from ddpstats._base.text import printable
 MASK = (1 << 64) - 1
 EVENT_BYTES = 992  # of one event in shared memory
 _MAX_CHARS = 100  # of each text of an event that is too long for that
+_PARTS_OF_0_1 = 10  # of the evidence for a label, as release 0.1.0 wrote it
 _MOST_STREAMS = 100_000  # of messages of one peer and tag that are numbered
 
 
@@ -130,8 +131,16 @@ class Evidence:
 
     @classmethod
     def from_list(cls, parts: Any, before: Evidence | None = None) -> Evidence:
-        """Return what `as_list` made a list of, with the same ``before``; raises ValueError or TypeError otherwise."""
-        key, names, source, use, aliases, set_by, outer = parts
+        """Return what `as_list`, here or in release 0.1.0, made a list of, with the same ``before``.
+
+        Raises ValueError or TypeError for other input.
+        """
+        if len(parts) == _PARTS_OF_0_1:
+            key, names, source, fate, _, aliases, _, _, chosen_by, outer = parts
+            use = {"keyed": "stored", "in place": "element", "pooled": "pooled"}.get(text_of(fate), "")
+            set_by = {"sorted": "loop", "caller": "text"}.get(text_of(chosen_by), chosen_by)
+        else:
+            key, names, source, use, aliases, set_by, outer = parts
         return cls(
             text_of(key),
             tuple(map(text_of, (before.names if before else ()) if names is None else names)),

@@ -34,6 +34,7 @@ from ddpstats._observe.torch_compat import (
     engine_under,
     function_modes,
     is_tracing,
+    library_of,
 )
 from ddpstats.dump.record.backward import InputEdges, watch_backward
 from ddpstats.dump.record.leaves import tensors_in
@@ -105,7 +106,7 @@ def _find_name(func: Any) -> str:
     if name in _SKIPPED:
         return ""
     if isinstance(func, OPERATOR_CLASSES):
-        library = getattr(func, "namespace", "") or getattr(func, "_qualified_op_name", "").partition("::")[0]
+        library = library_of(func)
         return f"Aten.{'' if library in _TORCH_LIBRARIES else f'{library}.'}{name.partition('.')[0]}"
     owner = getattr(func, "__objclass__", None)
     module = getattr(func, "__module__", None) or ""

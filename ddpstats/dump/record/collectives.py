@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ddpstats._observe import collectives
 from ddpstats._observe.operators import Collective
-from ddpstats._observe.torch_compat import graph_task, queue_callback
+from ddpstats._observe.torch_compat import graph_task, queue_callback, source_rank
 from ddpstats.dump.record.recorder import OpenEntry, Recorder
 
 
@@ -103,7 +103,7 @@ class CollectiveWatch(collectives.Subscriber):
         if pending is not None:
             if has_succeeded and pending.unknown_source is not None:
                 with self._recorder.safely(pending.entry.name):
-                    self._add_source(pending.entry, pending.unknown_source, work._source_rank())
+                    self._add_source(pending.entry, pending.unknown_source, source_rank(work))
             self._end(pending.entry, pending.outputs if has_succeeded else None)
 
     def _add_source(self, entry: OpenEntry, call: Collective, source: int) -> None:
