@@ -7,7 +7,7 @@
    its collective, and the ranks of its host that it sees alive. A verdict is due at once where a process is dead,
    shortly after a connection broke, and otherwise at the deadline (`find_missing`).
 5. `FailureRound`: one rank judges by the reports, and the first verdict that is written is that of all ranks, also of a
-   late one at its next call. The guard settles its own alarms in the same way (`ddpstats.guard.failure_agreement`).
+   late one at its next call. Whatever else raises alarms between ranks uses the same class.
 
 One thread of one process answers the requests of all ranks. So one rank reads the reports, and another one only where
 no verdict comes; and the more ranks there are, the less often each of them asks.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import struct
@@ -158,6 +159,7 @@ class Membership:
         self.store, self.rank, self.ranks = store, int(rank), tuple(map(int, ranks))
         self.peers = dict(peers or {})
         self._is_complete = False  # all ranks have joined, and those of this host are known
+        self._read_at = -math.inf  # when their processes were read last
 
     def join(self) -> None:
         """Write which process this rank is."""
@@ -176,10 +178,16 @@ class Membership:
         keys = self.store.absent([f"here/{rank}" for rank in self.ranks])
         return [int(key.removeprefix("here/")) for key in keys]
 
-    def learn(self) -> bool:
-        """Read the processes of the ranks of this host that have joined; return whether all ranks have. Never waits."""
+    def learn(self, look_sec: float = 0.0) -> bool:
+        """Read the processes of the ranks of this host that have joined; return whether all ranks have. Never waits.
+
+        ``look_sec``: until all have, they are read no more often than that.
+        """
         if not self._is_complete:
             have_all_joined = self.store.check(["all here"])
+            if not have_all_joined and time.monotonic() < self._read_at + look_sec:
+                return False
+            self._read_at = time.monotonic()
             for rank, process in self._host_log.unread().items():
                 if len(process) == PROCESS_ID_BYTES and rank != self.rank:
                     self.peers[rank] = ProcessId.unpack(process)
@@ -409,7 +417,7 @@ class FailureDetector:
                 self.members.join()
                 polls = growing_polls(shared_poll(min(longest_poll_sec, _LOOK_SEC), len(self.ranks)))
                 for reports in self._failure.turns(deadline, polls):
-                    if self.members.learn():
+                    if self.members.learn(_LOOK_SEC):
                         return self.read()
                     if dead := self.members.dead():
                         return self._write(dead, dead, started, reason)

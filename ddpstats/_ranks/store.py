@@ -367,4 +367,4 @@ class StoreLog:
         notes = self._store.read_present(keys)
         self._read = counted, [key for key in keys if key not in notes]
         parts = [note.partition(b" ") for note in notes.values()]
-        return {int(rank): note for rank, _, note in parts if rank.isdigit()}
+        return {int(rank): note for rank, _, note in parts if rank.isdigit() and len(rank) < 10}

@@ -514,7 +514,8 @@ def _facts_of_run(
     reproduced = bool(outcome.nonfinite) or has_overflow
     if manifest.reason == "exception":
         reproduced = outcome.error is not None
-    return RunFacts(reproduced, first.is_same(outcome), outcome.nonfinite, comparison)
+    is_same = outcome is first or first.is_same(outcome)
+    return RunFacts(reproduced, is_same, outcome.nonfinite, comparison)
 
 
 def _facts(

@@ -28,7 +28,7 @@ from ddpstats._base import config
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard.group import MODES, had_ranks
 from ddpstats.guard.guard import collective_guard
-from ddpstats.guard.printing import end_process, print_message
+from ddpstats.guard.printing import end_process, errors_behind, print_message
 
 
 class Ending:
@@ -57,7 +57,8 @@ class Ending:
             return  # a fork of the program
         error = self.error or getattr(sys, "last_value", None)
         verdict, status = self.guard.verdict_at_end(error), error.code if isinstance(error, SystemExit) else 1
-        if (raised := verdict or self.guard.verdict) is not None:
+        raised = verdict or self.guard.verdict
+        if raised is not None and raised not in errors_behind(error):  # with which Python prints it
             print_message(raised)
         with contextlib.suppress(DdpstatsError):
             self.guard.abandon(error)

@@ -94,8 +94,8 @@ class FailureAgreement:
         """Return the alarm that is on, if there is one."""
         try:
             with self.store.within(GLANCE_SEC):
-                alarm = self.failure.find_alarm()
-            self.is_lost = False
+                was_known, alarm = self.failure.alarm is not None, self.failure.find_alarm()
+            self.is_lost = self.is_lost and was_known  # then the store was not asked
             return None if alarm is None else Alarm.unpack(alarm)
         except STORE_ERRORS as error:
             self.is_lost = not isinstance(error, ValueError)  # that is for foreign bytes

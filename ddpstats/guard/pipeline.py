@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -32,6 +33,7 @@ _REPORTED_MESSAGES = 256
 _STACK_FRAMES = 6  # of the main thread, for a rank that is in no collective
 _KEPT_WORKS = 1024  # messages that are never waited for would keep their tensors
 _KEPT_EVENTS = 4096
+_MOST_GIVEN = 8  # labels that a line is given and other ranks lack: it may be given another one at each step
 _EXPIRED_MS = 1  # of a collective whose own timeout has passed while the guard waited: torch raises its own error
 
 log = logging.getLogger("ddpstats")
@@ -57,8 +59,8 @@ class Watching(Subscriber):
         self._is_inherited = False  # by a process that was forked from the guarded one
         self._works: dict[int, tuple[Any, IssuedCall]] = {}  # that run, and that the program will wait for
         self._unfinished: list[tuple[Any, IssuedCall]] = []  # waited for, and did not end
-        # Ways to labels that are each rank's own: of inferred ones; (None, line) of given ones; (label, line) of any.
-        self._silenced: set[Chain | tuple[str | None, str]] = set()
+        self._silenced: set[Chain | tuple[str | None, str]] = set()  # ways to each rank's own labels; (label, line)
+        self._given_here: Counter[str] = Counter()  # by line, the labels given there that other ranks lacked
         self._known: dict[tuple[Any, ...], Event] = {}  # one for all calls that are equal
 
     def begin(self) -> Session:
@@ -208,9 +210,9 @@ class Watching(Subscriber):
 
     def _silence(self, event: Event) -> None:
         """Compare the event's label no more where that was found to differ for good reasons."""
-        line = str(event.site)
-        way = (None, line) if event.evidence_source is None else event.evidence_source.chain
-        if way in self._silenced or (event.label, line) in self._silenced:
+        line, way = str(event.site), getattr(event.evidence_source, "chain", None)
+        is_own = way is None and self._given_here[line] >= _MOST_GIVEN
+        if is_own or way in self._silenced or (event.label, line) in self._silenced:
             event.word = 0
 
     def _add(self, view: GroupView) -> Group:
@@ -298,8 +300,8 @@ class Watching(Subscriber):
         for event in events:
             if isinstance(event.evidence_source, Inferred):
                 self._silenced.add(event.evidence_source.chain)
-            elif finding.kind == NOTHING and event.label is not None:  # given on some ranks alone
-                self._silenced.add((None, str(event.site)))
+            elif finding.kind == NOTHING and event.label is not None:
+                self._given_here[str(event.site)] += 1
         if finding.kind == DOUBT:  # of two lines in swapped order one warning is enough
             self.state.warnings += 1
             if self.session is not None and self.session.rank == min(finding.by_rank):

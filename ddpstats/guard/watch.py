@@ -65,7 +65,7 @@ class RankNow:
     def state(self) -> str:
         """The rank's state in words, without numbers."""
         if self.left or self.process.is_dead():
-            return self.left or "killed, or ended without a word"
+            return self.left or "killed, or ended without an end mark"
         return "runs" if self.waits_since is None else "waits"
 
     def take(self, entry: Mapping[str, Any]) -> None:

@@ -264,7 +264,7 @@ class Sentinel(StepWatch):
     def micro_batch(self, batch: Any) -> Running[MicroBatch | None]:
         """Return a context manager around a micro-batch's forward and backward pass; needed for replay only. Local.
 
-        It gives a `ddpstats.capture.MicroBatch`, whose ``factor`` the caller sets where the loss that ``replay_fn``
+        It gives a record of the micro-batch, whose ``factor`` the caller sets where the loss that ``replay_fn``
         returns is not yet what is differentiated; None where nothing is kept.
 
         Args:

@@ -216,7 +216,13 @@ def test_second_default_group_within_one_guard_is_compared(mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("failure/0/alarm", "5"), ("failure/0/alarm", "[]"), ("here/1", "abc"), ("left/1", "[1]"), ("left", "1")],
+    [
+        ("failure/0/alarm", "5"),
+        ("failure/0/alarm", "[]"),
+        ("left/1", "1 [1]"),
+        ("left", "1"),
+        ("left/1", "9" * 5000 + " x"),
+    ],
 )
 def test_foreign_bytes_in_the_store_do_no_harm(two_ranks: RankPool, key: str, value: str) -> None:
     assert two_ranks.run(runs.foreign_bytes, key, value).values() == ["silent"] * 2

@@ -73,6 +73,25 @@ def label_on_one_rank(steps: int, name: str) -> tuple[int, int]:
         return _agreement_of(guard).verdicts, added
 
 
+def helper_with_names() -> str:
+    """Return the verdict on ranks that name one call differently, behind one that rank 1 gave no name."""
+
+    def reduce(name: str | None) -> None:
+        with nullcontext() if name is None else ddpstats.label(name):
+            dist.all_reduce(torch.ones(1))
+
+    is_first = dist.get_rank() == 0
+    try:
+        with collective_guard("step", timeout_sec=20) as guard:
+            reduce("total" if is_first else None)
+            guard.step()
+            reduce("l1" if is_first else "snr")
+            guard.step()
+    except ddpstats.CollectiveMismatch as error:
+        return str(error)
+    return "nothing"
+
+
 def _agreement_of(guard: collective_guard) -> FailureAgreement:
     session = guard._watching.session
     assert session is not None
