@@ -15,6 +15,8 @@ from ddpstats import collective_guard
 from ddpstats._observe.groups import operators_name_reduce_op
 from ddpstats.dump import StatsDump
 
+MANY = 300
+
 
 def dump_all(path: str) -> None:
     """Dump each of the programs below into a directory of its name, and a step of DDP into ``training``."""
@@ -60,6 +62,19 @@ def _future(rank: int) -> None:
     assert work is not None
     work.get_future().wait()
     tensor.mul_(3.0)
+
+
+def _many(rank: int) -> None:
+    """Collectives of rank 0 are all pending until rank 1 makes its own, and all done when the next one begins."""
+    if rank == 1:
+        dist.recv(torch.zeros(1), src=0)
+    works = [dist.all_reduce(torch.tensor([float(number)]), async_op=True) for number in range(MANY)]
+    if rank == 0:
+        dist.send(torch.ones(1), dst=1)
+    for work in works:
+        assert work is not None
+        work.get_future().wait()
+    dist.barrier()
 
 
 def _any_source(rank: int) -> None:
@@ -126,6 +141,7 @@ PROGRAMS: dict[str, Callable[[int], None]] = {
     "in place": _in_place,
     "asynchronous": _asynchronous,
     "future": _future,
+    "many": _many,
     "any source": _any_source,
     "rooted": _rooted,
     "pieces": _pieces,

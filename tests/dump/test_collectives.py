@@ -76,6 +76,12 @@ def test_output_that_was_waited_for_unseen_is_taken_before_it_is_overwritten(pat
 
 
 @RANKS
+def test_collectives_that_end_together_have_an_entry_each(path: Path, rank: int) -> None:
+    reduced = sorted(entry for entry in brief(entries(path, "many", rank)) if entry[0] == "all_reduce")
+    assert reduced == [("all_reduce", [[float(number)]], [[2.0 * number]]) for number in range(runs.MANY)]
+
+
+@RANKS
 def test_receives_from_any_rank_have_their_source_and_number(path: Path, rank: int) -> None:
     peer = "dst" if rank == 0 else "src"
     numbered = [(given(entry, peer), given(entry, "seq")) for _, entry in entries(path, "any source", rank)]

@@ -66,6 +66,7 @@ class CollectiveWatch(collectives.Subscriber):
         self._issuing: dict[int, tuple[Collective, OpenEntry]] = {}  # by id, and the call kept with it
         self._pending: dict[int, _Pending] = {}
         self._backward = -1  # the last backward pass with a collective in it
+        self._is_polling = False
 
     def start(self) -> None:
         """See collectives from here on. Raises ``ConfigError`` on a torch whose collectives cannot be observed."""
@@ -90,12 +91,19 @@ class CollectiveWatch(collectives.Subscriber):
 
     def poll(self) -> None:
         """Take the outputs of what has completed meanwhile. Cheap where nothing is pending; call it often."""
-        if self._pending:
-            with self._recorder.lock:
+        if not self._pending:
+            return
+        with self._recorder.lock:
+            if self._is_polling:  # an entry that is written polls: here it is one that this loop has ended
+                return
+            self._is_polling = True
+            try:
                 for pending in list(self._pending.values()):
                     has_succeeded = pending.has_succeeded()
                     if has_succeeded is not None:
                         self._take(pending.work, has_succeeded)
+            finally:
+                self._is_polling = False
 
     def _take(self, work: Any, has_succeeded: bool) -> None:
         """Take the outputs of ``work``, if that has not been done."""
@@ -131,13 +139,13 @@ class CollectiveWatch(collectives.Subscriber):
 
     def before(self, call: Collective) -> None:
         recorder = self._recorder
-        self.poll()
         with recorder.safely(call.op), recorder.lock:
             number = recorder.next_number(f"Distributed.{call.op}")
+            # this polls: a message that has come from any rank gets its number before this one
+            entry = recorder.begin(f"Distributed.{call.op}.{number}.forward", list(call.inputs), {})
             arguments = _arguments(call)
             if call.peer is not None or not call.operator.is_message:
                 arguments["seq"] = self._number(call, call.peer)
-            entry = recorder.begin(f"Distributed.{call.op}.{number}.forward", list(call.inputs), {})
             self._describe(entry, arguments)
             entry.raw["input_kwargs"]["group"] = {
                 "type": "torch.ProcessGroup",
