@@ -62,6 +62,14 @@ def test_tensors_without_numbers_are_left_out(
     assert (status, text.startswith("NOTHING DIFFERENT: 2 tensors"), left_out in text) == (0, True, True)
 
 
+def test_entry_without_tensors_that_the_other_side_lacks_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = two(tmp_path, unmeasured(dropped=True) + ONE, ONE)
+    status, text = compare(*pair, capsys=capsys)
+    assert (status, "B lacks this entry" in text) == (1, True)
+
+
 def test_log_of_what_could_not_be_recorded_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = two(tmp_path, ONE, ONE)
     log = pair[1] / "dump_error_info.log"

@@ -428,7 +428,7 @@ def entries_of_runs(sides: Sequence[Side], left_out: dict[str, int]) -> Iterator
     names = ([member.key for member in side.dump.entry_texts()] for side in sides)
     keys: Sequence[Mapping[str, Hashable]] = ({}, {}) if all(ours) else common_names(*names)
     for _, entries in pair_entries(sides, keys):
-        if _lack_tensors(entries, left_out):
+        if len(entries) == len(sides) and _lack_tensors(entries, left_out):
             continue
         values = {side.label: _values(entries.get(side.label), ours[0] != ours[1]) for side in sides}
         yield PairedEntry({label: entry.name for label, entry in entries.items()}, values)
