@@ -257,6 +257,7 @@ def _signature(function: Any) -> tuple[inspect.Parameter, ...]:
 # that a collective writes to are among these: what was in them before does not matter.
 
 _UNKNOWN = Operator("", "", "", "")
+_TAG_INDEX = 3  # of send(tensor, dst, group, tag) and recv(tensor, src, group, tag)
 
 
 @dataclass(frozen=True)
@@ -314,7 +315,7 @@ def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
         str(group.get("group_id", "")),
         _integer(arguments, "seq"),
         rank if operator.is_message else None,
-        _integer(arguments, "tag") or 0,
+        _integer(arguments, "tag", _TAG_INDEX if operator.is_message else -1) or 0,
         entry.raw.get("incomplete") is True,
         tuple(inputs) if is_root or role != "src" else (),
         tuple(outputs) if is_root or role != "dst" else (),

@@ -11,6 +11,7 @@ import torch
 
 from ddpstats.cli import main
 from tests import programs
+from tests.dump.dumps import collective
 from tests.dump.hand_made import forward, tensor, write_rank
 from tests.dump.test_compare import ONE, changed, compare, compare_json, two
 
@@ -60,6 +61,18 @@ def test_tensors_without_numbers_are_left_out(
         capsys=capsys,
     )
     assert (status, text.startswith("NOTHING DIFFERENT: 2 tensors"), left_out in text) == (0, True, True)
+
+
+def test_numbers_of_collectives_and_arguments_of_one_side_alone_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reduced(**kwargs: Any) -> list[Any]:
+        return [("Distributed.all_reduce.0.forward", collective(tensor(1.0), out=tensor(2.0), **kwargs))]
+
+    newer = reduced(seq=0, op=1)
+    for number, older in enumerate((reduced(seq=1, op=1), reduced(op=1), reduced())):
+        assert compare(*two(tmp_path / str(number), newer, older), "--exact", capsys=capsys)[0] == 0
+    assert compare(*two(tmp_path / "other", newer, reduced(seq=0, op=2)), capsys=capsys)[0] == 1
 
 
 def test_entry_without_tensors_that_the_other_side_lacks_is_named(

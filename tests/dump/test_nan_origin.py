@@ -206,6 +206,7 @@ def test_first_nan_of_one_rank_is_blamed_on_its_entry(tmp_path: Path, case: str)
     [
         {"Tensor.masked_fill.0.forward": forward(leaf(), leaf(1.0, 0.0), plain(-INF), out=MASK)},
         {"Torch.full.0.forward": forward(plain("-inf"), out=MASK)},
+        {"Aten.liba.masked_fill.0.forward": forward(leaf(), leaf(1.0, 0.0), plain(-INF), out=MASK)},
         {"Torch.where.0.forward": forward(leaf(), leaf(), out=MASK)},
         {"Torch.add.0.forward": forward(leaf(), leaf(0.0, -INF, (3, 3)), out=MASK)},  # a mask made elsewhere
         {"Torch.log.0.forward": forward(leaf(1.0, 0.0), out=MASK)},  # no mask by its name, but it becomes finite
@@ -528,6 +529,19 @@ def test_peers_given_by_position_are_matched(tmp_path: Path) -> None:
     assert findings(step)["unmatched"] == []
 
 
+def test_tag_given_by_position_is_that_given_by_name(tmp_path: Path) -> None:
+    def number(value: int) -> dict[str, Any]:
+        return {"type": "int", "value": value}
+
+    received = {**forward(THEIRS, number(1), out=THEIRS), "input_kwargs": {"tag": number(7)}}
+    step = two_ranks(
+        tmp_path,
+        {"Distributed.recv.0.forward": received},
+        {"Distributed.send.0.forward": forward(THEIRS, number(0), None, number(7))},
+    )
+    assert findings(step)["unmatched"] == []
+
+
 UNMEASURED: dict[str, tuple[dict[str, Any], str]] = {
     "no numbers": (forward(leaf(), out={**leaf(), **dict.fromkeys(statistic_keys())}), "the numbers of 1 tensor"),
     "no memory left": (
@@ -668,6 +682,13 @@ def test_live_storages_that_share_memory_are_reported_with_status_1(tmp_path: Pa
     ) in text
 
 
+def test_memory_of_older_dumps_is_not_searched(tmp_path: Path) -> None:
+    older = placed(1, 4096, 64, 0)
+    del older["moment"]
+    step = write(tmp_path, {MUL: forward(older, out=older)})
+    assert findings(step)["left_out"] == ["when tensors were in memory (dumped by an older ddpstats)"]
+
+
 # The moments are those at which a recorder sees the tensors, which is not the order of the entries.
 REUSED: dict[str, Entries] = {
     "in one entry": {
@@ -748,7 +769,7 @@ def test_shared_memory_is_that_of_a_search_over_all_pairs(seed: int) -> None:
         if max(start_a, start_b) < min(start_a + size_a, start_b + size_b)
         if max(seen[a][0], seen[b][0]) <= min(seen[a][-1], seen[b][-1])
     }
-    overlaps = [{overlap.first.number, overlap.second.number} for overlap in walk.overlaps() or ()]
+    overlaps = [{overlap.first.number, overlap.second.number} for overlap in walk.overlaps()]
     assert sorted(map(sorted, overlaps)) == sorted(map(list, expected))
 
 

@@ -431,6 +431,8 @@ def entries_of_runs(sides: Sequence[Side], left_out: dict[str, int]) -> Iterator
         if len(entries) == len(sides) and _lack_tensors(entries, left_out):
             continue
         values = {side.label: _values(entries.get(side.label), ours[0] != ours[1]) for side in sides}
+        if len(entries) == len(sides) and all(entry.name.startswith("Distributed.") for entry in entries.values()):
+            values = _select_arguments(values)
         yield PairedEntry({label: entry.name for label, entry in entries.items()}, values)
 
 
@@ -439,6 +441,15 @@ def _lack_tensors(entries: Mapping[str, DumpEntry], left_out: dict[str, int]) ->
     if is_dropped:
         tally(left_out, "entries of which a dump has no tensors, for async_max_bytes was too small")
     return is_dropped
+
+
+def _select_arguments(values: Mapping[str, LeavesByName]) -> dict[str, LeavesByName]:
+    """Return a collective's values without its number, and without arguments that older dumps do not have."""
+    shared = set.intersection(*map(set, values.values())) - {"input_kwargs.seq"}
+    return {
+        label: {path: leaf for path, leaf in leaves.items() if path in shared or not path.startswith("input_kwargs.")}
+        for label, leaves in values.items()
+    }
 
 
 def _values(entry: DumpEntry | None, of_two_tools: bool) -> LeavesByName:

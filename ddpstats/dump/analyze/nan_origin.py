@@ -173,8 +173,7 @@ def examine(dumps: Sequence[RankDump]) -> OriginFindings:
         if candidate.relevance == "unused" and candidate not in earliest
     ]
     left_out = _describe_left_out(scans)
-    if any(scan.overlaps is None for scan in scans):
-        left_out.append("where tensors are in memory")
+    left_out += sorted({scan.unknown_memory for scan in scans} - {""})
     ranks, origins = [scan.summary() for scan in scans], [*map(_origin, earliest)]
     left_out += [f"{name}, which has no dump" for name in ranks_without_dump(dumps[0].directory.parent)]
     if unmeasured := sum(rank.unmeasured for rank in ranks):
@@ -296,10 +295,10 @@ class RankScan:
             if not entry.is_recompute:
                 self._take(entry)
         self._judge_unused()
-        self.overlaps = memory.overlaps()
+        self.overlaps, self.unknown_memory = memory.overlaps(), memory.unknown
 
     def summary(self) -> RankSummary:
-        shared = tuple(map(str, self.overlaps or ()))
+        shared = tuple(map(str, self.overlaps))
         measured = self.unmeasured, self.dropped
         return RankSummary(self.dump.rank, self.entries, len(self.collectives), *measured, shared)
 
@@ -311,7 +310,7 @@ class RankScan:
             self._has_backward.add(name.forward)
         if not any(candidate.relevance == "strong" for candidate in self.candidates):
             self.growth.take(entry, name)
-        operation = "" if name.is_module or is_gradient else name.api
+        operation = "" if name.is_module or is_gradient else _without_library(name.api)
         call = read_collective(entry, name, self.rank) if name.is_collective else None
         inputs = self._inputs_of(entry, operation) if call is None else call.inputs
         made = _select_nonfinite(entry.outputs if call is None else call.outputs)
@@ -352,7 +351,7 @@ class RankScan:
         is_parameter = path.startswith(_PARAMETERS)
         if (tensor := self._find(leaf)) is None:
             kind: OriginKind = "gradient" if name.direction == "parameters_grad" else "arrived"
-            is_weighted = has_made and tensor_rules.is_weighted_product(name.class_name or name.api)
+            is_weighted = has_made and tensor_rules.is_weighted_product(name.class_name or _without_library(name.api))
             is_computed = is_weighted or is_parameter or leaf.requires_grad or name.direction in _BACKWARD
             may_mask = tensor_rules.may_be_mask(has_nan=leaf.has_nan, has_positive_infinity=leaf.max == math.inf)
             cause = None if may_mask and not is_computed else self._blame(kind, entry, [bad])
@@ -401,7 +400,7 @@ class RankScan:
     def _kind(self, entry: DumpEntry, name: Name, made: Leaves) -> OriginKind:
         if name.is_collective:
             return "collective"
-        if tensor_rules.is_uninitialized(name.api) and not name.is_module:
+        if tensor_rules.is_uninitialized(_without_library(name.api)) and not name.is_module:
             return "uninitialised"
         is_given = any(leaf.has_nan for _, leaf in made) and any(map(math.isnan, _nonfinite_numbers(entry)))
         return "given" if is_given else "computation"
@@ -442,6 +441,11 @@ def _mark_strong(causes: Iterable[Candidate | None]) -> None:
 def _select_nonfinite(leaves: Iterable[tuple[str, DumpLeaf]]) -> Leaves:
     """Return those that are not finite."""
     return [(path, leaf) for path, leaf in leaves if not leaf.is_finite]
+
+
+def _without_library(api: str) -> str:
+    """Return the name of an operator ``liba.fill_`` by itself."""
+    return api.rpartition(".")[2]
 
 
 def _keys(leaf: DumpLeaf) -> tuple[str, str]:

@@ -61,16 +61,25 @@ class Overlap:
 
 
 class MemoryWalk:
-    """Takes the entries of one rank, and finds the storages that overlap."""
+    """Takes the entries of one rank, and finds the storages that overlap.
+
+    Attributes:
+        unknown: what is needed for it, and the dump does not say; empty where it does.
+    """
 
     def __init__(self) -> None:
+        self.unknown = "where tensors are in memory"
         self._storages: dict[tuple[int, int], Storage] = {}
 
     def take(self, entry: DumpEntry) -> None:
         for path, leaf in (*entry.inputs, *entry.outputs):
             number, start, size, moment = leaf.storage_id, leaf.storage_ptr, leaf.storage_bytes, leaf.moment
-            if number is None or moment is None or not start or not size:
+            if number is None or not start or not size:
                 continue
+            if moment is None:
+                self.unknown = self.unknown and "when tensors were in memory (dumped by an older ddpstats)"
+                continue
+            self.unknown = ""
             seen = f"{entry.name} {path}"
             storage = self._storages.get((number, start))
             if storage is None:
@@ -84,10 +93,8 @@ class MemoryWalk:
             if leaf.stream is not None:
                 storage.streams.add(leaf.stream)
 
-    def overlaps(self) -> list[Overlap] | None:
-        """Return those across streams first, then by time; None where the dump does not say where its tensors are."""
-        if not self._storages:
-            return None
+    def overlaps(self) -> list[Overlap]:
+        """Return those across streams first, then by time."""
         events: list[tuple[int, bool, Storage]] = []
         for storage in self._storages.values():
             events += [(storage.first, False, storage), (storage.last, True, storage)]
