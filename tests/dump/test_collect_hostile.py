@@ -354,13 +354,15 @@ def test_each_tensor_has_a_path_of_its_own(tmp_path: Path) -> None:
 
     net = Net()
     held = {"a.b": torch.ones(2), "a": {"b": torch.ones(3)}, 1: torch.ones(4), "1": torch.ones(5)}
+    listed = {"a.0": torch.ones(7), "a": [torch.ones(8), torch.ones(9)]}
     entries = dumped(
-        tmp_path, lambda: net(held, UserDict(x=torch.ones(6))), net, "L0", task="tensor", tensor={"list": []}
+        tmp_path, lambda: net(held, UserDict(x=torch.ones(6)), listed), net, "L0", task="tensor", tensor={"list": []}
     )
     ((name, raw),) = entries.items()
     paths = {leaf.data_name: (path, leaf.shape) for path, leaf in DumpEntry(name, raw).inputs}
     assert [*paths.values()] == [
         ("input.0.a.b", (2,)), ("input.0.a.b_", (3,)), ("input.0.1", (4,)), ("input.0.1_", (5,)), ("input.1.x", (6,)),
+        ("input.2.a.0", (7,)), ("input.2.a.0_", (8,)), ("input.2.a.1", (9,)),
     ]  # fmt: skip
     for file, (_, shape) in paths.items():
         assert torch.load(tmp_path / "step0" / "rank" / "dump_tensor_data" / str(file)).shape == shape

@@ -434,13 +434,15 @@ class EntryLeaves:
         if items is None:
             return None if value is None else _describe_value(value)
         leaves = {}
+        is_list = isinstance(value, (list, tuple))
         for key, item in items.items():
             name, inside = str(key), f"{path}.{key}"
             while inside in self._paths:  # {1: x, "1": y}, or {"a.b": x, "a": {"b": y}}
                 name, inside = f"{name}_", f"{inside}_"
+                is_list = False  # {"a.0": x, "a": [y]}: the list is written by its new names
             self._paths.add(inside)
             leaves[name] = self.of(item, inside, depth + 1)
-        return list(leaves.values()) if isinstance(value, (list, tuple)) else leaves
+        return list(leaves.values()) if is_list else leaves
 
     def _tensor(self, tensor: Tensor, path: str) -> Leaf:
         leaf = self._measured.get(id(tensor))
