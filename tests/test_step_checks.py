@@ -240,7 +240,7 @@ def test_a_mismatch_in_a_group_of_some_is_raised_on_all(three_ranks: RankPool) -
     outcomes = three_ranks.run(runs.in_a_group_of_some, "label").values()
     assert outcomes[0] == outcomes[1] == outcomes[2]
     assert [kind for kind, _ in outcomes[0]] == ["nothing", "CollectiveMismatch", "CollectiveMismatch"]
-    assert "of 2 ranks do not run the same collective" in outcomes[0][1][1]
+    assert "of ranks 0, 1 do not run the same collective" in outcomes[0][1][1]
     assert [kind for kind, _ in three_ranks.run(runs.in_a_group_of_some, "nothing").values()[2]] == ["nothing"] * 3
 
 

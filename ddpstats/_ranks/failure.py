@@ -307,7 +307,7 @@ class FailureRound:
     """One failure, and how all ranks come to one verdict on it through the store.
 
     1. The first rank that sees it raises the alarm, which says what failed. Each rank that waits reports what it knows.
-    2. One rank, the first that asks, judges by the reports once a verdict is due; another one where it does not.
+    2. The first rank that has reported judges by the reports once a verdict is due; another one where it does not.
     3. The first verdict that is written is that of all ranks. They count themselves as readers: a rank whose end would
        end the store, or other ranks, waits a moment for them.
 
@@ -348,7 +348,7 @@ class FailureRound:
             if self.find_verdict() is not None:
                 return
             late_sec = time.monotonic() - due
-            if late_sec >= 0.0 and self._is_judge is None:
+            if self._is_judge is None and (self.has_reported or late_sec >= 0.0):
                 self._is_judge = self._store.post("judge", str(self._rank)) == str(self._rank).encode()
             is_mine = late_sec >= (0.0 if self._is_judge else yield_sec)
             yield log.unread() if is_mine else None

@@ -42,10 +42,9 @@ from ddpstats._base.version import __version__
 from ddpstats._observe.gradient_norms import norm_kind, parts_of
 from ddpstats._observe.gradients import GradientWatch
 from ddpstats._ranks.calls import Channel
-from ddpstats._ranks.gather import gather_trees, is_ordinary
+from ddpstats._ranks.gather import bytes_in, gather_trees, is_ordinary
 from ddpstats._rerun import codec
 from ddpstats._rerun.codec import CannotStore, to_plain
-from ddpstats._rerun.digest import digests
 from ddpstats._rerun.record import MicroBatch, Packet, StepRecord, scale_of, tensor_bytes
 from ddpstats._rerun.state import Autocast, switches
 from ddpstats.capture.manifest import (
@@ -292,18 +291,15 @@ class PartSource:
         return {"rank": rank, "model": tensor_bytes(self.model_part().parameters)}
 
     def digest(self) -> str:
-        """Return a hash of the parameters, the same on replicas; empty where there is none. Copies none of them."""
+        """Return a hash of every bit of the parameters, the same on replicas; empty where one has no memory."""
         part = self.model_part()
-        tensors = part.parameters.values()
-        kinds = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part.parameters.items()]
-        try:
-            bits = digests(tensors).tolist() if all(map(is_ordinary, tensors)) else None
-        except RuntimeError:  # the device has no memory for it
-            bits = None
-        if bits is None:
+        if not all(map(is_ordinary, part.parameters.values())):
             return ""
-        text = f"{kinds} {part.shards} {bits}"
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in part.parameters.items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {part.shards.get(name)}".encode())
+            digest.update(bytes_in(tensor.cpu()))
+        return digest.hexdigest()
 
     def model_part(self) -> ModelPart:
         """Return the parameters themselves, or this rank's shards."""
@@ -466,7 +462,7 @@ class BundleWriter:
 
     Attributes:
         directory: of the bundle, from `write` on; None if it would be too large, or could not be made.
-        model_writers: rank -> the rank that writes its parameters, equal by their digests.
+        model_writers: rank -> the rank that writes its parameters, bit for bit.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpstats._base import config
 from ddpstats.errors import ConfigError, DdpstatsError
-from ddpstats.guard.printing import TO_RUN, strip
+from ddpstats.guard.printing import TO_RUN, errors_behind, strip
 from ddpstats.guard.record import diagnose, findings_as_json, read_records
 from ddpstats.guard.watch import EVERY_SEC, Lines, Records, picture_of
 
@@ -182,15 +182,18 @@ def _launch(args: argparse.Namespace) -> int:
             with _printing_states(directory) if args.watch else contextlib.nullcontext():
                 torchrun.main(words)
             return 0
-        except SignalException as error:
-            print(f"ddpstats run: ended by {error.sigval.name}, and all ranks with it", file=sys.stderr)
-            return 128 + error.sigval
         except errors.ChildFailedError as error:
             traceback.print_exception(type(error), error, None)
             if args.guard != "off":
                 _explain(directory, args.json)
             status = error.get_first_failure()[1].exitcode
             return status if status >= 0 else 128 - status
+        except Exception as error:  # torch's own code may fail where the signal has come in its middle
+            came = next((each for each in errors_behind(error) if isinstance(each, SignalException)), None)
+            if came is None:
+                raise
+            print(f"ddpstats run: ended by {came.sigval.name}, and all ranks with it", file=sys.stderr)
+            return 128 + came.sigval
 
 
 @contextlib.contextmanager
