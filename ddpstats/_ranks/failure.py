@@ -7,7 +7,7 @@
    its collective, and the ranks of its host that it sees alive. A verdict is due at once where a process is dead,
    shortly after a connection broke, and otherwise at the deadline (`find_missing`).
 5. `FailureRound`: one rank judges by the reports, and the first verdict that is written is that of all ranks, also of a
-   late one at its next call. Whatever else raises alarms between ranks uses the same class.
+   late one at its next call. Any other alarm between ranks uses the same class.
 
 One thread of one process answers the requests of all ranks. So one rank reads the reports, and another one only where
 no verdict comes; and the more ranks there are, the less often each of them asks.
