@@ -12,7 +12,6 @@ _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _WITHOUT_RANKS = frozenset({"torch", "numpy", "tqdm", *sys.stdlib_module_names})
 _SHAPED = frozenset({"Linear", "zeros", "ones", "empty", "rand", "randn"})
-_MAX_TEXT = 60  # of an expression in a finding
 
 
 class Program:
@@ -167,9 +166,9 @@ def last_name(node: ast.AST) -> str:
 
 
 def text_of(node: ast.AST) -> str:
-    """Return the source of an expression, cut short, in one line."""
+    """Return the source of an expression in one line, of at most 60 characters."""
     text = " ".join(ast.unparse(node).split())
-    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def parts_of(*nodes: ast.AST) -> Iterator[ast.AST]:
