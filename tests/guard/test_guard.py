@@ -18,6 +18,7 @@ from ddpstats._observe import collectives, operators
 from ddpstats._ranks.store import StoreSilent, bounded
 from ddpstats.guard import collective_guard, notes_shm
 from ddpstats.guard.event import Event, Signature, digest_of, label_word, roll
+from ddpstats.guard.guard import _log_once
 from ddpstats.guard.notes import NOTES_KEPT, Note, Overrun
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.record import diagnose, read_records
@@ -116,6 +117,7 @@ def test_bad_argument_is_refused_by_name(arguments: dict[str, Any]) -> None:
 
 
 def test_guard_within_a_guard_does_nothing_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    _log_once.cache_clear()  # another test of this process may have made it say so
     with collective_guard("strict") as outer:
         for inner in (collective_guard("step"), collective_guard("step"), outer):
             with inner:
