@@ -241,7 +241,7 @@ def tensor_bytes(value: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for _, leaf in walk(value) if isinstance(leaf, Tensor))
 
 
-def widened(tensor: Tensor) -> Tensor:
+def widen(tensor: Tensor) -> Tensor:
     """Return the tensor, or a wider copy of one in float8, whose elements torch cannot check."""
     is_float8 = tensor.is_floating_point() and tensor.element_size() == 1
     return tensor.to(widest_float(tensor.device)) if is_float8 else tensor

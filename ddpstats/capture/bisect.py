@@ -50,7 +50,7 @@ from ddpstats._observe.torch_compat import (
     storage_id,
     tree_leaves,
 )
-from ddpstats._rerun.record import walk, widened
+from ddpstats._rerun.record import walk, widen
 
 if TYPE_CHECKING:
     from ddpstats.capture.replay import Replay
@@ -335,7 +335,7 @@ def _has_numbers(tensor: Tensor) -> bool:
 def nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
     """Return whether there is a NaN, and an infinity. One pass over a tensor that is finite."""
     with torch.no_grad():
-        wide = widened(tensor)
+        wide = widen(tensor)
         if not _has_numbers(wide) or bool(wide.isfinite().all()):
             return False, False
         return bool(wide.isnan().any()), bool(wide.isinf().any())
@@ -347,7 +347,7 @@ def tensor_stats(tensor: Tensor) -> dict[str, Any]:
     if not _has_numbers(tensor):
         return stats | {"nans": 0, "infs": 0, "first": None}
     with torch.no_grad():
-        tensor = widened(tensor)
+        tensor = widen(tensor)
         finite, nans = tensor.isfinite(), int(tensor.isnan().sum())
         infs = int((~finite).sum()) - nans
         real = (tensor.abs() if tensor.is_complex() else tensor)[finite].to(torch.float64)

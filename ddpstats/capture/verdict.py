@@ -25,7 +25,7 @@ from ddpstats._base.text import ranks_text, shorten
 from ddpstats._observe.gradient_norms import measure
 from ddpstats._observe.gradients import GradientWatch
 from ddpstats._rerun.blame import Cause, Gathered, blame, cause_of, from_rank_on, hand_out, unpack_step
-from ddpstats._rerun.record import scale_of, walk, widened
+from ddpstats._rerun.record import scale_of, walk, widen
 from ddpstats._rerun.run import Rerun, Reruns
 from ddpstats._rerun.state import place_text
 
@@ -282,7 +282,7 @@ def find_cause(
             f"{path} of micro-batch {index}"
             for index, micro in enumerate(micro_batches)
             for path, leaf in walk(micro.batch)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(widened(leaf).isfinite().all())
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(widen(leaf).isfinite().all())
         ]
         return {
             "step": reruns.pack(micro_batches),

@@ -36,7 +36,7 @@ from ddpstats.guard.watch import EVERY_SEC, Lines, Records, picture_of
 if TYPE_CHECKING:
     from ddpstats.guard.guard import collective_guard
 
-_MODES = ("strict", "step", "record", "off")
+_MODES = ("strict", "step", "record", "off")  # as `group.MODES`, without torch: the launcher needs none so far
 
 EPILOG = """examples:
   ddpstats run --nproc 2 train.py --lr 0.1                      two ranks on this machine
@@ -91,7 +91,8 @@ def _run_here(args: argparse.Namespace) -> int:
     ending = Ending(guard, lambda: _print_last_line(guard, ending.error))
     if args.guard != "off":
         ending.begin()
-        _record_steps(guard)
+        if args.record_dir is not None:
+            _record_steps(guard)
     sys.argv = [args.script, *args.arguments]
     try:
         _run_as_main(args.script, args.module)
@@ -179,7 +180,7 @@ def _launch(args: argparse.Namespace) -> int:
         flags = {"--no-labels": args.no_labels, "--espnet": args.espnet, "-m": args.module}
         words += [*(flag for flag, is_set in flags.items() if is_set), args.script, *args.arguments]
         try:
-            with _printing_states(directory) if args.watch else contextlib.nullcontext():
+            with _watch_records(directory) if args.watch else contextlib.nullcontext():
                 torchrun.main(words)
             return 0
         except errors.ChildFailedError as error:
@@ -197,7 +198,7 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _printing_states(directory: str) -> Iterator[None]:
+def _watch_records(directory: str) -> Iterator[None]:
     """Print on stderr what the ranks do meanwhile, from their records."""
     view, records, has_ended = Lines(sys.stderr), Records(directory), threading.Event()
 

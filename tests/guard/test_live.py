@@ -159,11 +159,11 @@ def test_records_of_a_newer_format_are_refused(tmp_path: Path) -> None:
 
 def test_program_goes_on_beside_records_of_a_newer_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_a_newer_format(tmp_path)
-    with run._printing_states(str(tmp_path)):
+    with run._watch_records(str(tmp_path)):
         pass
     assert capsys.readouterr().err == ""
     recorded(tmp_path, rank=1)
-    with run._printing_states(str(tmp_path)):
+    with run._watch_records(str(tmp_path)):
         pass
     assert "ddpstats watch: 1 of 2 ranks" in capsys.readouterr().err
 

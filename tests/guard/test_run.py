@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from ddpstats import cli
+from ddpstats.guard import run
+from ddpstats.guard.group import MODES
 from ddpstats.guard.record import read_records
 from tests import programs
 from tests.guard.tiers import tiers
@@ -326,3 +328,12 @@ def test_compiled_script_runs(tmp_path: Path) -> None:
     py_compile.compile(str(source), str(compiled))
     done = ddpstats("run", "--guard", "off", str(compiled))
     assert (done.returncode, done.stdout) == (0, "runs as __main__\n"), done.stderr
+
+
+def test_run_offers_the_modes_of_the_guard_and_watches_optimizers_for_a_record_alone(
+    script: Any, tmp_path: Path
+) -> None:
+    assert run._MODES == MODES
+    hooks = script("from torch.optim import optimizer; print(len(optimizer._global_optimizer_post_hooks))")
+    assert ddpstats("run", hooks).stdout == "0\n"
+    assert ddpstats("run", "--record-dir", str(tmp_path / "records"), hooks).stdout == "1\n"
