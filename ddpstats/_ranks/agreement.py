@@ -152,19 +152,12 @@ class Agreement:
         self.counters = self._uncounted = Counters()
         self._nothing = Site()
 
-    def left(self) -> float:
-        """Return how many seconds the call has left. Raises `CommFailed` after that, unless this rank is alone."""
-        left_sec = self.deadline - time.monotonic()
-        if left_sec <= 0 and self.world_size > 1:
-            raise CommFailed("the time limit of the call is over")
-        return left_sec
-
     def wait_for(self, is_done: Callable[[], bool], what: str) -> None:
         """Wait for ``what``, in which this rank may wait for others, as a device does. Local; fails as a collective."""
         while not wait_for(is_done, _WATCH_SEC, _DEVICE_POLL_SEC):
             reason = self.comm.watch()
             if reason is not None or time.monotonic() >= self.deadline:
-                raise CommFailed(reason or f"no end of {what}")
+                raise CommFailed(reason or f"no end of {what}", is_own=True)
 
     def ask(self, call: Call, numbers: Sequence[float] | Failure) -> list[float]:
         """Prove that all ranks make this call, and return the sum of each number over all ranks.
@@ -197,17 +190,20 @@ class Agreement:
 
     def sum(self, seal: Seal) -> bool:
         """Add up what is in the buffer, over all ranks; whether all of them made the same call, and none is stale."""
-        self.count(self.buffer.capacity * _BYTES)
-        self.comm.all_reduce("sum", self.buffer.tensor, self.left())
+        self.comm.all_reduce("sum", self.buffer.tensor, self.begin(self.buffer.capacity * _BYTES))
         return self.buffer.control_lanes == seal.agreed
 
-    def count(self, payload_bytes: int) -> None:
-        """Count a collective, before it begins."""
+    def begin(self, payload_bytes: int) -> float:
+        """Count a collective, and return how many seconds it has. Raises `CommFailed` where the call has none left."""
+        left_sec = self.deadline - time.monotonic()
         if self.world_size == 1:
-            return  # plain arithmetic: nothing is sent
+            return left_sec  # plain arithmetic: nothing is sent
+        if left_sec <= 0:
+            raise CommFailed("the time limit of the call is over", is_own=True)
         self.collectives += 1
         self.counters.collectives += 1
         self.counters.payload_bytes += payload_bytes
+        return left_sec
 
     # -- sites --------------------------------------------------------------------------------------------------------
 
@@ -252,8 +248,7 @@ class Agreement:
         are much larger than the others are broadcast by their ranks, so that no rank receives padding of that size.
         """
         head = _HEAD.pack(len(payload), hashlib.blake2b(payload, digest_size=16).digest())
-        self.count(_HEAD.size)
-        heads = [bytes(received) for received in self.comm.all_gather(head, self.left())]
+        heads = [bytes(received) for received in self.comm.all_gather(head, self.begin(_HEAD.size))]
         if set(heads) == {head}:
             return [memoryview(payload)] * self.world_size
         sizes = [_HEAD.unpack(received)[0] for received in heads]
@@ -271,15 +266,13 @@ class Agreement:
             )
         parts = [memoryview(b"")] * self.world_size
         if padded:  # of a larger payload an arbitrary part
-            self.count(padded)
             block = bytearray(padded)
             block[: len(payload)] = payload[:padded]
-            blocks = self.comm.all_gather(block, self.left())
+            blocks = self.comm.all_gather(block, self.begin(padded))
             parts = [memoryview(part)[:size] for part, size in zip(blocks, sizes, strict=True)]
         for position in large:
             part = bytearray(payload) if position == self.position else bytearray(sizes[position])
-            self.count(sizes[position])
-            self.comm.broadcast(as_byte_tensor(part), position, self.left())
+            self.comm.broadcast(as_byte_tensor(part), position, self.begin(sizes[position]))
             parts[position] = memoryview(part)
         for rank, expected, received in zip(self.comm.ranks, heads, parts, strict=True):
             if hashlib.blake2b(received, digest_size=16).digest() != _HEAD.unpack(expected)[1]:

@@ -295,7 +295,10 @@ def find_missing(
     A rank that waits in this collective or a later one is not missing. Before the deadline ``is_over``, when all ranks
     that wait have answered to a connection that broke, a rank is not missing either that may only be late: one that
     waits elsewhere, or that a rank of its host sees alive. At least one of the others is gone.
+
+    No rank is missing from a collective in which none waits: then those count that are missing from the one before.
     """
+    seq = min(seq, max((answer.seq for answer in answers.values()), default=seq))
     missing = tuple(rank for rank in ranks if rank not in answers or answers[rank].seq < seq)
     if is_over or not missing:
         return missing
@@ -444,17 +447,20 @@ class FailureDetector:
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
-    def decide(self, seq: int, reason: str, *, is_broken: bool, started: float, deadline: float) -> Verdict:
+    def decide(
+        self, seq: int, reason: str, *, is_broken: bool, started: float, deadline: float, is_own: bool = False
+    ) -> Verdict:
         """Return the verdict on the failed collective ``seq``: at ``deadline`` (time.monotonic), if not before.
 
-        ``reason``: what this rank saw. ``is_broken``: that was a connection that a peer closed. A store that is slow
-        has `_WRITE_SEC` more: the verdict that all ranks wait for is written when the deadline has come.
+        ``reason``: what this rank saw. ``is_broken``: that was a connection that a peer closed. ``is_own``: this rank
+        ended ``seq``, and had no time left to begin the next one. A store that is slow has `_WRITE_SEC` more: the
+        verdict that all ranks wait for is written when the deadline has come.
         """
         try:
             with self.store.within(max(_GLANCE_SEC, deadline - time.monotonic()) + 2 * _YIELD_SEC + _WRITE_SEC):
                 is_broken = self._failure.raise_alarm(_BROKEN if is_broken else _LATE) == _BROKEN.encode()
                 self._failure.report(Answer(seq, tuple(self.members.alive())).pack())
-                return self._decide(seq, reason, is_broken, started, deadline)
+                return self._decide(seq + is_own, reason, is_broken, started, deadline)
         except STORE_ERRORS as error:
             return self._decide_without_store(error)
 

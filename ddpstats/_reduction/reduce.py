@@ -179,8 +179,7 @@ class Reduction:
             if slot in extremes and placement.codes[slot] == PRESENT and is_counted:
                 own[slot] = -value if extremes[slot] == "min" else value
         tensor = torch.tensor(list(own.values()), dtype=torch.float64, device="cpu")
-        self._agreement.count(tensor.numel() * 8)
-        self._agreement.comm.all_reduce("max", tensor, self._agreement.left())
+        self._agreement.comm.all_reduce("max", tensor, self._agreement.begin(tensor.numel() * 8))
         largest = dict(zip(extremes, tensor.tolist(), strict=True))
         return {slot: -value if extremes[slot] == "min" else value for slot, value in largest.items()}
 
@@ -219,8 +218,7 @@ class Reduction:
                 values[slot], is_held[slot] = part.values[index], 1
         if not size:
             return Columns(ranks, [], [])
-        agreement.count(size * _COLUMN_BYTES)
-        received = agreement.comm.all_gather(bytearray(values) + is_held, agreement.left())
+        received = agreement.comm.all_gather(bytearray(values) + is_held, agreement.begin(size * _COLUMN_BYTES))
         columns = [bytes(column) for column in received]
         return Columns(ranks, [array("d", c[: 8 * size]) for c in columns], [c[8 * size :] for c in columns])
 

@@ -243,6 +243,11 @@ ANSWERS: list[tuple[dict[int, Answer], bool, tuple[int, ...] | None]] = [
     ({0: Answer(5, ()), 1: Answer(6, ()), 2: Answer(10, ())}, OVER, (3,)),  # a later one: it took part in this one
     ({0: Answer(5, ()), 1: Answer(4, ()), 2: Answer(5, ())}, OVER, (1, 3)),
     (
+        {0: Answer(4, ()), 1: Answer(4, ()), 2: Answer(4, ())},
+        OVER,
+        (3,),
+    ),  # none has begun it: all but rank 3 ended the last
+    (
         {0: Answer(5, ()), 1: Answer(5, ()), 2: Answer(5, ()), 3: Answer(5, ())},
         BROKEN,
         (),
@@ -275,9 +280,10 @@ def detector(store: Any, rank: int, ranks: tuple[int, ...] = (0, 1), **options: 
     return FailureDetector(store, rank, ranks, "the test", closing="The group is closed.", **options)
 
 
-def decide(detector: FailureDetector, seq: int = 1, within_sec: float = 0.0, *, is_broken: bool = False) -> Verdict:
+def decide(detector: FailureDetector, seq: int = 1, within_sec: float = 0.0, **how: bool) -> Verdict:
     now: float = vars(failure)["time"].monotonic()  # of the clock, where there is one
-    return detector.decide(seq, "a reason", is_broken=is_broken, started=now, deadline=now + within_sec)
+    how = {"is_broken": False, **how}
+    return detector.decide(seq, "a reason", **how, started=now, deadline=now + within_sec)
 
 
 def answer(detector: FailureDetector, seq: int) -> None:
@@ -300,6 +306,17 @@ def missing_text(rank: int, after: str, *lines: str, reason: str = "a reason") -
 def test_verdict_has_one_line_for_each_kind_of_missing_rank(clock: Clock) -> None:
     verdict = decide(detector(HashStore(), 0, (0, 1, 2)), within_sec=3.0)
     assert verdict == Verdict((1, 2), missing_text(0, "3.0", "  ranks 1, 2: did not take part"))
+
+
+@pytest.mark.parametrize(("other_waits_in", "missing"), [(2, (0,)), (1, (2,))])
+def test_a_rank_that_had_no_time_left_is_missing_where_another_waits_for_it(
+    clock: Clock, other_waits_in: int, missing: tuple[int, ...]
+) -> None:
+    """Also where it judges itself. Where all ranks are late in the same way, it is the one that says nothing."""
+    store, ranks = HashStore(), (0, 1) if other_waits_in == 2 else (0, 1, 2)
+    first, second = detector(store, 0, ranks), detector(store, 1, ranks)
+    answer(second, other_waits_in)
+    assert decide(first, 1, 1.0, is_own=True).missing == missing
 
 
 @pytest.mark.parametrize("message", ["", "two\nlines", "\0 \ud800 \U0001f600", 'quote " and \\', "x" * 10_000], ids=len)
