@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import json
 import math
 import os
@@ -176,6 +177,8 @@ class StepWriter:
 class TensorFiles:
     """Saves tensors, at once or when `flush` is called, as `StatsDump.stop` does.
 
+    What one call returns is often what others take: equal tensors have one file with several names (hard links).
+
     Args:
         directory: made with the first file.
         at_once: False keeps a copy, on the tensor's own device, until `flush`: nothing waits and nothing is written.
@@ -186,6 +189,7 @@ class TensorFiles:
         self._at_once = at_once
         self._is_made = False
         self._kept: list[tuple[str, Tensor]] = []
+        self._saved: dict[tuple[Any, ...], str] = {}  # by what is in them
 
     def save(self, tensor: Tensor, name: str, path: str) -> str:
         """Return the name of the file. Raises OSError, and TypeError for a tensor that consists of others."""
@@ -213,9 +217,15 @@ class TensorFiles:
         if not self._is_made:
             make_private_directory(self.directory)
             self._is_made = True
+        path, content = f"{self.directory}/{file}", (plain.dtype, plain.shape, hashlib.sha256(_memory(plain)).digest())
+        if content in self._saved:
+            with contextlib.suppress(OSError):  # a file system without links, or not as many
+                os.link(self._saved[content], path)
+                return
         unfinished = f"{self.directory}/{TEMPORARY_PREFIX}{file}"
         torch.save(plain, unfinished)
-        os.replace(unfinished, f"{self.directory}/{file}")  # without waiting for the disk: there are too many of them
+        os.replace(unfinished, path)  # without waiting for the disk: there are too many of them
+        self._saved[content] = path
 
 
 def _is_all_of_its_storage(tensor: Tensor) -> bool:
@@ -255,7 +265,9 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def checksum(tensor: Tensor) -> str:
     """Return the CRC-32 of the elements' bytes in order, as 8 hex digits. Waits for a device."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    size = plain.numel() * plain.element_size()
-    if not size:
-        return f"{0:08x}"
-    return f"{zlib.crc32((ctypes.c_char * size).from_address(plain.data_ptr())):08x}"
+    return f"{zlib.crc32(_memory(plain)):08x}"
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Return the bytes of a contiguous tensor in host memory, which must not be freed while they are read."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""

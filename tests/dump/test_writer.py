@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddpstats.dump import writer as writer_module
 from ddpstats.dump.msprobe import file_name
-from ddpstats.dump.writer import StepWriter, as_json
+from ddpstats.dump.writer import StepWriter, TensorFiles, as_json
 
 HEADER = {"task": "statistics", "level": "mix", "dump_data_dir": None}
 ENTRY: dict[str, Any] = {"input_args": [{"Max": as_json(math.nan), "Min": as_json(-math.inf)}], "output": []}
@@ -76,6 +77,31 @@ def test_files_of_different_tensors_have_different_names() -> None:
     assert len(set(files)) == len(files)
     assert all(len(file.encode()) < 240 and file.isascii() for file in files)
     assert file_name("a b", "input.0").endswith(".input.0.pt")
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_equal_tensors_have_one_file_with_several_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    """Each file has all of its tensor, also where the file system has no links, and whatever is overwritten later."""
+    if not has_links:
+        monkeypatch.setattr("os.link", refuse_link)
+    x = torch.tensor([1.0, math.nan])
+    overwritten = torch.ones(2)
+    tensors = [x, x.clone(), x.double(), x[None], overwritten, torch.tensor([0.0, 0.0]), torch.tensor([0.0, -0.0])]
+    files, saved = TensorFiles(tmp_path, at_once=True), []
+    for number, tensor in enumerate([*tensors, overwritten]):
+        if number == len(tensors):
+            overwritten.zero_()
+        path = tmp_path / files.save(tensor, f"Torch.add.{number}.forward", "output.0")
+        saved.append(path)
+        assert torch.equal(torch.load(path).view(torch.uint8), tensor.view(torch.uint8))
+    inodes = [path.stat().st_ino for path in saved]
+    assert [inodes.index(inode) for inode in inodes] == ([0, 0, 2, 3, 4, 5, 6, 5] if has_links else list(range(8)))
+
+
+def refuse_link(source: str, target: str) -> None:
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
 def full(file: int, data: bytes) -> int:
