@@ -54,6 +54,17 @@ def test_public_programs_are_those_of_their_table() -> None:
     assert all(re.match(r"\[.*\]\(.*\) ([0-9a-f]{7}|release \d+): ", row[0]) for row in rows), "of which version?"
 
 
+def test_suites_of_others_lost_no_test() -> None:
+    packaged, by_hand = rows_of("docs/others.md", "| suite | version |"), rows_of("docs/others.md", "| suite | commit |")
+    runs = 0
+    for *_, bare, with_us in [*packaged, *by_hand]:
+        if passed := re.match(r"(\d+) pass\b", bare):
+            runs += int(passed[1])
+            kept = re.findall(r"(?:strict|step|patched|the same) (\d+)\b", with_us)
+            assert kept and set(kept) == {passed[1]}, (bare, with_us)
+    assert f"of {runs} runs of tests that torch and five libraries have of themselves" in text_of("README.md")
+
+
 def test_rates_of_the_sentinel_are_those_of_its_table() -> None:
     rows = [row for row in rows_of("docs/sentinel.md", "| | layer 1, either detector |") if row[0].startswith("in a")]
     _, first, second, third, _ = zip(*rows, strict=True)
