@@ -34,7 +34,7 @@ class Operator:
             rank sends must be what another one expects.
         to_root: only the root receives.
         methods: the methods of ``ProcessGroup`` that issue it, where these are not called as the operator is.
-        alias: another function of ``torch.distributed`` with these parameters.
+        aliases: other functions of ``torch.distributed`` with these parameters.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Operator:
     compared: Literal["in", "out", "pieces"] = "in"
     to_root: bool = False
     methods: str = ""
-    alias: str = ""
+    aliases: str = ""
 
     @cached_property
     def arguments(self) -> list[str]:
@@ -100,25 +100,27 @@ _TABLE = (
              "out:output_tensors in:input_tensors process_group async_op timeout", compared="out"),
     Operator("_allgather_base_", "all_gather_into_tensor", "out:output_tensor in:input_tensor group",
              "out:output_tensor in:input_tensor process_group async_op timeout",
-             methods="_allgather_base all_gather_single", alias="_all_gather_base"),
+             methods="_allgather_base all_gather_single", aliases="all_gather_single _all_gather_base"),
     Operator("allgather_coalesced_", "all_gather_coalesced", "out:output_tensor_lists in:input_tensor_list group",
              "out:output_lists in:input_list process_group async_op"),
     Operator("allgather_into_tensor_coalesced_", "all_gather_coalesced", "in:inputs group",  # functional
-             "out:outputs in:inputs process_group async_op", alias="all_gather_into_tensor_coalesced",
+             "out:outputs in:inputs process_group async_op", aliases="all_gather_into_tensor_coalesced",
              methods="allgather_into_tensor_coalesced all_gather_single_coalesced"),
     Operator("reduce_scatter_", "reduce_scatter", "out:output in:input_list op group",
              "out:output_tensors in:input_tensors process_group reduce_op async_op timeout"),
     Operator("_reduce_scatter_base_", "reduce_scatter_tensor", "out:output in:input op group",
              "out:output_tensor in:input_tensor process_group reduce_op async_op timeout",
-             methods="_reduce_scatter_base reduce_scatter_single", alias="_reduce_scatter_base"),
+             methods="_reduce_scatter_base reduce_scatter_single",
+             aliases="reduce_scatter_single _reduce_scatter_base"),
     Operator("reduce_scatter_tensor_coalesced_", "reduce_scatter_tensor_coalesced",  # functional
              "in:inputs reduceOp scatter_dim group", "out:outputs in:inputs process_group reduce_op async_op timeout",
              methods="reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced"),
     Operator("gather_", "gather", "in:tensor out:gather_list dst group",
              "out:output_tensors in:input_tensors process_group root_rank async_op timeout",
              compared="pieces", to_root=True),
-    Operator("gather_into_tensor_", "gather_into_tensor", "out:output_tensor in:input_tensor dst group",  # torch 2.14
-             "out:output_tensor in:input_tensor process_group root_rank async_op timeout", to_root=True),
+    Operator("gather_into_tensor_", "gather_into_tensor", "in:tensor out:gather_tensor dst group",  # torch 2.14
+             "out:output_tensor in:input_tensor process_group root_rank async_op timeout",
+             to_root=True, aliases="gather_single"),
     Operator("scatter_", "scatter", "out:tensor in:scatter_list src group",
              "out:output_tensors in:input_tensors process_group root_rank async_op timeout", compared="pieces"),
     Operator("alltoall_", "all_to_all", "out:output_tensor_list in:input_tensor_list group",
@@ -129,8 +131,8 @@ _TABLE = (
     Operator("barrier", "barrier", "group", "tensor process_group device_ids async_op timeout"),
     Operator("monitored_barrier_", "monitored_barrier", "group",
              "tensor process_group device_ids timeout wait_all_ranks"),
-    Operator("send", "send", "in:tensor dst group", "in:tensors process_group dst tag", alias="isend"),
-    Operator("recv_", "recv", "out:tensor src group", "out:tensors process_group src tag", alias="irecv"),
+    Operator("send", "send", "in:tensor dst group", "in:tensors process_group dst tag", aliases="isend"),
+    Operator("recv_", "recv", "out:tensor src group", "out:tensors process_group src tag", aliases="irecv"),
     Operator("recv_any_source_", "recv", "out:tensor src group", "out:tensors process_group tag",
              methods="recv_anysource"),
 )
@@ -140,8 +142,8 @@ OPERATORS = {operator.name: operator for operator in _TABLE}
 
 def operator_of(function: str) -> Operator | None:
     """Return the row of a function of ``torch.distributed``; None where the table has none."""
-    rows = (operator for operator in OPERATORS.values() if function in (operator.op, operator.alias))
-    return next(rows, None)
+    rows = OPERATORS.values()
+    return next((row for row in rows if function == row.op or function in row.aliases.split()), None)
 
 
 @dataclass(eq=False)
