@@ -10,6 +10,7 @@ MPS has no events here, because it has never been run with them.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -200,3 +201,11 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # MPS is one device
+
+
+def bytes_in(tensor: torch.Tensor) -> Any:
+    """Return the bytes of a tensor on the CPU, row by row, for a file or a hash."""
+    tensor = tensor.contiguous()
+    memory: Any = (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    memory.owner = tensor
+    return memory

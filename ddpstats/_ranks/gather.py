@@ -10,7 +10,6 @@ stay behind: where kernels, and so the last bits, depend on them, the caller sen
 
 from __future__ import annotations
 
-import ctypes
 import io
 import json
 import math
@@ -22,6 +21,7 @@ import safetensors
 import torch
 
 from ddpstats._base import config
+from ddpstats._base.device import bytes_in
 from ddpstats._base.files import parse_json
 from ddpstats._base.paths import Index, Path
 from ddpstats._base.text import dtype_name, first_line
@@ -202,14 +202,6 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
     file.write(struct.pack("<Q", len(head)) + head)
     for tensor in tensors.values():
         file.write(bytes_in(tensor.cpu()))
-
-
-def bytes_in(tensor: torch.Tensor) -> Any:
-    """Return the bytes of a tensor on the CPU, row by row, for a file or a hash."""
-    tensor = tensor.contiguous()
-    memory: Any = (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
-    memory.owner = tensor
-    return memory
 
 
 def read_tensors(data: bytes) -> dict[str, torch.Tensor]:

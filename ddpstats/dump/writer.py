@@ -11,7 +11,6 @@ A line: ``{"name": NAME, "entry": {...}, "stack": [line, ...], "parent": NAME or
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import json
@@ -26,6 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ddpstats._base.device import bytes_in
 from ddpstats._base.files import TEMPORARY_PREFIX, make_private_directory, replace_files
 from ddpstats._observe.torch_compat import without_tensor_classes
 from ddpstats.dump.msprobe import CONSTRUCT, DUMP, FORMAT, LARGEST_ENTRY_BYTES, LINES, STACK, VERSION, file_name
@@ -217,7 +217,7 @@ class TensorFiles:
         if not self._is_made:
             make_private_directory(self.directory)
             self._is_made = True
-        path, content = f"{self.directory}/{file}", (plain.dtype, plain.shape, hashlib.sha256(_memory(plain)).digest())
+        path, content = f"{self.directory}/{file}", (plain.dtype, plain.shape, hashlib.sha256(bytes_in(plain)).digest())
         if content in self._saved:
             with contextlib.suppress(OSError):  # a file system without links, or not as many
                 os.link(self._saved[content], path)
@@ -265,9 +265,4 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def checksum(tensor: Tensor) -> str:
     """Return the CRC-32 of the elements' bytes in order, as 8 hex digits. Waits for a device."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return f"{zlib.crc32(_memory(plain)):08x}"
-
-
-def _memory(tensor: Tensor) -> Any:
-    """Return the bytes of a contiguous tensor in host memory, which must not be freed while they are read."""
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
+    return f"{zlib.crc32(bytes_in(plain)):08x}"

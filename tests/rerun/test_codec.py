@@ -18,7 +18,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from ddpstats._ranks.gather import COMPLEX, DTYPE_NAMES, bytes_in
+from ddpstats._base.device import bytes_in
+from ddpstats._ranks.gather import COMPLEX, DTYPE_NAMES
 from ddpstats._rerun import codec
 from ddpstats._rerun.codec import CannotStore, from_plain, to_plain
 from ddpstats._rerun.record import PackedStep, Packet
