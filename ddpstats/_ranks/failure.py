@@ -295,10 +295,7 @@ def find_missing(
     A rank that waits in this collective or a later one is not missing. Before the deadline ``is_over``, when all ranks
     that wait have answered to a connection that broke, a rank is not missing either that may only be late: one that
     waits elsewhere, or that a rank of its host sees alive. At least one of the others is gone.
-
-    No rank is missing from a collective in which none waits: then those count that are missing from the one before.
     """
-    seq = min(seq, max((answer.seq for answer in answers.values()), default=seq))
     missing = tuple(rank for rank in ranks if rank not in answers or answers[rank].seq < seq)
     if is_over or not missing:
         return missing
@@ -474,7 +471,8 @@ class FailureDetector:
                 return self._write(dead, dead, started, reason)
             if reports is not None:
                 answers = {rank: Answer.unpack(report) for rank, report in reports.items()}
-                missing = find_missing(self.ranks, seq, answers, is_over=time.monotonic() >= deadline)
+                begun = min(seq, max((answer.seq for answer in answers.values()), default=seq))  # by some rank
+                missing = find_missing(self.ranks, begun, answers, is_over=time.monotonic() >= deadline)
                 if missing is None:
                     return self._decide(seq, reason, False, started, deadline)
                 return self._write(missing, (), started, reason)

@@ -243,11 +243,6 @@ ANSWERS: list[tuple[dict[int, Answer], bool, tuple[int, ...] | None]] = [
     ({0: Answer(5, ()), 1: Answer(6, ()), 2: Answer(10, ())}, OVER, (3,)),  # a later one: it took part in this one
     ({0: Answer(5, ()), 1: Answer(4, ()), 2: Answer(5, ())}, OVER, (1, 3)),
     (
-        {0: Answer(4, ()), 1: Answer(4, ()), 2: Answer(4, ())},
-        OVER,
-        (3,),
-    ),  # none has begun it: all but rank 3 ended the last
-    (
         {0: Answer(5, ()), 1: Answer(5, ()), 2: Answer(5, ()), 3: Answer(5, ())},
         BROKEN,
         (),
