@@ -626,8 +626,9 @@ class BundleWriter:
             or os.path.lexists(self.directory / MANIFEST)
         ):
             return
-        reason = "did not write its part" if error.missing_ranks else "not known: the ranks lost touch"
-        unknown = {rank: {"files": {}, "error": reason} for rank in self._ranks}
+        reasons = dict.fromkeys(living, "not known: it could not say any more what it wrote")
+        reasons |= dict.fromkeys(error.missing_ranks, "did not write its part")
+        unknown = {rank: {"files": {}, "error": reason} for rank, reason in reasons.items()}
         self._results = self._results or {**unknown, self._rank: self._mine}
         problem = self._write_manifest(f"{self._finding.message}\n{error}")
         if problem:

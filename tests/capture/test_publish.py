@@ -67,16 +67,19 @@ def test_a_file_where_the_directory_should_be_stops_the_run(tmp_path: Path) -> N
     assert "could not make a directory" in verdict.message
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_a_rank_that_dies_while_it_writes_leaves_an_incomplete_bundle(tmp_path: Path, dead: int) -> None:
-    survivor = run_ranks(runs.dies_while_writing, 2, str(tmp_path), dead, timeout_sec=40)[1 - dead]
+@pytest.mark.parametrize(("count", "dead"), [(2, 0), (2, 1), (3, 1)])
+def test_a_rank_that_dies_while_it_writes_leaves_an_incomplete_bundle(tmp_path: Path, count: int, dead: int) -> None:
+    """What other living ranks have written, the lowest of them does not know."""
+    lowest, *others = [rank for rank in range(count) if rank != dead]
+    survivor = run_ranks(runs.dies_while_writing, count, str(tmp_path), dead, timeout_sec=60)[lowest]
     assert isinstance(survivor.error, RankMissing)
     assert survivor.error.missing_ranks == (dead,)
     (bundle,) = tmp_path.iterdir()
     manifest = manifest_of(bundle)
     assert not manifest["complete"]
-    assert manifest["ranks_present"] == [1 - dead]
+    assert manifest["ranks_present"] == [lowest]
     assert manifest["missing"][str(dead)] == "did not write its part"
+    assert {manifest["missing"][str(rank)] for rank in others} <= {"not known: it could not say any more what it wrote"}
 
 
 def test_a_rank_that_dies_before_it_writes_the_manifest_leaves_a_complete_bundle(tmp_path: Path) -> None:
