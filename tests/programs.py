@@ -35,7 +35,7 @@ _TERM_AFTER_SEC = 3.0  # torchrun waits a tenth of that, and then it is chance w
 
 
 class Program:
-    """A running ``python ARGUMENTS``, in a session of its own; its output goes to files. Ends with its ``with`` block.
+    """A running ``python ARGUMENTS``, in a new session; its output goes to files. Ends with its ``with`` block.
 
     Args:
         arguments: what follows ``python`` on the command line.
@@ -148,6 +148,11 @@ def run(
     return Program(arguments, all_environ, cwd=cwd, fresh=fresh, fresh_children=fresh_children).finish(timeout)
 
 
+def ddpstats(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run ``ddpstats ARGUMENTS`` to its end."""
+    return run(["-m", "ddpstats", *arguments], environ=environ)
+
+
 def without_gloo(stdout: str) -> str:
     """Leave out the line that gloo prints for each group, up to torch 2.10."""
     return "".join(line for line in stdout.splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
@@ -155,7 +160,7 @@ def without_gloo(stdout: str) -> str:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yield a port that stays bound, so that the system gives it to nobody else; a store may listen on it meanwhile.
+    """Yield a port that stays bound, so that no other program gets it; a store may listen on it meanwhile.
 
     Linux lets two sockets with SO_REUSEADDR bind one port as long as at most one of them listens.
     """
@@ -171,7 +176,7 @@ def reserved_port() -> Iterator[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How the ranks of a program ended. ``stdout`` and ``stderr`` are those of all ranks.
+    """The end of a program's ranks. ``stdout`` and ``stderr`` are those of all ranks.
 
     ``first`` is what torchrun reports as the root cause, in one line.
     """

@@ -90,6 +90,10 @@ def test_errors_travel_by_pickle_with_their_attributes() -> None:
             assert name != "RankMissing" or getattr(copy, "missing_ranks", ()) == (2,)
 
 
+def test_program_that_catches_runtime_error_catches_the_death_of_a_rank() -> None:
+    assert issubclass(errors.RankMissing, RuntimeError)
+
+
 def test_package_uses_no_pickle_and_no_object_collectives() -> None:
     load = r"(?<!safetensors\.)torch\.load(?!\([^)]*weights_only=True)"
     forbidden = re.compile(rf"\bpickle\b|_object\b|{load}|\beval\(|\bexec\(")

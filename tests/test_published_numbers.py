@@ -41,6 +41,7 @@ def test_faults_that_the_guard_names_are_those_of_its_table() -> None:
     ) in text_of("docs/guard.md")
     assert (sum(cell != "silent" for cell in twins), sum("hang" in cell for cell in twins)) == (7, 2)
     assert "of the twins five crash and two hang" in text_of("docs/guard.md")
+    assert f'Mode "strict" names the fault in all {len(rows)}' in text_of("docs/guard.md")
 
 
 def test_public_programs_are_those_of_their_table() -> None:

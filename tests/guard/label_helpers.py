@@ -11,10 +11,3 @@ def average(value: torch.Tensor) -> torch.Tensor:
     mean = value.clone()
     dist.all_reduce(mean)
     return mean / dist.get_world_size()
-
-
-def average_all(stats: dict[str, torch.Tensor]) -> None:
-    """Average all values in place."""
-    for value in stats.values():
-        dist.all_reduce(value)
-        value /= dist.get_world_size()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -15,46 +15,47 @@ import ddpstats
 from ddpstats._observe import collectives
 from ddpstats.guard import collective_guard, notes_shm
 from tests.guard.scenarios import Ending, probe
-from tests.integrations import espnet_runs
 from tests.training import logged
 
 
-def descriptors(mode: str) -> int:
-    """Return how many files this process has open after a guard."""
-    with collective_guard(mode):  # type: ignore[arg-type]
-        dist.all_reduce(torch.ones(1))
-    return len(os.listdir("/proc/self/fd"))
+def guarded(mode: Any, program: Any, *args: Any) -> str:
+    """Run a program under a guard; return the class and text of the error that it ends with, or "silent"."""
+    try:
+        with collective_guard(mode, timeout_sec=20.0) as guard:
+            program(*args)
+            guard.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "silent"
+
+
+def without_shared_memory() -> AbstractContextManager[Any]:
+    """Inside, the ranks share no memory, as between hosts."""
+    return mock.patch.object(notes_shm._SharedMemory, "of", side_effect=OSError("no shared memory here"))
+
+
+def serve_by_rank_0() -> None:
+    """Make another default group, whose store is rank 0's own."""
+    from torch._C._distributed_c10d import TCPStore
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = torch.tensor([0 if store is None else store.port])
+    dist.broadcast(port, 0)
+    dist.destroy_process_group()
+    store = store or TCPStore("127.0.0.1", int(port), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
 def over_the_store(name: str, mode: str, bad: bool) -> Ending:
-    """Without shared memory, as between hosts."""
-
-    def refuse(*args: Any) -> Any:
-        raise OSError("no shared memory here")
-
-    with mock.patch.object(notes_shm._SharedMemory, "of", refuse):
+    with without_shared_memory():
         return probe(name, mode, bad)
-
-
-def waits_for_another_operation() -> tuple[str, bool]:
-    """Without shared memory, each rank waits for ever. What is raised, and whether that comes soon."""
-    began, tensor = time.monotonic(), torch.ones(1)
-    with mock.patch.object(notes_shm._SharedMemory, "of", side_effect=OSError("no shared memory here")):
-        try:
-            with collective_guard("step", timeout_sec=60):
-                if dist.get_rank() == 0:
-                    dist.barrier()
-                else:
-                    dist.all_gather([tensor, torch.ones(1)], tensor)
-        except ddpstats.DdpstatsError as error:
-            return type(error).__name__, time.monotonic() < began + 30
-    return "silent", False
 
 
 def passes_what_others_wait_in(then: str) -> tuple[str, str, bool]:
     """Without shared memory, gloo lets rank 1 pass with a smaller tensor, and the others wait for ever."""
     began, size = time.monotonic(), 4 if dist.get_rank() == 1 else 5
-    with mock.patch.object(notes_shm._SharedMemory, "of", side_effect=OSError("no shared memory here")):
+    with without_shared_memory():
         try:
             with collective_guard("step", timeout_sec=30) as guard:
                 dist.all_reduce(torch.ones(1))
@@ -63,15 +64,6 @@ def passes_what_others_wait_in(then: str) -> tuple[str, str, bool]:
         except ddpstats.DdpstatsError as error:
             return type(error).__name__, str(error), time.monotonic() < began + 15
     return "silent", "", False
-
-
-def reductions_of_ours(mode: str) -> int:
-    """Our own group is exempt: uneven stats, which renegotiate, are no collectives of the program."""
-    with collective_guard(mode) as guard:  # type: ignore[arg-type]
-        ddpstats.reduce_stats({f"rank{dist.get_rank()}": 1.0})
-        ddpstats.any_rank(True)
-        guard.step()
-        return guard.counters.collectives
 
 
 def warned() -> tuple[list[str], int]:
@@ -84,7 +76,7 @@ def warned() -> tuple[list[str], int]:
 
 
 def values_after_a_mismatch() -> dict[str, tuple[str, list[float]]]:
-    """What is raised in mode "strict", and what this rank's tensors then hold, which began as its number."""
+    """Return the errors of mode "strict", and what this rank's tensors then hold, which began as its number."""
     rank = dist.get_rank()
 
     def reduce_by_key(tensor: torch.Tensor) -> None:
@@ -169,18 +161,8 @@ def off() -> bool:
         return bool(collectives._subscribers) or dist.Work.wait is not before
 
 
-def real_espnet(scripts: espnet_runs.Script) -> str:
-    """espnet's own Trainer, as it is, under the guard."""
-    try:
-        with collective_guard("strict", timeout_sec=20):
-            espnet_runs.train(scripts, False)
-    except ddpstats.CollectiveMismatch as error:
-        return str(error)
-    return "silent"
-
-
 def many(count: int) -> tuple[int, int]:
-    """How large the guard's memory gets: events kept, and bytes, which rank 0 counts."""
+    """Return how large the guard's memory gets: events kept, and bytes, which rank 0 counts."""
     import tracemalloc
 
     with collective_guard("step", check_every=64) as guard:
@@ -195,42 +177,15 @@ def many(count: int) -> tuple[int, int]:
         return len(guard._watching.ring._entries), used
 
 
-def groups_that_come_and_go(count: int) -> tuple[int, int]:
-    """How many groups the guard knows at the end: by name, and in all."""
-    with collective_guard("step") as guard:
-        for _ in range(count):
-            group = dist.new_group()
-            dist.all_reduce(torch.ones(1), group=group)
-            dist.destroy_process_group(group)
-        session = guard._watching.session
-        assert session is not None
-        return len(session.named), len(session._groups)
-
-
-def two_lives(mode: str, bad: bool) -> str:
+def two_lives() -> None:
     """The program makes itself another process group inside one guard."""
-    from torch._C._distributed_c10d import TCPStore
-
-    rank = dist.get_rank()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    port = torch.tensor([0 if store is None else store.port])
-    try:
-        with collective_guard(mode, timeout_sec=10) as guard:  # type: ignore[arg-type]
-            dist.broadcast(port, 0)
-            guard.step()
-            dist.destroy_process_group()
-            store = store or TCPStore("127.0.0.1", int(port), is_master=False)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-            dist.all_reduce(torch.ones(3))
-            dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX if bad and rank else dist.ReduceOp.SUM)
-            guard.step()
-    except ddpstats.CollectiveMismatch as error:
-        return str(error)
-    return "silent"
+    serve_by_rank_0()
+    dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
 
 
 def foreign_bytes(key: str, value: str) -> str:
-    """Somebody else writes into the guard's part of the store."""
+    """Another program writes into the guard's part of the store."""
     try:
         with collective_guard("strict", timeout_sec=3) as guard:
             dist.all_reduce(torch.ones(1))
@@ -246,7 +201,7 @@ def foreign_bytes(key: str, value: str) -> str:
 
 
 def guarded_twice(directory: str) -> str:
-    """Two guards of one program, one after the other, with a fault under the first that nothing looks for."""
+    """Record two guards of one program, one after the other, with a fault under the first."""
     for number in range(2):
         with collective_guard("record", record_dir=directory):
             odd = number == 0 and dist.get_rank() == 1
@@ -254,33 +209,8 @@ def guarded_twice(directory: str) -> str:
     return "recorded"
 
 
-def guard_within_another() -> tuple[bool, int, int]:
-    """As under DDPSTATS_GUARD, in a program that has a guard of its own."""
-    with collective_guard("step") as outer:
-        dist.all_reduce(torch.ones(1))
-        with collective_guard("strict") as inner:
-            dist.all_reduce(torch.ones(1))
-        dist.all_reduce(torch.ones(1))
-        return bool(collectives._subscribers), outer.counters.collectives, inner.counters.collectives
-
-
-def call_site_in_an_executor() -> str:
-    """The line that is named is the program's, not the standard library's."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    with collective_guard("step") as guard, ThreadPoolExecutor(1) as pool:
-        pool.submit(_reduce_one).result()
-        last = guard._watching.ring.last()
-    assert last is not None
-    return str(last.site)
-
-
-def _reduce_one() -> None:
-    dist.all_reduce(torch.ones(1))
-
-
 def doubted(mode: str, utterances: int) -> tuple[list[str], int]:
-    """Each rank reduces under names of its own, over and over, and uses the results without them."""
+    """Each rank reduces under its own names, over and over, and uses the results without them."""
     names = ("anna", "ben", "carl") if dist.get_rank() == 0 else ("dora", "emil", "fritz")
     losses = {name: torch.ones(1) for name in names}
     with logged() as messages, collective_guard(mode, timeout_sec=10) as guard:  # type: ignore[arg-type]
@@ -297,12 +227,12 @@ def doubted(mode: str, utterances: int) -> tuple[list[str], int]:
 
 
 def fault_after_a_doubt(mode: str) -> str:
-    """What is silenced is one place of the program, and no other."""
-    mine = "anna" if dist.get_rank() == 0 else "dora"
+    """Warn of one call site, and end by a fault at another one."""
+    own_name = "anna" if dist.get_rank() == 0 else "dora"
     try:
         with collective_guard(mode, timeout_sec=10) as guard:  # type: ignore[arg-type]
             for _ in range(3):
-                for loss in {mine: torch.ones(1)}.values():
+                for loss in {own_name: torch.ones(1)}.values():
                     loss = loss.clone()
                     dist.all_reduce(loss)
                 guard.step()

@@ -100,25 +100,25 @@ def experts_of_each_rank(bad: bool) -> None:
 
 def named_on_one_rank(bad: bool) -> None:
     """Legal: one rank's code has names for the tensors, the other's has none, or counts them."""
-    one_of, other = {"loss": ones(), "acc": ones()}, [ones(), ones()]
+    named, unnamed = {"loss": ones(), "acc": ones()}, [ones(), ones()]
     if rank() == 0:
-        for name in one_of:
-            dist.all_reduce(one_of[name])
-        for name in one_of:
-            dist.all_reduce(one_of[name])
+        for name in named:
+            dist.all_reduce(named[name])
+        for name in named:
+            dist.all_reduce(named[name])
     else:
         dist.all_reduce(ones())
         dist.all_reduce(ones())
-        for tensor in other:
+        for tensor in unnamed:
             dist.all_reduce(tensor)
     reduce_op(bad)
 
 
 def shards_of_each_rank(bad: bool) -> None:
-    """Legal: what is gathered, scattered or broadcast has a name of its own on each rank."""
-    mine, state = {f"shard{rank()}": ones()}, {"w": ones(), "b": ones()}
-    for name in mine:
-        dist.all_gather_into_tensor(torch.empty(2), mine[name])
+    """Legal: what is gathered, scattered or broadcast has another name on each rank."""
+    shards, state = {f"shard{rank()}": ones()}, {"w": ones(), "b": ones()}
+    for name in shards:
+        dist.all_gather_into_tensor(torch.empty(2), shards[name])
     if rank() == 0:
         for name in state:
             dist.broadcast(state[name], src=0)
@@ -176,10 +176,10 @@ def root(bad: bool) -> None:
 
 def pieces(bad: bool) -> None:
     """all_to_all of uneven pieces is legal as long as what is sent is what is expected."""
-    mine, theirs = ([3, 1], [3, 2]) if rank() == 0 else ([2, 2], [1, 2])
+    sizes_sent, sizes_received = ([3, 1], [3, 2]) if rank() == 0 else ([2, 2], [1, 2])
     if odd(bad):
-        mine = [1, 3]
-    dist.all_to_all_single(torch.empty(sum(theirs)), torch.ones(sum(mine)), theirs, mine)
+        sizes_sent = [1, 3]
+    dist.all_to_all_single(torch.empty(sum(sizes_received)), torch.ones(sum(sizes_sent)), sizes_received, sizes_sent)
 
 
 def coalesced(bad: bool) -> None:
@@ -297,22 +297,22 @@ def compiled(bad: bool) -> None:
     funcol: Any = importlib.import_module("torch.distributed._functional_collectives")
 
     @torch.compile(backend="eager", fullgraph=True)
-    def graph(given: torch.Tensor, op: str) -> Any:
-        return funcol.all_reduce(given, op, dist.group.WORLD) + 1
+    def graph(tensor: torch.Tensor, op: str) -> Any:
+        return funcol.all_reduce(tensor, op, dist.group.WORLD) + 1
 
     graph(ones(), "max" if odd(bad) else "sum").sum().item()
     dist.barrier()
 
 
 def compiled_with_breaks(bad: bool) -> None:
-    """What Dynamo does not take into its graph it runs as it is, between two graphs."""
+    """Dynamo runs what it does not take into its graph as it is, between two graphs."""
 
     @torch.compile(backend="eager")
-    def step(given: torch.Tensor, op: Any) -> Any:
-        work: Any = dist.all_reduce(given, op=op, async_op=True)
+    def step(tensor: torch.Tensor, op: Any) -> Any:
+        work: Any = dist.all_reduce(tensor, op=op, async_op=True)
         work.wait()
         dist.barrier()
-        return given + 1
+        return tensor + 1
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -351,7 +351,7 @@ def ddp_extra_collective(bad: bool) -> None:
 
 
 def ddp_other_parameters(bad: bool) -> None:
-    """Ranks use different parameters of a model: legal if DDP is told so."""
+    """Ranks use different parameters of a model: legal if DDP looks for unused parameters."""
     layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
 
     class Branches(torch.nn.Module):
@@ -359,8 +359,8 @@ def ddp_other_parameters(bad: bool) -> None:
             super().__init__()
             self.layers = layers
 
-        def forward(self, given: torch.Tensor) -> Any:
-            return self.layers[0](given) if rank() == 1 else self.layers[1](self.layers[0](given))
+        def forward(self, tensor: torch.Tensor) -> Any:
+            return self.layers[0](tensor) if rank() == 1 else self.layers[1](self.layers[0](tensor))
 
     model = torch.nn.parallel.DistributedDataParallel(Branches(), find_unused_parameters=not bad)
     model(torch.ones(2, 4)).sum().backward()
@@ -433,7 +433,7 @@ def one_of_three_differs(bad: bool) -> None:
 
 
 def legally_uneven(bad: bool) -> None:
-    """What only one rank passes, what has another size on each rank, what stands on different lines."""
+    """Ranks may differ in what only one of them passes, in sizes of objects, and in the lines of their calls."""
     gathered = [torch.empty(2), torch.empty(2)] if rank() == 0 else None
     dist.gather(ones(2), gathered, dst=0)
     dist.scatter(torch.empty(3), [ones(3), ones(3)] if rank() == 0 else None, src=0)

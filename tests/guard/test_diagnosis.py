@@ -2,17 +2,179 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import ddpstats
+from ddpstats._ranks.store import BoundedStore
+from ddpstats.guard import collective_guard
 from ddpstats.guard.diagnosis import RankStatus, find, message_place, what_differs
 from ddpstats.guard.event import BY_TORCH, MESSAGES, Event, Signature, digest_of, label_word
+from ddpstats.guard.labels import read, trace
 from ddpstats.testing import RankPool, run_ranks
-from tests.guard import diagnosis_runs as runs
+from tests.guard.runs import guarded
 from tests.guard.tiers import tiers
+
+# -- what runs on the ranks -------------------------------------------------------------------------------------------
+
+
+def two_stages() -> None:
+    """Run two stages of torch's own pipelining, which warm up by sending a 0-d tensor into a 1-d one."""
+    from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+
+    rank = dist.get_rank()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    pipe = pipeline(model, mb_args=(torch.ones(2, 4),), split_spec={"1": SplitPoint.BEGINNING})
+    stage = pipe.build_stage(rank, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2)
+    schedule.step(*([torch.ones(4, 4)] if rank == 0 else []))
+
+
+def equal_elements() -> None:
+    """Ranks pass as many elements of one dtype in other shapes, to all kinds of collectives."""
+    rank = dist.get_rank()
+
+    def ones(count: int) -> torch.Tensor:
+        return torch.ones(count) if rank == 0 else torch.ones(1, count)
+
+    dist.all_reduce(torch.ones([]) if rank == 0 else torch.ones(1))
+    dist.all_reduce(ones(4))
+    dist.broadcast(ones(4), src=0)
+    dist.all_gather([ones(4), ones(4)], ones(4))
+    whole = torch.ones(8) if rank == 0 else torch.ones(2, 4)
+    dist.all_gather_into_tensor(whole, ones(4))
+    dist.reduce_scatter_tensor(ones(4), whole)
+    dist.gather(ones(2), [torch.ones(2), torch.ones(2)] if rank == 0 else None, dst=0)
+    dist.scatter(ones(2), [torch.ones(2), torch.ones(2)] if rank == 0 else None, src=0)
+    sent = torch.ones(4, 2) if rank == 0 else torch.ones(4, 1, 2)
+    dist.all_to_all_single(
+        torch.empty_like(sent), sent, [1, 3] if rank == 0 else [3, 1], [1, 3] if rank == 0 else [3, 1]
+    )
+    if rank == 0:
+        dist.send(torch.ones([]), 1)
+    else:
+        dist.recv(torch.zeros(1), 0)
+
+
+def many_sends(count: int) -> None:
+    """The sender waits for none of its messages until all are under way."""
+    if dist.get_rank() == 0:
+        works: list[Any] = [dist.isend(torch.ones(1), 1) for _ in range(count)]
+        dist.barrier()
+        for work in works:
+            work.wait()
+    else:
+        dist.barrier()
+        for _ in range(count):
+            dist.recv(torch.empty(1), 0)
+
+
+def questions_of_messages(mode: Any, count: int) -> int:
+    """Return how often this thread asks the store while it exchanges so many messages."""
+    asked = []
+
+    def exchange() -> None:
+        for _ in range(count):
+            if dist.get_rank() == 0:
+                dist.send(torch.ones(1), 1)
+            else:
+                dist.recv(torch.empty(1), 0)
+
+    def use(store: BoundedStore, *args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            asked.append(args)
+        return original(store, *args, **kwargs)
+
+    original = BoundedStore.use
+    with collective_guard(mode, timeout_sec=20):
+        dist.barrier()
+        exchange()
+        with mock.patch.object(BoundedStore, "use", use):
+            exchange()
+    return len(asked)
+
+
+def message_of_limited_group(mode: Any, is_sent: bool) -> tuple[str, str]:
+    """Rank 1 receives into another dtype, or in vain, in a group whose own timeout is two seconds."""
+    group, store = dist.new_group(timeout=timedelta(seconds=2)), dist.distributed_c10d._get_default_store()
+    try:
+        with collective_guard(mode):
+            if dist.get_rank() == 1:
+                dist.recv(torch.empty(4, dtype=torch.int32), 0, group=group)
+            elif is_sent:
+                dist.send(torch.ones(4), 1, group=group)
+            else:
+                store.wait(["received"], timedelta(seconds=30))
+    except Exception as error:
+        store.set("received", "")
+        return type(error).__name__, f"{error} {getattr(error, '__notes__', '')}"
+    return "silent", ""
+
+
+def labelled_on_one_rank(mode: Any, steps: int) -> int:
+    """Return how often all objects of the process were looked at, while ranks train with DDP and one of them labels."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    with mock.patch.object(gc, "get_objects", side_effect=gc.get_objects) as objects, collective_guard(mode) as guard:
+        for _ in range(steps):
+            model(torch.ones(1, 2)).sum().backward()
+            if dist.get_rank() == 0:
+                with ddpstats.label("loss"):
+                    dist.all_reduce(torch.ones(1))
+            else:
+                dist.all_reduce(torch.ones(1))
+            guard.step()
+    return objects.call_count
+
+
+def evidence_worked_out(mode: Any, directory: str) -> int:
+    """Return how often evidence for a label is worked out, where ranks reduce the same two keys ten times."""
+    stats = {"loss": torch.ones(1), "acc": torch.ones(1)}
+    with mock.patch.object(read, "use_of", side_effect=trace.use_of) as work_out:
+        with collective_guard(mode, record_dir=directory if mode == "record" else None) as guard:
+            for _ in range(10):
+                for key in stats:
+                    dist.all_reduce(stats[key])
+                guard.step()
+        return work_out.call_count
+
+
+def swapped_lines(mode: Any) -> int:
+    """Return how many warnings this rank logs of two pairs of lines that ranks run in another order."""
+    with mock.patch("ddpstats.guard.pipeline.log.warning") as warning, collective_guard(mode, timeout_sec=20):
+        for _ in range(3):
+            metrics = {name: torch.ones(1) for name in ("loss", "accuracy", "first", "second")}
+            if dist.get_rank() == 0:
+                _reduce_loss(metrics)
+                _reduce_accuracy(metrics)
+            else:
+                _reduce_accuracy(metrics)
+                _reduce_loss(metrics)
+            if dist.get_rank() == 0:
+                dist.all_reduce(metrics["first"]), dist.all_reduce(metrics["second"])
+            else:
+                dist.all_reduce(metrics["second"]), dist.all_reduce(metrics["first"])
+    return warning.call_count
+
+
+def _reduce_loss(metrics: dict[str, torch.Tensor]) -> None:
+    dist.all_reduce(metrics["loss"])
+
+
+def _reduce_accuracy(metrics: dict[str, torch.Tensor]) -> None:
+    dist.all_reduce(metrics["accuracy"])
+
+
+# -- tests ------------------------------------------------------------------------------------------------------------
+
 
 MODES = tiers(["strict"], ["step"])
 
@@ -20,29 +182,29 @@ MODES = tiers(["strict"], ["step"])
 @pytest.mark.library
 @pytest.mark.parametrize("mode", ["strict", "step"])
 def test_pipelining_of_torch_runs(mode: str) -> None:
-    assert run_ranks(runs.pipelined, 2, mode, timeout_sec=60).values() == ["silent"] * 2
+    assert run_ranks(guarded, 2, mode, two_stages, timeout_sec=60).values() == ["silent"] * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_other_shapes_of_as_many_elements_are_legal(two_ranks: RankPool, mode: str) -> None:
-    assert two_ranks.run(runs.equal_elements, mode).values() == ["silent"] * 2
+    assert two_ranks.run(guarded, mode, equal_elements).values() == ["silent"] * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_sender_may_have_any_number_of_messages_under_way(two_ranks: RankPool, mode: str) -> None:
-    assert two_ranks.run(runs.many_sends, mode, 1100).values() == ["silent"] * 2
+    assert two_ranks.run(guarded, mode, many_sends, 1100).values() == ["silent"] * 2
 
 
 @pytest.mark.parametrize("mode", tiers(["step"], ["strict"]))
 def test_messages_do_not_ask_the_store(two_ranks: RankPool, mode: str) -> None:
-    assert two_ranks.run(runs.questions_of_messages, mode, 40).values() == [0, 0]
+    assert two_ranks.run(questions_of_messages, mode, 40).values() == [0, 0]
 
 
 @pytest.mark.parametrize(("mode", "is_sent"), tiers([("strict", True), ("step", False)], [("step", True)]))
 def test_timeout_of_the_group_ends_a_message_with_torchs_error_unless_a_mismatch_is_known(
     mode: str, is_sent: bool
 ) -> None:
-    of_sender, of_receiver = run_ranks(runs.message_of_limited_group, 2, mode, is_sent, timeout_sec=60).values()
+    of_sender, of_receiver = run_ranks(message_of_limited_group, 2, mode, is_sent, timeout_sec=60).values()
     if is_sent:
         assert of_sender == of_receiver
         assert of_sender[0] == "CollectiveMismatch"
@@ -53,32 +215,15 @@ def test_timeout_of_the_group_ends_a_message_with_torchs_error_unless_a_mismatch
         assert "recv(int32[4]) from rank 0, tag 0 was not completed in time, at " in of_receiver[1]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_skipped_step_is_called_that(two_ranks: RankPool, mode: str) -> None:
-    endings = two_ranks.run(runs.skipped, mode).values()
-    two_ranks.restart()
-    assert endings[0] == endings[1]
-    assert "skipped a call, or" in endings[0]
-    assert "Pass the same op=" not in endings[0]
-
-
 def test_objects_of_the_process_are_not_looked_at_where_only_labels_differ(two_ranks: RankPool) -> None:
-    assert two_ranks.run(runs.labelled_on_one_rank, "step", 3).values() == [0, 0]
+    assert two_ranks.run(labelled_on_one_rank, "step", 3).values() == [0, 0]
 
 
 @pytest.mark.parametrize(("mode", "count"), tiers([("step", 0)], [("strict", 0), ("record", 1)]))
 def test_evidence_is_worked_out_where_ranks_differ_or_once_for_a_record(
     two_ranks: RankPool, mode: str, count: int, tmp_path: Path
 ) -> None:
-    assert two_ranks.run(runs.evidence_worked_out, mode, str(tmp_path)).values() == [count] * 2
-
-
-def test_buffers_are_not_called_gradients(two_ranks: RankPool) -> None:
-    endings = two_ranks.run(runs.issued_by_torch, "strict").values()
-    two_ranks.restart()
-    assert endings[0] == endings[1]
-    assert "CollectiveMismatch" in endings[0]
-    assert "gradients" not in endings[0]
+    assert two_ranks.run(evidence_worked_out, mode, str(tmp_path)).values() == [count] * 2
 
 
 SIGNATURE = Signature("all_reduce", "sum", None, ((4,),), ("float32",))
@@ -172,4 +317,4 @@ def test_where_the_other_end_of_a_message_raised_its_output_is_what_to_look_at(o
 
 
 def test_two_lines_in_swapped_order_are_warned_of_once(two_ranks: RankPool) -> None:
-    assert sorted(two_ranks.run(runs.swapped_lines, "strict").values()) == [0, 2]
+    assert sorted(two_ranks.run(swapped_lines, "strict").values()) == [0, 2]

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.guard.tiers import tiers
 from tests.programs import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -104,19 +103,12 @@ LEGAL = """
 
 @pytest.mark.parametrize(
     ("mode", "case", "text"),
-    tiers(
-        [
-            ("strict", "differs", "What differs: the reduce op"),
-            ("step", "raises", "rank 1: left the guard by ValueError: bad batch"),
-            ("step", "killed", "rank 1: the process is gone"),
-            ("strict", "late", "rank 1: did not take part"),
-        ],
-        [],
-        [
-            ("strict", "killed", "rank 1: the process is gone"),
-            ("step", "late", "rank 1: did not take part"),
-        ],
-    ),
+    [
+        ("strict", "differs", "What differs: the reduce op"),
+        ("step", "raises", "rank 1: left the guard by ValueError: bad batch"),
+        ("step", "killed", "rank 1: the process is gone"),
+        ("strict", "late", "rank 1: did not take part"),
+    ],
 )
 def test_verdict_is_printed_where_the_program_never_comes_back(script: Any, mode: str, case: str, text: str) -> None:
     began = time.monotonic()
@@ -131,29 +123,19 @@ def test_verdict_is_printed_where_the_program_never_comes_back(script: Any, mode
 
 
 @pytest.mark.parametrize(
-    ("mode", "place", "case", "ranks", "timeout", "printed"),
-    tiers(
-        [
-            ("step", "device", "exits early", 2, "60", 1),
-            ("strict", "device", "comes later", 2, "60", 2),
-            ("step", "host", "catches torch's timeout", 2, "4", 2),  # NCCL ends the process in place of an error
-            ("step", "device", "is done before the others", 3, "9", 3),
-        ],
-        [],
-        [
-            ("strict", "device", "exits early", 2, "60", 1),
-            ("step", "host", "comes later", 2, "60", 2),
-            ("step", "device", "comes later", 2, "60", 2),
-            ("strict", "host", "catches torch's timeout", 2, "4", 2),
-            ("step", "host", "is done before the others", 3, "9", 3),
-        ],
-    ),
+    ("mode", "waits_in", "case", "ranks", "timeout", "printed"),
+    [
+        ("step", "device", "exits early", 2, "60", 1),
+        ("strict", "device", "comes later", 2, "60", 2),
+        ("step", "host", "catches torch's timeout", 2, "4", 2),  # NCCL ends the process in place of an error
+        ("step", "device", "is done before the others", 3, "9", 3),
+    ],
 )
 def test_a_program_that_is_right_is_left_alone(
-    script: Any, mode: str, place: str, case: str, ranks: int, timeout: str, printed: int
+    script: Any, mode: str, waits_in: str, case: str, ranks: int, timeout: str, printed: int
 ) -> None:
     program = script(HEAD, LEGAL)
-    done = on_ranks("-m", "ddpstats", "run", "--guard", mode, program, case, timeout, place, ranks=ranks)
+    done = on_ranks("-m", "ddpstats", "run", "--guard", mode, program, case, timeout, waits_in, ranks=ranks)
     assert done.statuses == [0] * ranks, done.stderr
     assert done.stdout.count("done") == printed
     assert "Error" not in done.stderr
@@ -169,11 +151,10 @@ def test_a_verdict_that_was_printed_early_is_not_repeated_with_its_traceback(scr
     assert "the message is above" in done.stderr
 
 
-@pytest.mark.parametrize("place", tiers(["device"], [], ["host"]))
-def test_a_rank_that_does_not_wait_for_what_failed_is_not_ended(script: Any, place: str) -> None:
+def test_a_rank_that_does_not_wait_for_what_failed_is_not_ended(script: Any) -> None:
     """It may be writing a checkpoint."""
     program, limit = script(HEAD, SAVES), ("--timeout-sec", "3")
-    done = on_ranks("-m", "ddpstats", "run", "--guard", "step", *limit, program, "", "60", place)
+    done = on_ranks("-m", "ddpstats", "run", "--guard", "step", *limit, program, "", "60", "device")
     assert done.statuses == [0, 1], done.stderr
     assert "rank 0: did not take part" in done.stderr
     assert "saved" in done.stdout

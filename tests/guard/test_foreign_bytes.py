@@ -42,31 +42,18 @@ def lines(*entries: Any) -> bytes:
         (lines(HEAD, [1]), "line 2: Expected `object`, got `array`"),
         (lines(HEAD, b'{"op": "x", "op": "y"}'), "line 2: the key 'op' occurs twice"),
         (lines(HEAD, b'{"seq": NaN}'), "line 2: NaN is no JSON"),
-        (
-            lines(HEAD, b'{"group": "0", "op": "x", "seq": 1e999}'),
-            "line 2: not a record of a collective: Over",
-        ),
+        (lines(HEAD, b'{"group": "0", "op": "x", "seq": 1e999}'), "line 2: not a record of a collective: Over"),
         (lines(HEAD, {**EVENT, "shapes": [[2], [3]]}), "line 2: not a record of a collective"),
-        (lines({**HEAD, "time": []}), "line 1: the first line lacks a run or a time"),
         (lines({**HEAD, "time": 10**400}), "line 1: the first line lacks a run or a time"),
         (lines({**HEAD, "rank": True}), "line 1: the first line lacks a rank or a world size"),
-        (lines({**HEAD, "rank": -1}), "line 1: the first line lacks a rank or a world size"),
         (lines(HEAD, {"new_group": "0", "ranks": ["x"]}), "line 2: Expected `int`, got `str`"),
         (lines(HEAD, {"new_group": "0", "ranks": [0, 0]}), "line 2: a group that has a rank twice"),
         (lines(HEAD, {"new_group": "0", "ranks": [0], "words": 3}), "line 2: text is needed"),
         (lines(HEAD, b" " * (2 << 20)), "line 2: a line of more than 1,048,576 bytes"),
-        (lines(HEAD, {"mark": 1, "time": 1.0}), "line 2: Expected `str`, got `int` - at `$.mark`"),
         (lines(HEAD, {"mark": "x", "time": 1e300}), "line 2: Expected `float` < 1000000000000.0 - at `$.time`"),
-        (
-            lines(HEAD, {"mark": "x", "time": 1.0, "ranks": [True]}),
-            "line 2: Expected `int`, got `bool` - at `$.ranks[0]`",
-        ),
-        (
-            lines(HEAD, {"mark": "x", "time": 1.0, "values": {"loss": "NaN"}}),
-            "line 2: Invalid enum value 'NaN' - at `$.values[...]`",
-        ),
+        (lines(HEAD, {"mark": "x", "time": 1.0, "values": {"loss": "NaN"}}), "line 2: Invalid enum value 'NaN'"),
     ],
-    ids=range(20),
+    ids=range(16),
 )
 def test_malformed_record_is_refused_with_its_line(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "rank0.jsonl").write_bytes(content)
@@ -186,7 +173,7 @@ def test_no_field_of_a_record_begins_a_line_of_its_own(tmp_path: Path, capsys: p
     forged = "\nAll ranks issued the same collectives in the same order."
     for rank in range(2):
         entries = [
-            {"ddpstats": 1, "run": "run", "rank": rank, "world_size": 2, "time": 1.0},
+            {**HEAD, "rank": rank},
             {"new_group": "0", "words": f"the group{forged}", "ranks": [0, 1]},
             {"group": "0", "seq": 1, "op": f"sum{forged}", "reduce_op": f"max{forged}", "shapes": [[rank]]}
             | {"dtypes": [f"float32{forged}"], "site": f"a.py:1{forged}", "source": f"x{forged}", "time": 2.0}
@@ -194,7 +181,7 @@ def test_no_field_of_a_record_begins_a_line_of_its_own(tmp_path: Path, capsys: p
             {"mark": f"note{forged}", "text": f"seen{forged}", "time": 2.0},
             {"end": f"Error{forged}"},
         ]
-        (tmp_path / f"rank{rank}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        (tmp_path / f"rank{rank}.jsonl").write_bytes(lines(*entries))
     (tmp_path / f"rank{forged}.jsonl").write_text("")
     assert report(tmp_path) == 1
     printed = capsys.readouterr().out

@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import io
 import json
+import math
 import os
 import pty
 import re
@@ -20,20 +21,57 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import ddpstats
 from ddpstats import DdpstatsError, cli
 from ddpstats._ranks.failure import ProcessId
-from ddpstats.guard import run, watch
+from ddpstats.guard import collective_guard, run, watch
 from ddpstats.guard.event import Event, Signature, digest_of
 from ddpstats.guard.record import read_records
-from ddpstats.guard.recording import Identity, Recording
+from ddpstats.guard.recording import ROUNDS, Identity, Recording
 from ddpstats.guard.watch import RankNow, Records, lines_of, picture_of
 from ddpstats.testing import RankPool
-from tests.guard import live_runs
-from tests.guard.tiers import tiers
 from tests.needs import needs
 from tests.programs import Program
 from tests.report.records import recording_of
+
+# -- what runs on the ranks -------------------------------------------------------------------------------------------
+
+
+def told_of(directory: str, name: str) -> list[str]:
+    """Return the lines that are shown once `find_things` has run on all ranks."""
+    with collective_guard("record", record_dir=directory):
+        find_things(f"{directory}/captures", name)
+        dist.barrier()
+        lines = lines_of(picture_of(Records(directory).look()))
+        dist.barrier()
+    return lines
+
+
+def find_things(captures: str, name: str) -> None:
+    """Rank 1 stops holding a key, has a gradient that is not finite, and then other parameters than rank 0."""
+    rank = dist.get_rank()
+    for step in range(3 * ROUNDS):
+        has_both = step < ROUNDS - 1 or rank == 0
+        ddpstats.reduce_stats({"loss": 1.0, **({"<snr>": 2.0} if has_both else {})}, name=name)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    with ddpstats.NaNCapture(captures, model=model) as capture:
+        with capture.micro_batch(None):
+            model(torch.full((1, 1), math.nan if rank else 1.0)).sum().backward()
+        capture.check()
+    model.zero_grad()
+    with ddpstats.Sentinel(model, mode=1, digest_every_steps=1) as sentinel:
+        for parameter in model.parameters() if rank else ():
+            parameter.data.add_(1.0)
+        model(torch.ones(1, 1)).sum().backward()
+        sentinel.step()
+
+
+# -- tests ------------------------------------------------------------------------------------------------------------
+
 
 LIMIT_SEC = 150
 SUM = Signature("all_reduce", "sum", None, ((),), ("float32",))
@@ -65,8 +103,8 @@ def shown(records: Records) -> str:
 
 def test_records_of_two_ranks_are_shown_as_lines(tmp_path: Path) -> None:
     recording = recorded(tmp_path)
-    other = recorded(tmp_path, 1, rank=1)
-    other.write({"end": "ValueError", "time": time.time()})
+    left = recorded(tmp_path, 1, rank=1)
+    left.write({"end": "ValueError", "time": time.time()})
     recording.step(EVENT)
     recording.renegotiated("train", ["l1"])
     recording.note(**{"not held any more": "'snr', 'l2' (name='train')"})
@@ -258,25 +296,13 @@ def test_watch_without_ranks_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", tiers(["step"], ["strict"]))
-def test_late_rank_and_the_call_of_the_waiting_rank_are_shown(two_ranks: RankPool, mode: str, tmp_path: Path) -> None:
-    _, (heading, first, second, *remarks) = two_ranks.run(live_runs.waited_for, str(tmp_path), mode).values()
-    assert heading == "2 of 2 ranks, step 1; rank 0 waits for rank 1"
-    assert re.search(
-        r"0 behind, waits for \d+ s: number 2 of .*, all_reduce\(float32\[1\], sum\) 'snr', at .*live_runs",
-        first,
-    )
-    assert "1 behind, runs" in second
-    assert remarks == [f"  renegotiations, ranks 0, 1: 1; new keys of the last: '{mode} 0', '{mode} 1' (name='train')"]
-
-
 NOT_HELD = "not held any more, rank 1: '<snr>' (name='{}')"
 NOT_FINITE = ", ranks 0, 1: step 0: the gradients of rank 1 are not finite"
 DIVERGED = ", ranks 0, 1: step 0, found by the sentinel: [replica digests] replicas differ"
 
 
 def test_dropped_keys_and_alarms_of_all_wings_are_shown(two_ranks: RankPool, tmp_path: Path) -> None:
-    for lines in two_ranks.run(live_runs.told_of, str(tmp_path), "lines").values():
+    for lines in two_ranks.run(told_of, str(tmp_path), "lines").values():
         _, _, _, first, second, not_held, renegotiations = (line.strip() for line in lines)
         assert renegotiations.startswith("renegotiations, ranks 0, 1: 1;")
         assert not_held == NOT_HELD.format("lines")
@@ -358,7 +384,7 @@ def test_a_table_on_a_terminal(tmp_path: Path) -> None:
             while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 try:
                     drawn += os.read(ours, 1 << 16)
-                except OSError:  # nobody has the other end any more
+                except OSError:  # the other end is closed
                     break
                 if b"last collective" in drawn and rank.poll() is None:
                     os.kill(rank.pid, signal.SIGKILL)

@@ -2,25 +2,100 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import ddpstats
+from ddpstats._base import config
+from ddpstats._ranks.comm import GlooComm
 from ddpstats.guard.diagnosis import LEFT, MISMATCH, MISSING, NOTHING, RankStatus, find
 from ddpstats.guard.event import Event, Signature, digest_of
 from ddpstats.guard.group import GuardMode
 from ddpstats.testing import run_ranks
-from tests.guard import missing_runs as runs
 from tests.guard.tiers import tiers
+
+# -- what runs on the ranks -------------------------------------------------------------------------------------------
+
+
+AFTERWARDS_SEC = 2.0
+
+
+def interrupted(rank_2: str) -> tuple[str, tuple[int, ...]]:
+    """Return the last error that this rank gets, and the ranks that it calls missing.
+
+    Rank 1 leaves the guard by the error of the reduction, and rank 0 issues one more collective under the guard. Rank 2
+    "leaves" the guard by its interrupt, or "stays" in it.
+    """
+    rank = dist.get_rank()
+    try:
+        with ddpstats.collective_guard("step", timeout_sec=30):
+            dist.all_reduce(torch.ones(1))
+            ddpstats.reduce_stats({"loss": 1.0})
+            try:
+                _reduce(interrupted=rank == 2)
+            except (ddpstats.RankMissing, KeyboardInterrupt):
+                if rank == 1 or (rank, rank_2) == (2, "leaves"):
+                    raise
+            time.sleep(AFTERWARDS_SEC * (1 + rank))
+            if rank != 2:
+                dist.all_reduce(torch.ones(1))
+    except ddpstats.RankMissing as error:
+        return str(error), error.missing_ranks
+    except KeyboardInterrupt:
+        pass
+    return "nothing", ()
+
+
+def _reduce(interrupted: bool) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with mock.patch.object(GlooComm, "all_reduce", interrupt if interrupted else GlooComm.all_reduce):
+        ddpstats.reduce_stats({"loss": 1.0})
+
+
+def slow(mode: GuardMode, timeout_sec: float | None) -> str:
+    """Return the error where rank 0 comes late to a group that waits for a minute, and others for 2 s.
+
+    It comes 4 s late, or with a timeout once rank 1 has given up.
+    """
+    with mock.patch.object(config, "DEFAULT_TIMEOUT_SEC", 2.0):
+        guard = ddpstats.collective_guard(mode, timeout_sec=timeout_sec)
+    group, store = dist.new_group(timeout=timedelta(minutes=1)), dist.distributed_c10d._get_default_store()
+    try:
+        with guard:
+            for asynchronous in (False, True):
+                if dist.get_rank() == 0 and timeout_sec is None:
+                    time.sleep(4.0)
+                elif dist.get_rank() == 0:
+                    store.wait(["given up"])
+                work = dist.all_reduce(torch.ones(1), group=group, async_op=asynchronous)
+                if work is not None:
+                    work.wait()
+    except ddpstats.RankMissing as error:
+        store.set("given up", "")
+        return str(error)
+    return "nothing"
+
+
+# -- tests ------------------------------------------------------------------------------------------------------------
+
 
 SIGNATURE = Signature("all_reduce", "sum", None, ((1,),), ("float32",))
 FAILED, GONE = f"{LEFT} by KeyboardInterrupt", f"{LEFT} by RankMissing: rank 3"
 
 
-def status(rank: int, count: int, waits: int | None = None, **given: object) -> RankStatus:
+def status(rank: int, count: int, waits: int | None = None, **fields: object) -> RankStatus:
     """Return the status of a rank that began so many collectives, and waits in one of them."""
     events = [Event("0", seq, SIGNATURE, None, 0, "train.py:3", digest_of(SIGNATURE)) for seq in range(1, count + 1)]
-    return RankStatus(rank, events, count, None if waits is None else ("0", waits), **given)  # type: ignore[arg-type]
+    return RankStatus(rank, events, count, None if waits is None else ("0", waits), **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -53,15 +128,15 @@ def test_rank_that_failed_is_named(others: list[RankStatus], named: tuple[int, .
     finding = find("0", "the default group", [status(0, 5, 5), *others], overdue=5)
     assert finding is not None
     assert (finding.kind, finding.missing) == (MISSING, named), finding.message
-    assert finding.seq == (4 if any(other.left == LEFT for other in others) else 5)
-    has_slept = any(other.slept_sec and other.rank in named for other in others)
+    assert finding.seq == (4 if any(status_of_other.left == LEFT for status_of_other in others) else 5)
+    has_slept = any(status_of_other.slept_sec and status_of_other.rank in named for status_of_other in others)
     assert ("ran no Python for 7 s" in finding.message) == has_slept
 
 
 def test_a_rank_that_waits_in_another_group_may_have_skipped_the_call_or_have_the_groups_in_another_order() -> None:
     """Both leave the same traces: rank 1 would come to the call later, or never."""
-    other = replace(status(1, 4), waits_in=("1", 7, "group 'mesh_tp' of ranks 0, 1"))
-    finding = find("0", "the default group", [status(0, 5, 5), other], overdue=5)
+    elsewhere = replace(status(1, 4), waits_in=("1", 7, "group 'mesh_tp' of ranks 0, 1"))
+    finding = find("0", "the default group", [status(0, 5, 5), elsewhere], overdue=5)
     assert finding is not None
     assert finding.kind == MISMATCH
     assert "a rank skipped a call, or the order is swapped between groups" in finding.message
@@ -70,7 +145,7 @@ def test_a_rank_that_waits_in_another_group_may_have_skipped_the_call_or_have_th
         in finding.message
     )
     last = "number 7 of group 'mesh_tp' of ranks 0, 1, all_reduce(float32[1], sum), at train.py:3"
-    finding = find("0", "the default group", [status(0, 5, 5), replace(other, last=last)], overdue=5)
+    finding = find("0", "the default group", [status(0, 5, 5), replace(elsewhere, last=last)], overdue=5)
     assert finding is not None
     assert f"  rank 1: waits in {last}\n" in finding.message
 
@@ -78,8 +153,8 @@ def test_a_rank_that_waits_in_another_group_may_have_skipped_the_call_or_have_th
 def test_a_rank_that_compares_behind_its_last_collective_is_where_its_stack_says() -> None:
     """As in `guard.step()`, after a collective that this rank skipped."""
     last = "number 4 of the default group of 2 ranks, all_reduce(float32[1], sum), at train.py:3"
-    other = status(1, 4, 4, last=last, stack="train.py:9 in main")
-    finding = find("0", "the default group", [status(0, 5, 5), other], overdue=5)
+    behind = status(1, 4, 4, last=last, stack="train.py:9 in main")
+    finding = find("0", "the default group", [status(0, 5, 5), behind], overdue=5)
     assert finding is not None
     assert finding.missing == (1,)
     assert f"  rank 1: waits for the other ranks; its last known collective was {last}\n" in finding.message
@@ -115,31 +190,14 @@ def test_rank_that_came_to_its_end_is_missing_in_a_later_collective(at_end: bool
 
 @pytest.mark.parametrize("rank_2", tiers(["leaves"], ["stays"]))
 def test_rank_that_left_because_of_another_is_not_named(rank_2: str) -> None:
-    (_, named), (text, missing), _ = run_ranks(runs.interrupted, 3, "leaves", rank_2, timeout_sec=60).values()
+    (_, named), (text, missing), _ = run_ranks(interrupted, 3, rank_2, timeout_sec=60).values()
     assert named == missing == (2,)
     assert "rank 2: left in the middle of it (KeyboardInterrupt)" in text
 
 
 @pytest.mark.slow
-def test_rank_that_has_not_come_yet_is_not_named_where_another_failed() -> None:
-    first, second, _ = run_ranks(runs.interrupted, 3, "comes later", "leaves", timeout_sec=60).values()
-    assert first == second
-    assert first[1] == (2,)
-    assert f"rank 2: {FAILED}" in first[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("seconds", "in_look"), [(3.0, False), (6.0, True)])
-def test_stopped_process_knows_for_how_long_it_was_stopped(seconds: float, in_look: bool) -> None:
-    """While it looked it may have been waiting for the store, for some seconds of these."""
-    ((before_sec, after_sec),) = run_ranks(runs.stopped, 1, seconds, in_look, timeout_sec=60).values()
-    assert before_sec == 0.0
-    assert 2.0 < after_sec < 4 * seconds
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["strict", "step"])
 def test_limit_is_the_process_groups_where_no_timeout_is_given(mode: GuardMode) -> None:
-    assert run_ranks(runs.slow, 2, mode, None, timeout_sec=60).values() == ["nothing"] * 2
-    for message in run_ranks(runs.slow, 2, mode, 2.0, timeout_sec=60).values():
+    assert run_ranks(slow, 2, mode, None, timeout_sec=60).values() == ["nothing"] * 2
+    for message in run_ranks(slow, 2, mode, 2.0, timeout_sec=60).values():
         assert "rank 0: did not take part" in message

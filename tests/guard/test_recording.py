@@ -2,25 +2,66 @@
 
 from __future__ import annotations
 
-import subprocess
+import math
 import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import ddpstats
 from ddpstats import cli
+from ddpstats.guard import collective_guard
 from ddpstats.guard.event import Event, MessageNumbers, Signature
 from ddpstats.guard.record import read_records
 from ddpstats.testing import RankPool
 from tests import programs
-from tests.guard import recording_runs
 from tests.guard.tiers import tiers
 
+# -- what runs on the ranks -------------------------------------------------------------------------------------------
 
-def ddpstats(*args: str) -> subprocess.CompletedProcess[str]:
-    return programs.run(["-m", "ddpstats", *args])
+
+Marks = list[list[tuple[str, tuple[int, ...]]]]
+
+
+def found_first(mode: Any, directory: str) -> Marks:
+    """Return the marks that the record of each rank holds before the program's first collective."""
+    with collective_guard(mode, record_dir=directory):
+        not_finite(f"{directory}/captures")
+        ddpstats.any_rank(False)  # all have written
+        marks = [[(mark.kind, mark.ranks) for mark in record.marks] for record in read_records(directory)]
+        ddpstats.any_rank(False)  # none leaves before all have read
+    return marks
+
+
+def not_finite(captures: str) -> None:
+    model = torch.nn.Linear(1, 1)
+    with ddpstats.NaNCapture(captures, model=model) as capture:
+        with capture.micro_batch(None):
+            model(torch.full((1, 1), math.nan)).sum().backward()
+        capture.check()
+
+
+def made_again(directory: str) -> list[list[int]]:
+    """This rank's numbers in each group of its record: it makes a group, and a second one that gets the same name.
+
+    Each rank alone: between ranks torch 2.13 itself may hang there.
+    """
+    with collective_guard("record", record_dir=directory) as guard:
+        for count in (3, 2):
+            group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            for _ in range(count):
+                dist.all_reduce(torch.ones(1), group=group)
+            dist.destroy_process_group(group)
+    assert sum(guard.counters.reasons.values()) == guard.counters.not_compared == 5
+    record = next(record for record in read_records(directory) if record.rank == dist.get_rank())
+    return [[event.seq for event in events] for events in record.events_by_group.values()]
+
+
+# -- tests ------------------------------------------------------------------------------------------------------------
 
 
 REDUCES = """
@@ -39,7 +80,7 @@ def test_program_that_only_calls_reduce_stats_leaves_a_record(
 ) -> None:
     directory = str(tmp_path / "records")
     program = script(REDUCES.replace("per_rank={}", f"per_rank={per_rank}"))
-    done = ddpstats("run", "--nproc", "2", "--guard", "record", "--record-dir", directory, program)
+    done = programs.ddpstats("run", "--nproc", "2", "--guard", "record", "--record-dir", directory, program)
     assert done.returncode == 0, done.stderr
     assert "0 collectives seen, nothing was compared: the program itself issued none while the guard" in done.stderr
     records = read_records(directory)
@@ -53,14 +94,14 @@ def test_program_that_only_calls_reduce_stats_leaves_a_record(
 
 @pytest.mark.parametrize("mode", tiers(["record"], ["strict", "step"]))
 def test_finding_before_the_first_collective_is_in_the_record(two_ranks: RankPool, mode: str, tmp_path: Path) -> None:
-    marks = two_ranks.run(recording_runs.found_first, mode, str(tmp_path)).values()
+    marks = two_ranks.run(found_first, mode, str(tmp_path)).values()
     assert marks == [[[("nonfinite", (0, 1))]] * 2] * 2
 
 
 EARLY = """
     import sys, torch, torch.distributed as dist
     from ddpstats.guard import collective_guard
-    from tests.guard.recording_runs import not_finite
+    from tests.guard.test_recording import not_finite
 
     with collective_guard("record", record_dir=sys.argv[1]):
         not_finite(sys.argv[1] + "/captures")
@@ -79,14 +120,14 @@ def test_finding_before_there_was_a_process_group_is_in_the_record(tmp_path: Pat
 
 def test_run_writes_no_record_where_there_are_no_ranks(script: Any, tmp_path: Path) -> None:
     directory = tmp_path / "records"
-    done = ddpstats("run", "--guard", "record", "--record-dir", str(directory), script("print(1)"))
+    done = programs.ddpstats("run", "--guard", "record", "--record-dir", str(directory), script("print(1)"))
     assert "0 collectives seen, nothing was compared" in done.stderr
     assert not directory.exists()
 
 
 def test_group_that_was_made_again_under_its_name_is_recorded_as_another(two_ranks: RankPool, tmp_path: Path) -> None:
     """Otherwise the calls of the first would be joined with those of the second, and differences missed."""
-    assert two_ranks.run(recording_runs.made_again, str(tmp_path)).values() == [[[1, 2, 3], [1, 2]]] * 2
+    assert two_ranks.run(made_again, str(tmp_path)).values() == [[[1, 2, 3], [1, 2]]] * 2
 
 
 def test_line_with_many_numbers_is_refused_in_no_time(tmp_path: Path) -> None:

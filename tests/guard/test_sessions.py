@@ -5,18 +5,74 @@ from __future__ import annotations
 import io
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from ddpstats import cli
-from ddpstats._observe.groups import GroupView
-from ddpstats.guard import notes_shm
+from ddpstats._observe.groups import GroupView, view_of
+from ddpstats.guard import collective_guard, notes_shm
 from ddpstats.guard.group import Group, GuardMode, Settings
 from ddpstats.guard.notes import Note
 from ddpstats.testing import run_ranks
-from tests.guard import session_runs as runs
+
+# -- what runs on the ranks -------------------------------------------------------------------------------------------
+
+
+def gone_on(before: str, after: str, mode: GuardMode, directory: str) -> float:
+    """Return the sum of an all_reduce in which each rank gives 1, after one rank was idle."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    records = f"{directory}/records"
+    total = torch.ones(1)
+    with collective_guard(mode, record_dir=records, timeout_sec=10):
+        dist.destroy_process_group()
+        _join(f"{directory}/first", rank, world_size)
+        group = dist.new_group(list(np.arange(2)))  # of numpy's integers, which torch takes
+        if before == "subgroup" and rank < 2:
+            dist.all_reduce(torch.ones(1), group=group)
+        elif before == "message" and rank < 2:
+            dist.recv(torch.empty(1), 0) if rank else dist.send(torch.ones(1), 1)
+        if after == "another life":
+            dist.destroy_process_group()
+            _join(f"{directory}/second", rank, world_size)
+            dist.all_reduce(total)
+            dist.barrier()
+    if after == "another guard":
+        with collective_guard(mode, record_dir=records, timeout_sec=10):
+            dist.all_reduce(total)
+            dist.barrier()
+    return float(total)
+
+
+def of_one_name(has_same_members: bool) -> bool:
+    """Return whether two ranks meet in a group of one name, whose members may be others on rank 1."""
+    with collective_guard("strict", timeout_sec=10) as guard:
+        dist.barrier()
+        session = guard._watching.session
+        assert session is not None
+        ranks = (0, 1) if has_same_members or dist.get_rank() == 0 else (1, 0)
+        exchange = session.add(replace(view_of(dist.group.WORLD), name="pair", ranks=ranks)).exchange
+        assert exchange is not None
+        exchange.post(1, Note(7))
+        dist.barrier()
+        return exchange.look(1) is not None
+
+
+def _join(file: str, rank: int, world_size: int) -> None:
+    """Returns when all have joined: gloo fails a rank that still connects to one that leaves already."""
+    dist.init_process_group("gloo", init_method=Path(file).as_uri(), rank=rank, world_size=world_size)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"joined by {rank}", "")
+    store.wait([f"joined by {index}" for index in range(world_size)])
+
+
+# -- tests ------------------------------------------------------------------------------------------------------------
+
 
 UNMARKED = [("subgroup", "another guard", "step"), ("message", "another life", "strict")]
 CASES = itertools.product(
@@ -31,14 +87,14 @@ CASES = itertools.product(
 def test_rank_that_was_idle_goes_on_with_the_others(
     before: str, after: str, mode: GuardMode, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcomes = run_ranks(runs.gone_on, 3, before, after, mode, str(tmp_path), timeout_sec=60)
+    outcomes = run_ranks(gone_on, 3, before, after, mode, str(tmp_path), timeout_sec=60)
     assert outcomes.values() == [3.0] * 3
     assert cli.main(["report", str(tmp_path / "records")]) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_groups_of_one_name_and_other_members_are_not_compared(alike: bool) -> None:
-    assert run_ranks(runs.of_one_name, 2, alike, timeout_sec=60).values() == [alike] * 2
+@pytest.mark.parametrize("has_same_members", [True, False])
+def test_groups_of_one_name_and_other_members_are_not_compared(has_same_members: bool) -> None:
+    assert run_ranks(of_one_name, 2, has_same_members, timeout_sec=60).values() == [has_same_members] * 2
 
 
 def test_notes_are_those_that_were_asked_for_while_another_thread_posts() -> None:

@@ -37,9 +37,9 @@ def test_shares_cancel_out_exactly_where_ranks_agree() -> None:
 @pytest.mark.parametrize("digests", [(1, 2), (1, 2, 1), (1, 2, 1, 2), (2, 1, 1, 1, 1, 1, 2), (1, 2, 3, 1, 2, 3)])
 def test_differences_of_several_ranks_or_groups_do_not_cancel_out(digests: tuple[int, ...]) -> None:
     assert total("0", [Note(digest) for digest in digests]) != 0
-    same, other = [Note(7)] * len(digests), [Note(digest) for digest in digests]
-    assert (total("0", other) + total("1", other)) & MASK != 0
-    assert (total("0", same) + total("1", other)) & MASK != 0
+    same, differing = [Note(7)] * len(digests), [Note(digest) for digest in digests]
+    assert (total("0", differing) + total("1", differing)) & MASK != 0
+    assert (total("0", same) + total("1", differing)) & MASK != 0
     assert (total("0", same) + total("1", same)) & MASK == 0
 
 
