@@ -63,7 +63,7 @@ def _play(case: Case, results: Path) -> bool:
     seen = play(case)
     amiss = shortfalls(case, seen)
     firsts = [rank and {**rank["first"], "left": rank["left"]} for rank in seen.ranks]
-    after = seen.told_after_sec(case)
+    after = seen.known_after_sec(case)
     with results.open("a") as file:
         row = {"case": asdict(case), "victim": case.victim, "after_sec": after, "amiss": amiss, "ranks": firsts}
         file.write(json.dumps(row) + "\n")

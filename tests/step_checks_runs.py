@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_step_checks`: a training loop with the checks by their own calls, or in one."""
+"""Programs for the ranks of `test_step_checks`: a training loop with the checks by their own calls, or in one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,10 +25,10 @@ from ddpstats import (
     StepChecks,
     collective_guard,
 )
-from ddpstats.guard import notes_shm
-from ddpstats.testing import count_collectives, die
+from ddpstats.testing import count_collectives
 from tests import training
 from tests.capture.capture_runs import Unreadable
+from tests.guard.runs import without_shared_memory
 from tests.training import batch_of, rank
 
 EVERY = ("guard", "capture", "sentinel")
@@ -38,7 +37,7 @@ FAULTY_STEP, FAULTY_RANK = 2, 1
 
 @dataclass
 class Plan:
-    """How to train.
+    """The checks and the faults of a training.
 
     ``parts``: which checks. ``together``: in one call. ``faults``: what goes wrong in `FAULTY_STEP` on `FAULTY_RANK`.
     ``over_the_store``: the guard without shared memory, as between hosts: it sees other operations at the step only.
@@ -59,9 +58,9 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """Of one rank. ``said``: (step, check, what it said), where that was anything but all is well, in this order."""
+    """The outcome on one rank. ``reports``: (step, check, its report) where a check saw something, in this order."""
 
-    said: list[tuple[int, str, Any]] = field(default_factory=list)
+    reports: list[tuple[int, str, Any]] = field(default_factory=list)
     raised: list[tuple[int, str]] = field(default_factory=list)
     collectives: list[int] = field(default_factory=list)
     seen_by_guard: int = 0
@@ -83,7 +82,7 @@ def train(plan: Plan) -> Outcome:
     torch.manual_seed(100 + rank())
     with contextlib.ExitStack() as stack:
         if plan.over_the_store:
-            stack.enter_context(mock.patch.object(notes_shm._SharedMemory, "of", side_effect=OSError("none here")))
+            stack.enter_context(without_shared_memory())
         try:
             checks = Checks(plan, model, optimizer, stack)
             for step in range(plan.steps):
@@ -99,7 +98,7 @@ def train(plan: Plan) -> Outcome:
         if checks.guard is not None:
             outcome.seen_by_guard = checks.guard.counters.collectives
             outcome.compared = checks.guard.counters.compared
-            if outcome.said and outcome.said[-1][1] == "guard":
+            if outcome.reports and outcome.reports[-1][1] == "guard":
                 checks.guard.abandon()  # its last comparison has nothing to add
     outcome.parameters = [parameter.detach().clone() for parameter in model.parameters()]
     outcome.random = torch.get_rng_state()
@@ -107,11 +106,11 @@ def train(plan: Plan) -> Outcome:
 
 
 class _Ended(Exception):
-    """The program was told to end."""
+    """Ends the training loop."""
 
 
 class Checks:
-    """Those of a plan, entered."""
+    """The checks of a plan, entered."""
 
     def __init__(
         self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, stack: contextlib.ExitStack
@@ -132,25 +131,25 @@ class Checks:
             self.together = StepChecks(capture=self.capture, sentinel=self.sentinel, guard=self.guard)
 
     def step(self, step: int, outcome: Outcome) -> bool:
-        """Whether the optimizer may take the step."""
+        """Return whether the optimizer may take the step."""
         try:
             if self.together is None:
                 return self._apart(step, outcome)
             verdicts = self.together.step()
         except SentinelAlarm as alarm:
             outcome.raised.append((step, type(alarm).__name__))
-            outcome.said.append((step, "sentinel", str(alarm)))
+            outcome.reports.append((step, "sentinel", str(alarm)))
             return False
         except CollectiveMismatch as error:
-            outcome.said.append((step, "guard", _error(error)))
+            outcome.reports.append((step, "guard", _error(error)))
             raise _Ended from error
         except DdpstatsError as error:
-            outcome.said.append((step, "error", _error(error)))
+            outcome.reports.append((step, "error", _error(error)))
             raise _Ended from error
         if verdicts.capture is not None and not verdicts.capture.ok:
-            outcome.said.append((step, "capture", _plain(verdicts.capture)))
+            outcome.reports.append((step, "capture", _plain(verdicts.capture)))
         if verdicts.sentinel is not None and not verdicts.sentinel.ok:
-            outcome.said.append((step, "sentinel", verdicts.sentinel.message))
+            outcome.reports.append((step, "sentinel", verdicts.sentinel.message))
         return verdicts.ok
 
     def _apart(self, step: int, outcome: Outcome) -> bool:
@@ -160,7 +159,7 @@ class Checks:
         if self.capture is not None:
             verdict = self.capture.check()
             if not verdict.ok:
-                outcome.said.append((step, "capture", _plain(verdict)))
+                outcome.reports.append((step, "capture", _plain(verdict)))
                 ok = False
         if self.sentinel is not None:
             ok = self.sentinel.step().ok and ok
@@ -189,7 +188,7 @@ def _backward(plan: Plan, checks: Checks, model: nn.Module, step: int) -> None:
 
 
 def _reduce(plan: Plan, is_bad: bool) -> None:
-    """What the program reduces by itself."""
+    """Reduce as the program does by itself."""
     op = dist.ReduceOp.MAX if is_bad and "op" in plan.faults else dist.ReduceOp.SUM
     dist.all_reduce(torch.ones(1), op=op)
     with ddpstats.label("b" if is_bad and "label" in plan.faults else "a"):
@@ -201,17 +200,17 @@ def _error(error: Exception) -> tuple[str, str]:
 
 
 def _plain(verdict: Any) -> dict[str, Any]:
-    """A verdict, apart from when and where its bundle was written."""
-    found = asdict(verdict) | {"bundle": verdict.bundle is not None}
-    found["message"] = re.sub(r"\S*/capture-\S+", "...", verdict.message)
-    return found
+    """Return a verdict without the time and place of its bundle."""
+    fields = asdict(verdict) | {"bundle": verdict.bundle is not None}
+    fields["message"] = re.sub(r"\S*/capture-\S+", "...", verdict.message)
+    return fields
 
 
 # -- ranks that do not do the same ------------------------------------------------------------------------------------
 
 
-def heard(call: Any) -> tuple[str, str]:
-    """What a call raises: its class and its text."""
+def error_of(call: Any) -> tuple[str, str]:
+    """Return the class and the text of what a call raises."""
     try:
         call()
     except DdpstatsError as error:
@@ -220,7 +219,7 @@ def heard(call: Any) -> tuple[str, str]:
 
 
 def unlike(dirpath: str, how: str) -> tuple[tuple[str, str], bool]:
-    """What the second step raises where rank 1 does something else; and whether the third is judged again."""
+    """Return the error of the second step, where rank 1 differs, and whether later steps are judged again."""
     with contextlib.ExitStack() as stack:
         plan = Plan(dirpath, parts=("capture", "sentinel"), sentinel={"mode": 2, "digest_every_steps": 3})
         checks, model = _entered(plan, stack)
@@ -232,65 +231,40 @@ def unlike(dirpath: str, how: str) -> tuple[tuple[str, str], bool]:
         model.zero_grad()
         _backward(plan, checks, model, 1)
         if rank() != FAULTY_RANK:
-            found = heard(together.step)
+            error = error_of(together.step)
         elif how == "another part":
-            found = heard(StepChecks(capture=checks.capture).step)
+            error = error_of(StepChecks(capture=checks.capture).step)
         elif how == "its own call":
-            found = heard(checks.capture.check)
+            error = error_of(checks.capture.check)
         elif how == "another number of calls":
-            found = heard(lambda: ddpstats.reduce_stats({"loss": 1.0}))
+            error = error_of(lambda: ddpstats.reduce_stats({"loss": 1.0}))
         elif how == "inside of a micro-batch":
             with checks.capture.micro_batch(batch_of(1, 1)):
-                found = heard(together.step)
-        elif how == "inside of the sentinel's":
-            assert checks.sentinel is not None
-            with checks.sentinel.micro_batch(batch_of(1, 1)):
-                found = heard(together.step)
+                error = error_of(together.step)
         elif how == "closed":
             assert checks.sentinel is not None
             checks.sentinel.close()
-            found = heard(together.step)
-        elif how == "a step that is none":
-            found = heard(lambda: together.step(step=-1))
-        elif how == "a gradient that cannot be read":
-            gradient = next(model.parameters())
-            assert isinstance(gradient.grad, Tensor)
-            gradient.grad = gradient.grad.as_subclass(Unreadable)
-            found = heard(together.step)
-            gradient.grad = None
-        else:
-            raise AssertionError(how)
+            error = error_of(together.step)
+        else:  # a gradient that cannot be read
+            parameter = next(model.parameters())
+            assert isinstance(parameter.grad, Tensor)
+            parameter.grad = parameter.grad.as_subclass(Unreadable)
+            error = error_of(together.step)
+            parameter.grad = None
         ok = True
         for step in range(2, 2 if how == "closed" else 5):  # with digests in one of them, on all ranks the same
             model.zero_grad()
             _backward(plan, checks, model, step)
             ok = together.step().ok and ok
-        return found, ok
-
-
-def raises_in_its_micro_batch(dirpath: str) -> tuple[str, str]:
-    try:
-        with contextlib.ExitStack() as stack:
-            plan = Plan(dirpath, parts=("capture", "sentinel"), wrap="alone")
-            checks, model = _entered(plan, stack)
-            assert checks.capture is not None
-            assert checks.together is not None
-            _backward(plan, checks, model, 0)
-            checks.together.step()
-            with checks.capture.micro_batch(batch_of(1, 0)):
-                if rank() == FAULTY_RANK:
-                    raise ValueError("label 17 of 3")
-            return heard(checks.together.step)
-    except ValueError as error:
-        return type(error).__name__, str(error)
+        return error, ok
 
 
 def scaled(dirpath: str, together: bool) -> list[tuple[str, bool, int]]:
-    """Under a GradScaler whose scale is too large at first; rank 1 has no batch in the last step."""
+    """Train under a GradScaler whose scale is too large at first; rank 1 has no batch in the last step."""
     model = model_of("alone")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1000)
-    found: list[tuple[str, bool, int]] = []
+    verdicts_by_step: list[tuple[str, bool, int]] = []
     with (
         NaNCapture(dirpath, model=model, optimizer=optimizer, scaler=scaler) as capture,
         Sentinel(model, mode=2, scaler=scaler) as sentinel,
@@ -310,11 +284,11 @@ def scaled(dirpath: str, together: bool) -> list[tuple[str, bool, int]]:
                 else:
                     verdict, ok = capture.check(), sentinel.step().ok
             assert verdict is not None
-            found.append((verdict.kind, ok, seen.total))
+            verdicts_by_step.append((verdict.kind, ok, seen.total))
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    return found
+    return verdicts_by_step
 
 
 def _reduce_gradients(model: nn.Module) -> None:
@@ -329,33 +303,33 @@ def other_settings(dirpath: str) -> tuple[str, str]:
         checks, model = _entered(plan, stack)
         assert checks.together is not None
         _backward(plan, checks, model, 0)
-        return heard(checks.together.step)
+        return error_of(checks.together.step)
 
 
 def another_mode() -> tuple[str, str]:
     with collective_guard("step" if rank() else "strict", timeout_sec=5) as guard:
-        found = heard(StepChecks(guard=guard).step)
+        error = error_of(StepChecks(guard=guard).step)
         guard.abandon()
-        return found
+        return error
 
 
 def in_a_group_of_some(fault: str) -> list[tuple[str, str]]:
-    """What each step raises where two of three ranks differ in the second one, in a group of their own."""
+    """Return the error of each step where two of three ranks differ in the second one, in a group of these two."""
     some = dist.new_group([0, 1])
     with collective_guard("step", timeout_sec=3) as guard:
         checks = StepChecks(guard=guard)
-        found = []
+        errors = []
         for step in range(3):
             if rank() < 2 and step < 2 and (fault, step, rank()) != ("missing", 1, 1):
                 with ddpstats.label("b" if rank() and step and fault == "label" else "a"):
                     dist.all_reduce(torch.ones(1), group=some, async_op=fault == "missing")
-            found.append(heard(checks.step))
+            errors.append(error_of(checks.step))
         guard.abandon()
-        return found
+        return errors
 
 
 def known_to_others(file: str) -> dict[str, Any]:
-    """The attributes of the error that two of three ranks come to, and that the third, which compares nothing, gets."""
+    """Return the attributes of the error that two of three ranks raise, and the third, which compares nothing, too."""
     number, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     with collective_guard("strict", timeout_sec=10) as guard:
@@ -370,61 +344,17 @@ def known_to_others(file: str) -> dict[str, Any]:
             StepChecks(guard=guard).step()
         except CollectiveMismatch as error:
             guard.abandon()
-            by_rank = {other: str(event) for other, event in error.by_rank.items()}
+            by_rank = {index: str(event) for index, event in error.by_rank.items()}
             return {**vars(error), "text": str(error), "by_rank": by_rank}
     raise AssertionError("nothing was raised")
 
 
 def warned(dirpath: str) -> tuple[list[str], list[int], int]:
-    """on_mismatch="warn": the lines, the collectives of each step, and those that were compared."""
+    """Return the warnings of on_mismatch="warn", the collectives of each step, and how many were compared."""
     plan = Plan(dirpath, faults=("label",), steps=6, guard={"on_mismatch": "warn"})
     with training.logged() as lines:
         outcome = train(plan)
     return lines, outcome.collectives, outcome.compared
-
-
-def alternating(dirpath: str) -> tuple[list[bool], list[int], int, int]:
-    """Own calls and the common one take turns."""
-    said, numbers = [], []
-    with contextlib.ExitStack() as stack:
-        plan = Plan(dirpath, guard={"check_every": 3})
-        checks, model = _entered(plan, stack)
-        assert checks.together is not None
-        assert checks.capture is not None
-        assert checks.sentinel is not None
-        assert checks.guard is not None
-        for step in range(8):
-            _backward(plan, checks, model, step)
-            if step % 4 < 2:
-                verdicts = checks.together.step()
-                said.append(verdicts.ok)
-                assert verdicts.capture is not None
-                assert verdicts.sentinel is not None
-                numbers += [verdicts.capture.step, verdicts.sentinel.step]
-            else:
-                checks.guard.step()
-                numbers += [checks.capture.check().step, checks.sentinel.step().step]
-            model.zero_grad()
-        counters = checks.guard.counters
-        return said, numbers, counters.collectives, counters.compared
-
-
-def dies(dirpath: str) -> tuple[str, str, float]:
-    """Rank 1 is killed before a step: return what is raised, its text, and after how long."""
-    with contextlib.ExitStack() as stack:
-        plan = Plan(dirpath, wrap="alone", guard={"timeout_sec": 20})
-        checks, model = _entered(plan, stack)
-        assert checks.together is not None
-        for step in range(2):
-            _backward(plan, checks, model, step)
-            if step == 1 and rank() == FAULTY_RANK:
-                die()
-            started = time.monotonic()
-            found = heard(checks.together.step)
-            after_sec = time.monotonic() - started
-        assert checks.guard is not None
-        checks.guard.abandon()
-        return *found, after_sec
 
 
 def comes_late(gave_up: Path) -> tuple[str, float]:
@@ -436,24 +366,24 @@ def comes_late(gave_up: Path) -> tuple[str, float]:
         while rank() == FAULTY_RANK and not gave_up.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         started = time.monotonic()
-        found, _ = heard(checks.step)
+        error, _ = error_of(checks.step)
         gave_up.touch()
         guard.abandon()
-        return found, time.monotonic() - started
+        return error, time.monotonic() - started
 
 
 def refused(dirpath: str) -> list[tuple[str, str]]:
-    """What `StepChecks` itself refuses, on rank 0 of two."""
+    """Return the errors of what `StepChecks` itself refuses, on rank 0 of two."""
     some, model = dist.new_group([0]), nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     if rank():
         return []
     with NaNCapture(dirpath, model=model, group=some) as capture, Sentinel(model, mode=1) as sentinel:
         guard = collective_guard("step")
         return [
-            heard(lambda: StepChecks(capture=capture, sentinel=sentinel)),
-            heard(lambda: StepChecks(capture=capture, guard=guard)),
-            heard(lambda: StepChecks(capture=sentinel)),  # type: ignore[arg-type]
-            heard(StepChecks),
+            error_of(lambda: StepChecks(capture=capture, sentinel=sentinel)),
+            error_of(lambda: StepChecks(capture=capture, guard=guard)),
+            error_of(lambda: StepChecks(capture=sentinel)),  # type: ignore[arg-type]
+            error_of(StepChecks),
         ]
 
 
@@ -463,7 +393,7 @@ def _entered(plan: Plan, stack: contextlib.ExitStack) -> tuple[Checks, nn.Module
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Those that run inside; a number that is read from a tensor is one."""
+    """Notes the operators that run inside; one of them reads a number from a tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -475,7 +405,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def operators(dirpath: str, parts: tuple[str, ...], together: bool) -> tuple[list[str], list[str]]:
-    """Of a step's checks, after the first ones: what is computed and read, and collectives."""
+    """Return the operators of the checks of the third step: those that compute and read, and collectives."""
     names: list[str] = []
     with contextlib.ExitStack() as stack:
         checks, model = _entered(plan := Plan(dirpath, parts, together), stack)

@@ -36,7 +36,7 @@ _OVERSLEPT_SEC = 2.0  # beyond the timeout, of a rank that was stopped
 
 @dataclass(frozen=True)
 class Seen:
-    """``ranks``: what each rank said, None where it said nothing. ``exits``: its exit code and the seconds it took.
+    """``ranks``: each rank's report, None where it made none. ``exits``: its exit code and the seconds it took.
 
     ``happened``: when the victim was hurt; 0 where it was not. ``stays``: processes, shared memory, files.
     """
@@ -48,17 +48,19 @@ class Seen:
     stays: list[str]
 
     def survivors(self, case: Case) -> list[dict[str, Any]]:
-        """What those said that were not hurt; the victim too where it takes part."""
-        return [one or {} for rank, one in enumerate(self.ranks) if not (case.ends_in_error and rank == case.victim)]
+        """Return the reports of the ranks that were not hurt, and the victim's where it takes part."""
+        return [
+            report or {} for rank, report in enumerate(self.ranks) if not (case.ends_in_error and rank == case.victim)
+        ]
 
-    def told_after_sec(self, case: Case) -> float:
-        """From the fault until the last of those knew that it did not wait for long: the victim of a stop did."""
-        others = [one for rank, one in enumerate(self.ranks) if rank != case.victim and one]
-        return max((one["first"]["at"] for one in others), default=0.0) - self.happened
+    def known_after_sec(self, case: Case) -> float:
+        """Return the seconds from the fault until the last of the other ranks knew of it."""
+        reports = [report for rank, report in enumerate(self.ranks) if rank != case.victim and report]
+        return max((report["first"]["at"] for report in reports), default=0.0) - self.happened
 
 
 def play(case: Case) -> Seen:
-    """Play the case. Raises `CannotMount` where it needs a disk of its own."""
+    """Play the case. Raises `CannotMount` where no disk can be mounted for it."""
     with tempfile.TemporaryDirectory(prefix="ddpstats-fault-") as scratch, contextlib.ExitStack() as stack:
         directory = Path(scratch)
         disk = directory / "disk"
@@ -70,12 +72,12 @@ def play(case: Case) -> Seen:
         with ThreadPoolExecutor(case.ranks + 1) as pool:
             if case.fault == "stop":
                 pool.submit(_go_on_later, case, directory)
-            said = list(pool.map(_ended, processes))
+            ended = list(pool.map(_ended, processes))
         happened = directory / "happened"
         return Seen(
-            [one for one, _, _ in said],
-            [exit for _, exit, _ in said],
-            [stderr for _, _, stderr in said],
+            [report for report, _, _ in ended],
+            [exit for _, exit, _ in ended],
+            [stderr for _, _, stderr in ended],
             float(happened.read_text()) if happened.exists() else 0.0,
             [*_processes(directory), *_shared_memory(directory), *_files(case, disk)],
         )
@@ -103,8 +105,8 @@ def _ended(program: Program) -> tuple[dict[str, Any] | None, tuple[int, float], 
         os.kill(program.pid, signal.SIGKILL)
         status = program.wait()
     at, lines = time.monotonic(), program.output().splitlines()
-    found = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else None
-    return found, (status, at - found["ended"] if found else 0.0), program.errors()
+    report = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else None
+    return report, (status, at - report["ended"] if report else 0.0), program.errors()
 
 
 def _go_on_later(case: Case, directory: Path) -> None:
@@ -124,7 +126,7 @@ def _pids(directory: Path) -> dict[int, int]:
 
 
 def _processes(directory: Path) -> Iterator[str]:
-    """Of the sessions that ranks have led."""
+    """Yield the processes that are left in the sessions of the ranks."""
     sessions = set(_pids(directory).values())
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -134,14 +136,14 @@ def _processes(directory: Path) -> Iterator[str]:
 
 
 def _shared_memory(directory: Path) -> list[str]:
-    """With a name, which torch makes of the process's; what is ours has none, and ranks look for it themselves."""
+    """Return torch's shared memory, which has names. That of ddpstats has none: ranks look for it themselves."""
     pids = list(map(str, _pids(directory).values()))
     names = [path.name for path in Path("/dev/shm").iterdir()]
     return [f"/dev/shm/{name}" for name in names if any(pid in name.split("_") for pid in pids)]
 
 
 def _files(case: Case, disk: Path) -> Iterator[str]:
-    """Files that say of themselves that they are whole, and are not; what ranks left in the directory for scratch."""
+    """Yield files that claim to be whole and are not, and what ranks left in the temporary directory."""
     for path in (disk / "tmp").iterdir():
         yield f"{path.name} in the temporary directory"
     writes = PHASES[case.phase].writes
@@ -182,42 +184,44 @@ def _dump_at_fault(case: Case, path: Path) -> str | None:
 
 
 def shortfalls(case: Case, seen: Seen) -> list[str]:
-    """Where what was seen is not what is promised."""
+    """Return how what was seen falls short of what is promised."""
     ranks = seen.survivors(case)
-    if any("first" not in one for one in ranks):
+    if any("first" not in report for report in ranks):
         return [f"a rank said nothing: {seen.exits} {seen.stderr}"]
-    found = [*seen.stays, *_exits(case, seen)]
-    firsts = [one["first"] for one in ranks]
+    faults = [*seen.stays, *_exits(case, seen)]
+    firsts = [report["first"] for report in ranks]
     if case.ends_in_error:
-        found += _missed(case, seen, ranks)
+        faults += _missed(case, seen, ranks)
     else:
         expected = "DumpError" if case.is_own_error else ""
-        found += [f"raised {one['raised']}: {one['text']}" for one in firsts if one["raised"] != expected]
+        faults += [f"raised {report['raised']}: {report['text']}" for report in firsts if report["raised"] != expected]
     # Without the store, or in an error about its own file, each rank speaks for itself.
     speaks_alone = case.is_own_error or FAULTS[case.fault].serves
-    if len({json.dumps([one["raised"], speaks_alone or one["text"], one["value"]]) for one in firsts}) != 1:
-        found.append(f"not the same on all ranks: {[[one['raised'], one['text'], one['value']] for one in firsts]}")
-    return found + [f"rank leaves behind {one['left']}" for one in ranks if one["left"]]
+    if len({json.dumps([report["raised"], speaks_alone or report["text"], report["value"]]) for report in firsts}) != 1:
+        faults.append(
+            f"not the same on all ranks: {[[report['raised'], report['text'], report['value']] for report in firsts]}"
+        )
+    return faults + [f"rank leaves behind {report['left']}" for report in ranks if report["left"]]
 
 
 def _missed(case: Case, seen: Seen, ranks: list[dict[str, Any]]) -> Iterator[str]:
-    for one in ranks:
-        first = one["first"]
+    for report in ranks:
+        first = report["first"]
         if not first["ours"] or first["missing"] != [case.victim]:
             yield f"names {first['missing']}: {first['raised']}: {first['text']}"
-        if one["again"] is not None and one["again"]["missing"] != [case.victim]:
-            yield f"says something else when it is called again: {one['again']['raised']}: {one['again']['text']}"
-        if one["leaves"]["text"] != first["text"]:
-            yield f"leaves by something else: {one['leaves']['raised']}: {one['leaves']['text']}"
+        if report["again"] is not None and report["again"]["missing"] != [case.victim]:
+            yield f"raises another error at the next call: {report['again']['raised']}: {report['again']['text']}"
+        if report["leaves"]["text"] != first["text"]:
+            yield f"leaves by another error: {report['leaves']['raised']}: {report['leaves']['text']}"
     late = seen.ranks[case.victim]
-    if case.fault == "stop" and late is not None:  # it may have come in time for this one, and is told at the next
-        texts = [one["text"] for one in (late["first"], late["again"], late["leaves"]) if one is not None]
+    if case.fault == "stop" and late is not None:  # it may come in time for this call, and gets the error at the next
+        texts = [report["text"] for report in (late["first"], late["again"], late["leaves"]) if report is not None]
         if ranks[0]["first"]["text"] not in texts:
-            yield f"the rank that was stopped hears something else: {texts}"
+            yield f"the rank that was stopped gets another error: {texts}"
     is_gone = case.fault in ("kill", "host")  # which the others see on this host within a second
     latest_sec = 2 * 1.0 + SLACK_SEC if is_gone else case.limit_sec + SLACK_SEC
-    if not 0 <= seen.told_after_sec(case) <= latest_sec:
-        yield f"told after {seen.told_after_sec(case):.1f} s"
+    if not 0 <= seen.known_after_sec(case) <= latest_sec:
+        yield f"known after {seen.known_after_sec(case):.1f} s"
 
 
 def _exits(case: Case, seen: Seen) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What happens to a rank, or to the directory that ranks write to: by real signals, limits and file systems."""
+"""The faults of a rank, or of the directory that ranks write to, by real signals, limits and file systems."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def ends_in_error(self) -> bool:
-        """Whether the other ranks can only miss the victim; else the call succeeds."""
+        """True where the other ranks can only miss the victim; otherwise the call succeeds."""
         fault = FAULTS[self.fault]
         return fault.loses and (self.phase, self.fault) not in _HANDLED
 
@@ -116,7 +116,7 @@ def _sleep(case: Case) -> None:
 
 @contextlib.contextmanager
 def _full(case: Case, rank: int, directory: Path) -> Iterator[None]:
-    """Nobody can write a byte into the file system of the directory any more."""
+    """Fill the file system of the directory to the last byte."""
     if rank == 0:
         with open(directory / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:

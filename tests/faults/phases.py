@@ -1,4 +1,4 @@
-"""What ranks are doing when one of them is hurt: each phase is a call that all ranks make, and a point inside of it.
+"""The calls in which a rank is hurt: each phase is a call that all ranks make, and a point inside of it.
 
 A phase is made before anything happens, called once to be through with first uses, and called again with the fault. On
 the rank that is hurt the function at the point does it first, so that it is hurt in the middle of the call.
@@ -179,10 +179,10 @@ def hurt_at(phase: Phase, hurt: Callable[[], object]) -> Iterator[None]:
         is_first = next(calls) == 0
         if is_first and not phase.after:
             hurt()
-        found = original(*args, **kwargs)
+        result = original(*args, **kwargs)
         if is_first and phase.after:
             hurt()
-        return found
+        return result
 
     setattr(owner, name, wrapped)
     try:

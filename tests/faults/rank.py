@@ -28,8 +28,8 @@ _COMES_SEC = 60.0  # a rank that waits for the fault to have happened elsewhere
 _LEAVES_SEC = 10.0  # what ends by itself
 
 
-def told(call: Callable[[], Any]) -> tuple[dict[str, Any], BaseException | None]:
-    """What came of a call, and when: on the clock that all processes of this machine have in common."""
+def outcome_of(call: Callable[[], Any]) -> tuple[dict[str, Any], BaseException | None]:
+    """Return what came of a call, with the time on the clock that all processes of a machine share, and its error."""
     try:
         value, error = call(), None
     except BaseException as raised:
@@ -55,7 +55,7 @@ def play(case: Case, rank: int, directory: Path) -> dict[str, Any]:
         happened.write_text(str(time.monotonic()))
         fault.hurt(case)
 
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     ends: list[BaseException | None] = []
 
     def use() -> None:
@@ -68,23 +68,23 @@ def play(case: Case, rank: int, directory: Path) -> dict[str, Any]:
                     dist.barrier()
                 if rank == case.victim:
                     stack.enter_context(hurt_at(phase, hurt))
-                    happened.write_text(str(time.monotonic()))  # where a disk is at fault; else it is the point
+                    happened.write_text(str(time.monotonic()))  # where a disk is at fault; otherwise the point says it
                 elif fault.waits:
                     _wait_for(directory / "left")
-                found["first"], error = told(lambda: call(True))
+                report["first"], error = outcome_of(lambda: call(True))
                 if fault.waits and rank != case.victim and error is None:  # what it had begun may come to its end
-                    found["first"], error = told(lambda: call(True))
+                    report["first"], error = outcome_of(lambda: call(True))
                 if fault.waits and rank == case.victim:
-                    happened.write_text(str(found["first"]["at"]))
+                    happened.write_text(str(report["first"]["at"]))
                     (directory / "left").touch()
-            found["again"], _ = told(lambda: call(False)) if isinstance(error, DdpstatsError) else (None, None)
+            report["again"], _ = outcome_of(lambda: call(False)) if isinstance(error, DdpstatsError) else (None, None)
             ends.append(error)
             if error is not None:
                 raise error  # through what the program has open, as it would be
 
-    found["leaves"], _ = told(use)
-    found["left"] = _left()
-    return found
+    report["leaves"], _ = outcome_of(use)
+    report["left"] = _left()
+    return report
 
 
 def _wait_for(path: Path) -> None:
@@ -96,7 +96,7 @@ def _wait_for(path: Path) -> None:
 
 
 def _left() -> list[str]:
-    """What should have ended: threads of ours, children, shared memory without a name."""
+    """Return what should have ended: threads of ddpstats, children, shared memory without a name."""
     deadline = time.monotonic() + _LEAVES_SEC
     while (left := _now()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -104,15 +104,15 @@ def _left() -> list[str]:
 
 
 def _now() -> list[str]:
-    found = [thread.name for thread in threading.enumerate() if thread.name.startswith("ddpstats")]
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ddpstats")]
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
-            found += [f"child {pid}" for pid in (task / "children").read_text().split()]
+            left += [f"child {pid}" for pid in (task / "children").read_text().split()]
     for file in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             if "/memfd:ddpstats" in os.readlink(file):
-                found.append(os.readlink(file))
-    return found
+                left.append(os.readlink(file))
+    return left
 
 
 def main(text: str, rank: int, port: int, directory: Path) -> None:
@@ -128,8 +128,8 @@ def main(text: str, rank: int, port: int, directory: Path) -> None:
         world_size=case.ranks,
         timeout=timedelta(seconds=300),
     )
-    found = play(case, rank, directory)
-    print(json.dumps({**found, "ended": time.monotonic()}), flush=True)
+    report = play(case, rank, directory)
+    print(json.dumps({**report, "ended": time.monotonic()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,15 +23,15 @@ import ddpstats
 from ddpstats.testing import die
 
 
-def note(directory: Path, **said: Any) -> None:
+def note(directory: Path, **facts: Any) -> None:
     attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
     path = directory / f"{attempt}.{rank}.json"
-    path.with_suffix(".new").write_text(json.dumps(said))
+    path.with_suffix(".new").write_text(json.dumps(facts))
     path.with_suffix(".new").replace(path)
 
 
 def give_up(directory: Path) -> None:
-    """The first attempt. Rank 0 comes to two verdicts, on rank 1, which uses nothing of ours and then dies."""
+    """Play the first attempt: rank 0 comes to two verdicts on rank 1, which does not use ddpstats and then dies."""
     if dist.get_rank() == 1:
         deadline = time.monotonic() + 60
         while "verdicts" not in (directory / "0.0.json").read_text() and time.monotonic() < deadline:
@@ -57,7 +57,7 @@ def _watched() -> None:
 
 
 def checked(directory: Path, attempt: str) -> dict[str, Any]:
-    """Two steps with everything on."""
+    """Take two steps with all checks on."""
     rank, model = dist.get_rank(), torch.nn.Linear(2, 1)
     reducer = ddpstats.StatsReducer(name="train", timeout_sec=20)
     window = ddpstats.StatsWindow(name="window", timeout_sec=20)
@@ -73,8 +73,8 @@ def checked(directory: Path, attempt: str) -> dict[str, Any]:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             ok = checks.step().ok
-            found = reducer({"loss": float(rank), f"attempt {attempt}": 1.0}).values
-    return {"ok": ok, "values": found, "window": window.flush().values}
+            values = reducer({"loss": float(rank), f"attempt {attempt}": 1.0}).values
+    return {"ok": ok, "values": values, "window": window.flush().values}
 
 
 def forget_torch(attempt: str) -> None:
@@ -100,11 +100,11 @@ def main(directory: Path, forgets: bool) -> None:
     if attempt == "0":
         give_up(directory)
     try:
-        found = checked(directory, attempt)
+        results = checked(directory, attempt)
     except Exception as error:
         note(directory, came="torch works", raised=type(error).__name__, text=str(error))
         raise
-    note(directory, came="all", **found)
+    note(directory, came="all", **results)
     dist.barrier()
     dist.destroy_process_group()
 

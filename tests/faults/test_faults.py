@@ -24,6 +24,7 @@ CASES = [
     Case("capture", "late", 2, TIMEOUT_SEC, late_sec=1.0),
 ]
 SLOW = [
+    Case("step checks", "kill", 3, TIMEOUT_SEC),
     Case("guard step", "stop", 3, STOPPED_SEC),
     Case("guard compared", "stop", 4, STOPPED_SEC),
     Case("guard strict", "interrupt waiting", 2, TIMEOUT_SEC),
