@@ -28,7 +28,7 @@ SLOW_SEC = 2.0
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # torch's store looks up the name of each address that connects. Where the name service drops such a question, the store
-# answers nobody until the resolver gives up, by default after 5 s; a test's timeout may be shorter.
+# gives no answer until the resolver gives up, by default after 5 s; a test's timeout may be shorter.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # No example has a time limit: on a busy machine any may take long.

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with addresses of their own, and a link between them."""
+"""A fixture with two hosts on one machine: network namespaces with different addresses, and a link between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEAR, FAR = "10.213.77.1", "10.213.77.2"
 
 
 class Hosts(NamedTuple):
-    """Two network namespaces, and the names of the link's ends in them."""
+    """The names of the network namespaces, and those of the link's ends in them."""
 
     near: str
     far: str
@@ -31,20 +31,8 @@ def hosts() -> Iterator[Hosts]:
     with two_namespaces() as (near, far):
         made = Hosts(near, far, *(f"{name}{secrets.token_hex(3)}" for name in ("dvn", "dvf")))
         with skip_where_not_allowed():
-            ip(
-                "link",
-                "add",
-                made.near_link,
-                "netns",
-                near,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                made.far_link,
-                "netns",
-                far,
-            )
+            ends = f"{made.near_link} netns {near} type veth peer name {made.far_link} netns {far}"
+            ip("link", "add", *ends.split())
             for namespace, link, address in ((near, made.near_link, NEAR), (far, made.far_link, FAR)):
                 ip("-n", namespace, "addr", "add", f"{address}/24", "dev", link)
                 ip("-n", namespace, "link", "set", link, "up")

@@ -1,9 +1,9 @@
-"""What the protocol costs a rank: ranks are threads, and every collective and every request to the store is counted.
+"""Counts of what the protocol costs a rank: ranks are threads, and each collective and request to the store counts.
 
 The code that runs is the real one (`ddpstats._ranks`, `guard`). Only the wire and the store are in memory.
 
-Of collectives, three ranks are played, and the last of them stands for all others, which do the same: its numbers count
-so often in a sum, and its bytes stand so often in a gather (`CountingWorld`). Of the store, all ranks are played.
+Of collectives, three ranks are played, and the last of them represents all others, which do the same: its numbers count
+so often in a sum, and its bytes come so often in a gather (`CountingWorld`). Of the store, all ranks are played.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.comm import ReduceOp
-from ddpstats._ranks.failure import FailureDetector, Membership, ProcessId, Verdict
+from ddpstats._ranks.failure import FailureDetector, Membership, ProcessId
 from ddpstats._ranks.store import BoundedStore
 from ddpstats._reduction.reducer import StatsReducer
 from ddpstats.guard import notes_shm
@@ -42,7 +42,7 @@ _COLLECTIVES = 8  # that the guard compares
 
 @dataclass
 class Counts:
-    """What one rank has sent, received and asked for."""
+    """Counts of what one rank has sent, received and asked for."""
 
     collectives: int = 0
     sent_bytes: int = 0
@@ -91,10 +91,10 @@ class Tally:
         return Phase(ranks, calls)
 
     def request(self, keys: Sequence[str]) -> None:
-        mine = self.mine
-        mine.requests += 1
-        mine.keys += len(keys)
-        mine.looks += keys[0] == "verdict"
+        counts = self.mine
+        counts.requests += 1
+        counts.keys += len(keys)
+        counts.looks += keys[0] == "verdict"
 
 
 class CountingStore:
@@ -144,12 +144,12 @@ def counting_store(tally: Tally) -> BoundedStore:
 
 
 class CountingWorld(ThreadWorld):
-    """``world_size`` ranks, of which ``played`` are threads: the last of these stands for all that are not."""
+    """``world_size`` ranks, of which ``played`` are threads: the last of these represents all that are not."""
 
     def __init__(self, world_size: int, played: int) -> None:
         super().__init__(played)
         self.all_ranks, self.tally = tuple(range(world_size)), Tally(played)
-        self.alike = world_size - played + 1  # ranks that the last one stands for, itself included
+        self.alike = world_size - played + 1  # ranks that the last one represents, itself included
 
     def comm(self, rank: int) -> ThreadComm:
         return CountingComm(self, rank)
@@ -175,10 +175,10 @@ class CountingComm(ThreadComm):
         return [*some, *[last] * self._alike]
 
     def _count(self, sent: int, received: int) -> None:
-        mine = self._tally.mine
-        mine.collectives += 1
-        mine.sent_bytes += sent
-        mine.received_bytes += received
+        counts = self._tally.mine
+        counts.collectives += 1
+        counts.sent_bytes += sent
+        counts.received_bytes += received
 
 
 @contextmanager
@@ -246,16 +246,6 @@ def meeting(world_size: int) -> Phase:
     return tally.take()
 
 
-def missing_at_first_use(world_size: int, timeout_sec: float) -> Phase:
-    """Count the first use of a group to which rank 0 never comes."""
-
-    def play(detector: FailureDetector) -> None:
-        if detector.rank:
-            _name_rank_0(detector.rendezvous(time.monotonic() + timeout_sec, 1.0))
-
-    return _in_detectors(world_size, play)
-
-
 def waiting(world_size: int, looks: int) -> Phase:
     """Count one look, of so many, into the store while ranks wait in a collective."""
 
@@ -273,14 +263,11 @@ def missing(world_size: int, timeout_sec: float) -> Phase:
     def play(detector: FailureDetector) -> None:
         if detector.rank:
             now = time.monotonic()
-            _name_rank_0(detector.decide(1, "", is_broken=False, started=now, deadline=now + timeout_sec))
+            verdict = detector.decide(1, "", is_broken=False, started=now, deadline=now + timeout_sec)
+            if verdict.missing != (0,):
+                raise RuntimeError(f"the verdict does not name the rank that is missing: {verdict}")
 
     return _in_detectors(world_size, play)
-
-
-def _name_rank_0(verdict: Verdict | None) -> None:
-    if verdict is None or verdict.missing != (0,):
-        raise RuntimeError(f"the verdict does not name the rank that is missing: {verdict}")
 
 
 def _in_detectors(world_size: int, play: Callable[[FailureDetector], object], calls: int = 1) -> Phase:
@@ -370,7 +357,7 @@ def guard_verdict(world_size: int) -> Phase:
         for rank in range(world_size):
             tally.plays(rank)
             members, own = Membership(store, rank, range(world_size)), _OwnRank(rank)
-            agreements.append(FailureAgreement(members, own, lambda *told: [], lambda: False))
+            agreements.append(FailureAgreement(members, own, lambda *_: [], lambda: False))
         tally.take()
         _on_threads(world_size, play)
     for agreement in agreements:

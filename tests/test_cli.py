@@ -79,8 +79,6 @@ def test_help_of_verb_has_usage_json_status_and_examples_that_parse(
         (["demo", "--ranks"], "--ranks: expected one argument"),
         (["demo", "--ranks", "two"], "--ranks: invalid int value: 'two'"),
         (["demo", "--ranks", "1"], "--ranks: invalid choice: 1 (choose from 2, "),
-        (["demo", "--ranks=-1"], "--ranks: invalid choice: -1 (choose from 2, "),
-        (["demo", "--ranks", "9"], "--ranks: invalid choice: 9 (choose from 2, "),
     ],
 )
 def test_wrong_arguments_give_usage_and_the_reason(
@@ -99,12 +97,6 @@ def test_wrong_arguments_give_usage_and_the_reason(
     ("args", "missing", "example"),
     [
         (["run"], "SCRIPT", "ddpstats run --nproc 2 train.py --lr 0.1"),
-        (["run", "--nproc", "2"], "SCRIPT", "ddpstats run --nproc 2 train.py --lr 0.1"),
-        (
-            ["replay"],
-            "BUNDLE, --model, --step",
-            "ddpstats replay captures --model my_package:make_model --step my_package:step --bisect",
-        ),
         (
             ["replay", "captures"],
             "--model, --step",
@@ -179,7 +171,7 @@ def test_error_of_a_verb_is_one_line_and_interrupt_is_130(
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("place", ["nowhere/deeper", "empty", "file"])
+@pytest.mark.parametrize("path_name", ["nowhere/deeper", "empty", "file"])
 @pytest.mark.parametrize(
     ("words", "next_words"),
     [
@@ -192,11 +184,11 @@ def test_error_of_a_verb_is_one_line_and_interrupt_is_130(
     ids=lambda words: words[0] if isinstance(words, list) else "",
 )
 def test_directory_without_files_of_ours_is_named_with_the_next_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], next_words: str, place: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], next_words: str, path_name: str
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    path = str(tmp_path / place)
+    path = str(tmp_path / path_name)
     for more in ([], ["--json"]):
         assert cli.main([words[0], path, *words[1:], *more]) == 2
         shown = capsys.readouterr()
@@ -204,13 +196,6 @@ def test_directory_without_files_of_ours_is_named_with_the_next_step(
         assert shown.err.startswith(f"ddpstats {words[0]}: error: {path}")
         assert next_words in shown.err
         assert "Traceback" not in shown.err
-
-
-def test_compare_names_the_directory_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for first, second in (("nowhere", "here"), ("here", "nowhere")):
-        (tmp_path / "here").mkdir(exist_ok=True)
-        assert cli.main(["compare", str(tmp_path / first), str(tmp_path / second)]) == 2
-        assert capsys.readouterr().err.startswith("ddpstats compare: error: ")
 
 
 def test_control_characters_in_errors_are_escaped(

@@ -18,7 +18,7 @@ CHANGES = ("marker", "trainer", "collective", "statistic", "sentinel", "missing"
 
 @cache
 def names_in(file: Path) -> frozenset[str]:
-    """What a module defines: functions, classes, variables, and ``Class.member``."""
+    """Return the names that a module defines: functions, classes, variables, and ``Class.member``."""
     body = ast.parse(file.read_text()).body
     members = [(f"{node.name}.", part) for node in body if isinstance(node, ast.ClassDef) for part in node.body]
     return frozenset(
@@ -56,8 +56,8 @@ def test_the_test_above_can_fail() -> None:
 def test_every_room_is_named_and_there_is_no_other() -> None:
     cells = [line.split("|")[1] for line in section("Rooms").splitlines() if line.startswith("| `")]
     named = {room.rstrip("/") for cell in cells for room in re.findall(r"`([^`]+)`", cell)}
-    there = {path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
-    assert named == there - {"__init__.py", "__pycache__"}
+    rooms = {path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
+    assert named == rooms - {"__init__.py", "__pycache__"}
 
 
 def test_no_two_types_of_the_package_have_one_name() -> None:

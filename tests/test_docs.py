@@ -1,4 +1,4 @@
-"""The programs of the pages that tell a story run on two ranks, in order, and print what the page shows."""
+"""The programs of the tutorial pages run on two ranks, in order, and print what the page shows."""
 
 from __future__ import annotations
 

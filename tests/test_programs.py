@@ -1,4 +1,4 @@
-"""What fell when public programs ran under the guard (docs/others.md), each in a small program that shows it."""
+"""Small programs that show what failed when public programs ran under the guard (docs/others.md)."""
 
 from __future__ import annotations
 

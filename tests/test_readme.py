@@ -178,7 +178,7 @@ def test_a_command_line_of_the_pages_is_understood(command: str) -> None:
 
 
 def _anchors(text: str) -> list[str]:
-    """Of headings, as GitHub makes them."""
+    """Return the anchors of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 

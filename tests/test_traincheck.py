@@ -1,4 +1,4 @@
-"""Of TrainCheck's errors, those that concern ranks are seen in the step that has them; the right programs pass."""
+"""TrainCheck's errors that concern ranks are seen in the step that has them; the right programs pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads a process has, apart from those that are about to end by themselves."""
+"""Counts the threads of a process, without those that are about to end by themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The five errors of TrainCheck's collection (OSDI 2025) that concern ranks, each in a program of its own."""
+"""The five errors of TrainCheck's collection (OSDI 2025) that concern ranks, each in one program."""
 
 from __future__ import annotations
 

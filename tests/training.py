@@ -57,7 +57,7 @@ def loss_of(module: nn.Module, batch: Batch) -> Tensor:
 
 
 class Foreign(Tensor):
-    """A tensor that holds another one, as of a library that quantizes: it has no memory of its own."""
+    """A tensor that holds another one, as of a library that quantizes: it owns no memory."""
 
     content: Tensor
 
@@ -83,7 +83,7 @@ def tensor_of_kind(kind: Any, value: float = 1.0) -> Tensor:
 
 @dataclass
 class Hooks:
-    """What a test does in the loop. ``judge`` is called before each optimizer step and returns whether to take it."""
+    """The functions that a test has called in the loop. ``judge`` returns whether to take the optimizer step."""
 
     micro_batch: Callable[[Batch], contextlib.AbstractContextManager[Any]] = lambda batch: contextlib.nullcontext()
     after_backward: Callable[[int], None] = lambda step: None

@@ -119,6 +119,6 @@ def test_notes_are_those_that_were_asked_for_while_another_thread_posts() -> Non
     ],
 )
 def test_group_is_named_by_its_description_and_its_ranks(description: str, words: str) -> None:
-    """Not by what it is called inside, where numbers begin again with each life of the default group."""
+    """The internal name is not shown: its numbers begin again with each life of the default group."""
     view = GroupView("7", description, (0, 3), 0, False)
     assert Group("7 of session 5", view, None, Settings("step", False, True, 64, 300.0, False, None)).words == words

@@ -305,5 +305,5 @@ ABORTED = "NCCL communicator was aborted on rank 0."
     ],
 )
 def test_whether_a_collective_that_fails_at_once_has_timed_out(text: str, is_timeout: bool) -> None:
-    """After a timeout the program gets torch's error; where a rank is lost, the guard names it."""
+    """The program gets torch's error after a timeout; where a rank is lost, the guard names it."""
     assert ends_by_timeout(text) == is_timeout

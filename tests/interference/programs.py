@@ -136,7 +136,8 @@ def trained(
                 dist.all_reduce(parameter.grad)
         watch.judge(0, number)
         if number != NAN_STEP:
-            nn.utils.clip_grad_norm_([one for one in part.module.parameters() if _is_dense(one)], 1.0)
+            dense = [parameter for parameter in part.module.parameters() if _is_dense(parameter)]
+            nn.utils.clip_grad_norm_(dense, 1.0)
             for optimizer in part.optimizers:
                 optimizer.step()
         part.module.zero_grad()
@@ -217,8 +218,8 @@ def fsdp2() -> Program:
 
     module = Net()
     mesh = init_device_mesh(module.last.weight.device.type, (dist.get_world_size(),))
-    for one in (module.first, module.middle, module):
-        fully_shard(one, mesh=mesh)
+    for layer in (module.first, module.middle, module):
+        fully_shard(layer, mesh=mesh)
     sharded: Any = module
 
     def synced(is_last: bool) -> Any:
@@ -309,8 +310,8 @@ def two_optimizers() -> Program:
             made = nets[0](torch.randn(6, _WIDTH))
             with watch.micro_batch(turn, batch):
                 if turn:
-                    told = nets[1](torch.cat([batch["x"] * batch["factor"], made.detach()]))
-                    loss = torch.relu(1 - told[:6]).mean() + torch.relu(1 + told[6:]).mean()
+                    scores = nets[1](torch.cat([batch["x"] * batch["factor"], made.detach()]))
+                    loss = torch.relu(1 - scores[:6]).mean() + torch.relu(1 + scores[6:]).mean()
                 else:
                     loss = -nets[1](made).mean() * batch["factor"]
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_interference`: a program once without anything of ours, then twice with all of it.
+"""Programs of `test_interference`: each trains once without ddpstats, and then with all of it in each way.
 
 ``python -m tests.interference.runs STEPS [BACKEND [NAME ...]]`` runs all programs, or these, on two ranks, and says
 where they differ.
@@ -58,8 +58,8 @@ def compared(
         for way in ways:
             mode, together = WAYS[way]
             path = Path(directory) / mode
-            found, comparison.did[way] = _train(name, steps, (path, mode, together), disturb)
-            comparison.differences[way] = _differences(plain, found)
+            rows, comparison.did[way] = _train(name, steps, (path, mode, together), disturb)
+            comparison.differences[way] = _differences(plain, rows)
     return comparison
 
 
@@ -94,17 +94,17 @@ def _train(
     return rows, did
 
 
-def _differences(plain: list[tuple[Any, ...]], found: list[tuple[Any, ...]]) -> list[str]:
-    said = [f"after all: {b} in place of {a}" for a, b in zip(plain[-1], found[-1], strict=True) if a != b]
-    for number, (one, other) in enumerate(zip(plain[1:-1], found[1:-1], strict=True)):
-        columns = [what for what, a, b in zip(_COLUMNS, one, other, strict=True) if a != b]
+def _differences(plain: list[tuple[Any, ...]], watched: list[tuple[Any, ...]]) -> list[str]:
+    differences = [f"after all: {b} in place of {a}" for a, b in zip(plain[-1], watched[-1], strict=True) if a != b]
+    for number, (row, watched_row) in enumerate(zip(plain[1:-1], watched[1:-1], strict=True)):
+        columns = [what for what, a, b in zip(_COLUMNS, row, watched_row, strict=True) if a != b]
         if columns:
-            return [f"step {number}: {', '.join(columns)}", *said]
-    return said
+            return [f"step {number}: {', '.join(columns)}", *differences]
+    return differences
 
 
 class _Gradients:
-    """Those that the optimizers take."""
+    """Digests of the gradients that the optimizers take."""
 
     def __init__(self, program: Program) -> None:
         self._digests: list[bytes] = []
@@ -113,13 +113,13 @@ class _Gradients:
         ]
 
     def _look(self, optimizer: Any, *_: Any) -> None:
-        parameters = (one for group in optimizer.param_groups for one in group["params"])
-        self._digests.append(_digest(one.grad for one in parameters if one.grad is not None))
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._digests.append(_digest(parameter.grad for parameter in parameters if parameter.grad is not None))
 
     def taken(self) -> tuple[bytes, ...]:
-        """Since the last time."""
-        found, self._digests = tuple(self._digests), []
-        return found
+        """Return the digests since the last call."""
+        digests, self._digests = tuple(self._digests), []
+        return digests
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -148,12 +148,12 @@ def _tensors(tree: Any) -> Iterable[Any]:
 
 
 def _digest(tensors: Iterable[Any]) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        for one in (local._indices(), local._values()) if local.is_sparse else (local,):
-            found.update(one.detach().cpu().contiguous().numpy().tobytes())
-    return found.digest()
+        for part in (local._indices(), local._values()) if local.is_sparse else (local,):
+            digest.update(part.detach().cpu().contiguous().numpy().tobytes())
+    return digest.digest()
 
 
 def _seed(number: int) -> None:
@@ -174,14 +174,14 @@ def _random() -> bytes:
 
 
 def _surroundings(program: Program) -> tuple[Any, ...]:
-    """What else a program could miss when all is over."""
+    """Return what a program could find changed around it when all is over."""
     return (
         ("hooks", sum(hooks_of(part.module) for part in program.parts)),
         ("threads", sorted(thread.name for thread in threading.enumerate() if not _is_known(thread))),
         ("grad mode", torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         ("dtype", torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()),
         ("autocast", torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
-        ("logging", [type(one).__name__ for one in logging.getLogger("ddpstats").handlers], logging.root.level),
+        ("logging", [type(handler).__name__ for handler in logging.getLogger("ddpstats").handlers], logging.root.level),
         ("directory", os.getcwd(), sys.stdout is sys.__stdout__),
     )
 
@@ -194,7 +194,7 @@ def _is_known(thread: threading.Thread) -> bool:
 
 def hooks_of(module: nn.Module) -> int:
     count = sum(
-        len(one._forward_hooks) + len(one._forward_pre_hooks) + len(one._backward_hooks) for one in module.modules()
+        len(part._forward_hooks) + len(part._forward_pre_hooks) + len(part._backward_hooks) for part in module.modules()
     )
     for parameter in module.parameters():
         count += len(parameter._post_accumulate_grad_hooks or ()) + len(parameter._backward_hooks or ())
@@ -237,7 +237,7 @@ def leaves_a_hook(program: Program) -> None:
 
 
 def all_programs(steps: int, backend: str, *names: str) -> int:
-    """Of two ranks each, or those with these names; how many of them differ."""
+    """Compare all programs on two ranks, or those with these names; return how many of them differ."""
     failed = 0
     with RankPool(2, timeout_sec=3600) as pool, tempfile.TemporaryDirectory() as directory:
         pool.run(set_backend, backend).values()

@@ -25,19 +25,19 @@ NIGHTLY = (
 
 def cases() -> list[Any]:
     """Return each program with its ways to be watched: one of them, in turn, where it is slow, and both in all."""
-    found, ways = [], list(runs.WAYS)
+    params, ways = [], list(runs.WAYS)
     slow = [name for name in PROGRAMS if name not in (*QUICK, *NIGHTLY)]
     for name in PROGRAMS:
         needed = [shards_on_cpu] if name == "FSDP2" else []
         if name in QUICK:
-            found.append(pytest.param(name, ways, id=name))
+            params.append(pytest.param(name, ways, id=name))
         elif name in NIGHTLY:
-            found.append(pytest.param(name, ways, id=name, marks=[pytest.mark.nightly, *needed]))
+            params.append(pytest.param(name, ways, id=name, marks=[pytest.mark.nightly, *needed]))
         else:
             number = slow.index(name) % 2
             for mark, way in ((pytest.mark.slow, ways[number]), (pytest.mark.nightly, ways[1 - number])):
-                found.append(pytest.param(name, [way], id=f"{name}-{way}", marks=[mark, *needed]))
-    return found
+                params.append(pytest.param(name, [way], id=f"{name}-{way}", marks=[mark, *needed]))
+    return params
 
 
 @pytest.mark.parametrize(("name", "ways"), cases())

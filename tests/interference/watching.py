@@ -1,4 +1,4 @@
-"""What watches a training program: nothing, or all there is in ddpstats at once."""
+"""Watchers of a training program: none, or all of ddpstats at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FLUSH_EVERY = 4
 
 
 class Watch:
-    """Nothing."""
+    """A watcher that does nothing."""
 
     def begin(self) -> None:
         """A training step begins."""
@@ -40,7 +40,7 @@ class Watch:
         return contextlib.nullcontext()
 
     def judge(self, part: int, number: int) -> None:
-        """Before the step of that module's optimizer."""
+        """The optimizer of that module is about to take its step."""
 
     def end(self, number: int, loss: torch.Tensor) -> None:
         """The training step is over."""
@@ -49,7 +49,7 @@ class Watch:
 class Everything(Watch):
     """Reductions, also beside backward, a window, a dump, and each module's capture and sentinel; all under the guard.
 
-    ``together``: the checks by `StepChecks`, else by their own calls. Every rank must make one.
+    ``together``: the checks by `StepChecks`, and not by their own calls. Every rank must make one.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Everything(Watch):
         self.guard = stack.enter_context(collective_guard(mode, timeout_sec=60))
         self._checks = [_Checks(part, directory / f"capture{i}", stack) for i, part in enumerate(parts)]
         self._together = (
-            [StepChecks(capture=one.capture, sentinel=one.sentinel, guard=self.guard) for one in self._checks]
+            [StepChecks(capture=checks.capture, sentinel=checks.sentinel, guard=self.guard) for checks in self._checks]
             if together
             else []
         )

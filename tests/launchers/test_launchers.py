@@ -1,4 +1,4 @@
-"""Under every launcher a reduction gives the right stats, and the error of the survivors names a killed rank."""
+"""A reduction gives the right stats under every launcher, and the error of the survivors names a killed rank."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ def test_a_survivor_under_slurms_variables_names_the_killed_rank(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_survivor_on_another_host_names_the_killed_rank(hosts: tuple[str, str, str, str], tmp_path: Path) -> None:
-    """Two torchruns, on hosts with an address and a name of their own."""
+    """The ranks have a torchrun each, on hosts with different addresses and names."""
     if shutil.which("unshare") is None:
         pytest.skip("no unshare here, which gives a program a host name of its own")
-    near, far, here, there = hosts
+    near, far, near_link, far_link = hosts
     commands, environs, prefixes = [], [], []
-    for node, (space, link, address) in enumerate(((near, here, NEAR), (far, there, FAR))):
+    for node, (space, link, address) in enumerate(((near, near_link, NEAR), (far, far_link, FAR))):
         train = [*TORCHRUN, "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1"]
         train += [f"--local-addr={address}", f"--master-addr={NEAR}", "--master-port=29512"]
         train += [TRAIN, str(tmp_path), "environment"]

@@ -48,7 +48,7 @@ def leave(directory: Path, report: dict[str, Any]) -> None:
 
 
 def by_environment(directory: Path) -> None:
-    """torchrun, and whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    """torchrun does this, and all that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
     dist.init_process_group("gloo")
     loop(directory)
 

@@ -31,8 +31,8 @@ def look() -> Iterator[None]:
 
 
 def step(x: Tensor) -> Tensor:
-    found: Tensor = torch.ops.ddpstats_tests.look(x)
-    return found * 2
+    result: Tensor = torch.ops.ddpstats_tests.look(x)
+    return result * 2
 
 
 @pytest.mark.slow

@@ -41,13 +41,13 @@ def test_a_norm_is_the_norm() -> None:
 
 
 def test_an_empty_shard_of_a_device_has_a_norm() -> None:
-    """Of a parameter smaller than the number of ranks; torch refuses the largest magnitude of nothing."""
+    """A parameter smaller than the number of ranks has one; torch refuses the largest magnitude of nothing."""
     assert [norm.shape for norm in norms_of([torch.empty(0, device="meta"), torch.ones(2, device="meta")])] == [()] * 2
 
 
 def bad_names(watch: GradientWatch) -> list[str]:
-    """Of the last micro-batch."""
-    return [watch.names[place] for places in watch.arrivals[-1].bad_indices() for place in places]
+    """Return the names of the bad gradients of the last micro-batch."""
+    return [watch.names[index] for indices in watch.arrivals[-1].bad_indices() for index in indices]
 
 
 def watched(module: nn.Module, x: torch.Tensor) -> tuple[GradientWatch, list[str]]:

@@ -95,7 +95,7 @@ def test_results_that_are_equal_on_all_ranks() -> None:
 
 @needs_guard
 def test_only_what_torch_combines_is_called_gradients(two_ranks: RankPool, tmp_path: Path) -> None:
-    """Not the length that ZeRO broadcasts, nor DDP's buffers, nor the parameters that FSDP gathers."""
+    """The length that ZeRO broadcasts, DDP's buffers and the parameters that FSDP gathers have no such label."""
     for labels in two_ranks.run(runs.labels_of_torchs_own, str(tmp_path), timeout_sec=60).values():
         assert {op for op, label in labels if label == "(gradients)"} == {"all_reduce", "reduce_scatter_tensor"}
         assert {op for op, label in labels if label is None} == {"broadcast", "all_gather_into_tensor"}
@@ -167,18 +167,18 @@ def test_what_a_subscriber_has_waited_for_is_waited_for_once() -> None:
 
 def test_the_hash_of_a_reduce_op_is_the_number_by_which_it_is_named() -> None:
     for name, kind in dist.ReduceOp.RedOpType.__members__.items():
-        if name != "PREMUL_SUM":  # which is made by a function of its own
+        if name != "PREMUL_SUM":  # which another function makes
             assert collectives.reduce_op_name(hash(dist.ReduceOp(kind))) == name.lower()
 
 
 @pytest.mark.parametrize("name", ["allgather_", "reduce_scatter_", "allgather_coalesced_"])
 def test_lists_of_lists_are_read_as_one_list(name: str) -> None:
     read = collectives.reader_of(OPERATORS[name])
-    one, two = torch.zeros(1), torch.zeros(2)
-    nested, flat = [[one], [two]], [two]
+    single, pair = torch.zeros(1), torch.zeros(2)
+    nested, flat = [[single], [pair]], [pair]
     outer, inner = (flat, nested) if name == "reduce_scatter_" else (nested, flat)
     call = read([outer, inner, None, _Sum(), True, -1], None)  # type: ignore[arg-type]
-    assert [id(tensor) for tensor in (call.inputs if outer is flat else call.outputs)] == [id(one), id(two)]
+    assert [id(tensor) for tensor in (call.inputs if outer is flat else call.outputs)] == [id(single), id(pair)]
     assert (call.outputs if outer is flat else call.inputs) is flat
     assert not call.blocking
 
