@@ -14,27 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats.dump import StatsDump
-from tests import training
 from tests.capture import sparse_runs
-from tests.dump.collecting import batch, hooks_of, make_model
-
-
-def train(dump_path: str | None, level: str = "mix", is_async: bool = False) -> dict[str, Any]:
-    """Train under DDP, each rank with its own data, and dump the second of three steps; return what must not differ."""
-    model = DistributedDataParallel(training.make_model())
-    hooks = training.Hooks()
-    if dump_path is not None:
-        config = {"dump_path": dump_path, "level": level, "async_dump": is_async, "step": [1]}
-        dump = StatsDump(config, model=model)
-        hooks = training.Hooks(micro_batch=lambda batch: dump, after_step=lambda step: dump.step())
-    trained = training.train(model, hooks=hooks)
-    return {
-        "parameters": [parameter.tolist() for parameter in trained.parameters],
-        "buffers": [buffer.tolist() for buffer in trained.buffers],
-        "losses": trained.losses,
-        "drawn": trained.drawn,
-        "hooks": hooks_of(model),
-    }
+from tests.dump.collecting import batch, make_model
 
 
 def one_step(path: str, changed_rank: int | None = None) -> None:

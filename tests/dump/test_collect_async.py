@@ -97,26 +97,6 @@ def test_nothing_is_written_inside_the_step(tmp_path: Path) -> None:
     assert "Functional.linear.3.backward" in data(tmp_path)
 
 
-def test_entries_above_the_limit_have_no_numbers_and_one_warning_names_the_first(tmp_path: Path) -> None:
-    model = make_model()
-    config: dict[str, Any] = {"dump_path": str(tmp_path), "level": "mix", "async_dump": True, "async_max_bytes": 30_000}
-    dump = StatsDump(config, model=model)
-    dump.start()
-    step_of(model)
-    with pytest.warns(
-        UserWarning,
-        match=r"needs more than async_max_bytes, 30,000 bytes: from (\S+) on, entries have no numbers. Choose fewer by "
-        "list or scope, or set async_max_bytes higher",
-    ) as seen:
-        dump.step()
-    assert len(seen) == 1
-    entries = data(tmp_path)
-    first = str(seen[0].message).split("from ")[1].split(" on,")[0]
-    assert first in entries
-    assert any(leaf["Max"] is not None for leaf in leaves(entries["Functional.linear.0.forward"]))
-    assert all(leaf["Max"] is None for leaf in leaves(entries["Functional.linear.3.backward"]))
-
-
 def test_held_tensors_count_against_the_limit(tmp_path: Path) -> None:
     dump = StatsDump(
         {"dump_path": str(tmp_path), "task": "tensor", "async_dump": True, "async_max_bytes": 9_000,
@@ -162,51 +142,3 @@ def test_error_of_the_device_costs_no_entry(tmp_path: Path, monkeypatch: pytest.
     entries = json.loads((directory / "dump.json").read_text())["data"]
     assert list(entries) == ["Torch.ones.0.forward", "Tensor.exp.0.forward", "Tensor.sin.0.forward"]
     assert entries["Tensor.sin.0.forward"]["output"][0]["shape"] == [3]
-
-
-class FakeStream:
-    """A stream that notes in ``log`` what is done with it."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name, self.stream_id, self.device = log, name, 7, torch.device("cpu")
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self) -> FakeStream:
-        self.log.append(f"an event on {self.name}")
-        return self
-
-    def query(self) -> bool:
-        return "it is through" in self.log
-
-
-def test_numbers_on_an_accelerator_are_computed_beside_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ddpstats.dump.record import leaves as record_leaves
-
-    log: list[str] = []
-    program, side = FakeStream(log, "program"), FakeStream(log, "side")
-    measure = record_leaves.device_numbers
-
-    def measured(values: Tensor, shape: torch.Size) -> Tensor:
-        log.append(f"{values.numel()} numbers")
-        return measure(values, shape)
-
-    on_a_device(monkeypatch)
-    monkeypatch.setattr(record_leaves, "device_numbers", measured)
-    monkeypatch.setattr(record_leaves, "new_stream", lambda device: side)
-    monkeypatch.setattr(record_leaves, "_COPIED_BYTES", 100)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *device: program)
-    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: log.append(f"on {stream.name}"))
-    with StatsDump({"dump_path": str(tmp_path), "async_dump": True, "statistics": {"data_mode": ["input"]}}):
-        torch.ones(20).exp()
-        torch.ones(10).exp()  # its copy is too large beside the first
-        log.append("it is through")
-        torch.ones(10).exp()
-    copied = ["side waits for program", "on side", "numbers", "on program", "on program"]
-    assert [entry.removeprefix("20 ").removeprefix("10 ") for entry in log] == [
-        *copied, "an event on side", "numbers", "side waits for program", "it is through",
-        *copied, "an event on side", "program waits for side",
-    ]  # fmt: skip

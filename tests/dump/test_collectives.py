@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats._observe.groups import operators_name_reduce_op
-from ddpstats.cli import main
 from ddpstats.dump import StatsDump
 from ddpstats.dump.analyze import open_rank
 from ddpstats.testing import RankPool
 from tests.capabilities import needs_guard
 from tests.dump import collectives_runs as runs
 from tests.dump.collecting import data, leaves
+from tests.dump.verbs import run_json
 
 Entries = list[tuple[str, dict[str, Any]]]
 SUM = "sum" if operators_name_reduce_op else {}
@@ -173,9 +172,9 @@ def test_collective_that_raises_is_incomplete_and_the_next_has_the_next_number(p
     assert sorted(dumped) == [(0, "all_gather_into_tensor", [], True), (1, "all_reduce", [[2.0]], False)]
 
 
-def test_nan_of_one_rank_is_traced_back_through_the_reducer(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nan-origin", str(path / "training"), "--json"]) == 1
-    document = json.loads(capsys.readouterr().out)
+def test_nan_of_one_rank_is_traced_back_through_the_reducer(path: Path) -> None:
+    status, document = run_json("nan-origin", path / "training")
+    assert status == 1
     assert [(origin["rank"], origin["name"], origin["kind"]) for origin in document["origins"]] == [
         (1, "Torch.log.0.forward", "computation")
     ]
@@ -203,19 +202,11 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def dumped_in(path: Path, body: Callable[[], object]) -> dict[str, Any]:
-    dump = StatsDump({"dump_path": str(path)})
-    with dump:
-        body()
-    dump.step()
-    document = json.loads((path / "step0/rank0/dump.json").read_text())["data"]
-    assert isinstance(document, dict)
-    return document
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_stack_of_a_collective_begins_in_the_program(tmp_path: Path) -> None:
-    dumped_in(tmp_path, lambda: dist.all_reduce(torch.ones(3)))
+    with StatsDump({"dump_path": str(tmp_path)}) as dump:
+        dist.all_reduce(torch.ones(3))
+    dump.step()
     first = open_rank(tmp_path / "step0/rank0").stack_of("Distributed.all_reduce.0.forward")[0]
     assert first.startswith(f"File {__file__}, ")
 
@@ -228,14 +219,13 @@ def test_error_of_the_dump_does_not_reach_a_collective(
     def fails(*args: object, **kwargs: object) -> None:
         raise ValueError("made up")
 
-    def body() -> None:
-        dist.all_reduce(tensor, async_op=True).wait()
-        model(torch.ones(1, 1)).sum().backward()
-
     monkeypatch.setattr(f"ddpstats.dump.record.recorder.Recorder.{method}", fails)
     tensor, model = torch.ones(3), DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    with StatsDump({"dump_path": str(tmp_path)}) as dump:
+        dist.all_reduce(tensor, async_op=True).wait()
+        model(torch.ones(1, 1)).sum().backward()
     with pytest.warns(UserWarning, match="could not be collected"):
-        dumped_in(tmp_path, body)
+        dump.step()
     assert tensor.tolist() == [1.0, 1.0, 1.0]
     assert [parameter.grad for parameter in model.parameters()] == [torch.ones(1, 1)]
     assert "made up" in (tmp_path / "step0/rank0/dump_error_info.log").read_text()

@@ -3,109 +3,64 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from ddpstats.cli import main
-from tests.dump.formula_model import dump_formula_model
-from tests.dump.hand_made import backward, forward, tensor, write_lines, write_rank
+from tests.dump.collecting import dumped
+from tests.dump.hand_made import ONE, changed, forward, tensor, two, write_lines, write_rank
+from tests.dump.verbs import compare, compare_json
 
-MSPROBE = Path(__file__).parent / "msprobe_dump"
-ONE = [
-    ("Functional.linear.0.forward", forward([tensor(1.0, 2.0)], [tensor(3.0, 4.0)])),
-    ("Torch.relu.0.forward", forward([tensor(3.0, 4.0)], [tensor(3.0, 4.0)])),
-    ("Torch.relu.0.backward", backward([tensor(1.0, 1.0)], [tensor(1.0, 1.0)])),
-]
 HEADER = """NPU Name,Bench Name,NPU Dtype,Bench Dtype,NPU Tensor Shape,Bench Tensor Shape,NPU Requires_grad
 Bench Requires_grad,Max diff,Min diff,Mean diff,L2norm diff,MaxRelativeErr,MinRelativeErr,MeanRelativeErr
 NormRelativeErr,NPU max,NPU min,NPU mean,NPU l2norm,Bench max,Bench min,Bench mean,Bench l2norm
 Requires_grad Consistent,Result,Err_message,NPU_Stack_Info"""
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return dump_formula_model(tmp_path_factory.mktemp("ours"))
+def dump_step(path: Path, *, change: float = 0.0, **config: Any) -> Path:
+    """Dump a step of two layers, with ``change`` added to one weight of the second; return its directory."""
+    torch.manual_seed(0)
+    last = nn.Linear(4, 2)
+    with torch.no_grad():
+        last.weight.copy_(torch.arange(8.0).view(2, 4) / 8)
+        last.weight[0, 0] += change
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), last)
+    dumped(path, lambda: model(torch.ones(2, 3)).square().sum().backward(), model, "mix", **config)
+    return path / "step0"
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("saved")
     changes = {"plain": 0.0, "again": 0.0, "changed": 4.0, "slightly": 1e-4}
-    return {name: dump_formula_model(root / name, task="tensor", change=change) for name, change in changes.items()}
+    return {name: dump_step(root / name, task="tensor", change=change) for name, change in changes.items()}
 
 
-def compare(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    status = main(["compare", *map(str, words)])
-    out, err = capsys.readouterr()
-    return status, out + err
-
-
-def compare_json(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
-    status, out = compare(*words, "--json", capsys=capsys)
-
-    def refuse(word: str) -> float:
-        raise AssertionError(f"{word} is not JSON")
-
-    report = json.loads(out, parse_constant=refuse)
-    assert isinstance(report, dict)
-    return status, report
-
-
-def two(tmp_path: Path, a: Any, b: Any, **more: Any) -> tuple[Path, Path]:
-    return write_rank(tmp_path / "a" / "rank0", a, **more), write_rank(tmp_path / "b" / "rank0", b, **more)
-
-
-def changed(index: int, **leaf: Any) -> list[Any]:
-    """`ONE`, with other fields in the output of one entry."""
-    entries = json.loads(json.dumps(ONE))
-    entries[index][1]["output"][0].update(leaf)
-    return [(name, entry) for name, entry in entries]
-
-
-@pytest.mark.parametrize("swapped", [False, True])
-def test_dump_of_msprobe_is_compared_with_ours(swapped: bool, ours: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pair = [MSPROBE, ours][:: -1 if swapped else 1]
-    status, report = compare_json(*pair, capsys=capsys)
-    (rank,) = report["comparisons"]
-    assert (status, report["mode"]) == (0, "statistics")
-    assert rank["lacking"] == {}
-    assert rank["entries"] == len(json.loads((MSPROBE / "step0" / "rank" / "dump.json").read_text())["data"]) > 15
-    assert rank["unequal"] > 0, "msprobe's means and norms are rounded to float32"
-    assert compare(*pair, "--exact", capsys=capsys)[0] == 1
-
-
-def test_changed_weight_is_found_with_module_and_line(
-    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = dump_formula_model(tmp_path, change=4.0)
-    status, text = compare(other, ours, capsys=capsys)
+def test_changed_weight_is_found_with_module_and_line(tmp_path: Path) -> None:
+    status, text = compare(dump_step(tmp_path / "a", change=4.0), dump_step(tmp_path / "b"))
     assert status == 1
     assert "DIFFERENT: of " in text
     assert "Functional.linear.1.forward  input.1  torch.float32 [2, 4]" in text
-    assert "inside Module.fc2.Linear.forward.0" in text
-    assert "formula_model.py, line" in text
+    assert "inside Module.2.Linear.forward.0" in text
+    assert "test_compare.py, line" in text
     assert "first that differs:" in text
-    _, against_theirs = compare(other, MSPROBE, capsys=capsys)
-    assert "Functional.linear.1.forward" in against_theirs
 
 
-def test_equal_dumps_are_equal_in_their_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = compare(*two(tmp_path, ONE, ONE), capsys=capsys)
+def test_equal_dumps_are_equal_in_their_statistics(tmp_path: Path) -> None:
+    status, text = compare(*two(tmp_path, ONE, ONE))
     assert status == 0
     assert text.startswith("NOTHING DIFFERENT: 6 tensors in 1 rank: 6 equal in all their statistics (which")
 
 
-def test_first_unequal_and_first_over_the_tolerance_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_first_unequal_and_first_over_the_tolerance_are_named(tmp_path: Path) -> None:
     entries = changed(0, Mean=3.5000001)
     entries[1:] = changed(1, Mean=35.0)[1:]
-    status, report = compare_json(*two(tmp_path, entries, ONE), capsys=capsys)
+    status, report = compare_json(*two(tmp_path, entries, ONE))
     (rank,) = report["comparisons"]
     assert status == 1
     assert (rank["unequal"], rank["failed"]) == (2, 1)
@@ -115,35 +70,15 @@ def test_first_unequal_and_first_over_the_tolerance_are_named(
     assert second["verdict"]["errors"]["Mean"] == [pytest.approx(31.5), pytest.approx(9.0)]
 
 
-def test_below_the_tolerance_is_not_different_unless_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_below_the_tolerance_is_not_different_unless_exact(tmp_path: Path) -> None:
     pair = two(tmp_path, changed(0, Max=4.1), ONE)
-    status, text = compare(*pair, capsys=capsys)
+    status, text = compare(*pair)
     assert status == 0
     assert text.startswith("NOTHING DIFFERENT by the rule: of 6 tensors")
     assert "1 differ at all." in text
     assert "Other values" not in text
-    assert compare(*pair, "--exact", capsys=capsys)[0] == 1
-    assert compare(*pair, "--tolerance", "0.01", capsys=capsys)[0] == 1
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "status"),
-    [
-        ("nan", 4.0, 1),
-        (4.0, math.nan, 1),
-        ("NaN", math.nan, 0),
-        (math.inf, "inf", 0),
-        (math.inf, "-Infinity", 1),
-        (math.inf, 4.0, 1),
-        (0.0, 0, 0),
-        (1e-9, 0.0, 1),
-        (None, 4.0, 0),
-    ],
-)
-def test_nan_infinity_and_null_are_compared_by_the_rules(
-    a: Any, b: Any, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert compare(*two(tmp_path, changed(0, Max=a), changed(0, Max=b)), capsys=capsys)[0] == status
+    assert compare(*pair, "--exact")[0] == 1
+    assert compare(*pair, "--tolerance", "0.01")[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -151,42 +86,27 @@ def test_nan_infinity_and_null_are_compared_by_the_rules(
     [
         (changed(0, shape=[1, 2]), "the shape is [1, 2] in A and [2] in B"),
         (ONE[1:], "A lacks this entry"),
-        ([*ONE, ("Torch.new.0.forward", forward([tensor(1.0)]))], "B lacks this entry"),
-        ([("Functional.linear.0.forward", forward([tensor(1.0, 2.0)], [])), *ONE[1:]], "A lacks this tensor"),
+        ([*ONE, ("Torch.new.0.forward", forward(tensor(1.0)))], "B lacks this entry"),
+        ([("Functional.linear.0.forward", forward(tensor(1.0, 2.0))), *ONE[1:]], "A lacks this tensor"),
     ],
 )
-def test_entry_or_tensor_without_counterpart_is_not_comparable(
-    a: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, text = compare(*two(tmp_path, a, ONE), capsys=capsys)
+def test_entry_or_tensor_without_counterpart_is_not_comparable(a: Any, words: str, tmp_path: Path) -> None:
+    status, text = compare(*two(tmp_path, a, ONE))
     assert status == 1
     assert words in text
 
 
-def test_other_dtype_is_a_note_and_other_argument_a_difference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    entries = changed(0, dtype="torch.bfloat16")
-    status, text = compare(*two(tmp_path, entries, ONE), capsys=capsys)
-    assert status == 0
-    assert "dtype is torch.bfloat16 in A and torch.float32 in B" in text
-    values = [[("Torch.add.0.forward", forward([{"type": "int", "value": value}]))] for value in (3, 4)]
-    status, text = compare(*two(tmp_path / "plain", *values), capsys=capsys)
-    assert status == 1
-    assert "3 in A and 4 in B" in text
-
-
-def test_entries_in_another_order_are_paired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    many = [(f"Torch.add.{n}.forward", forward([tensor(float(n))])) for n in range(300)]
+def test_entries_in_another_order_are_paired(tmp_path: Path) -> None:
+    many = [(f"Torch.add.{n}.forward", forward(tensor(float(n)))) for n in range(300)]
     shifted = [*many[150:], *many[:150]]
-    assert compare(*two(tmp_path, many, shifted), capsys=capsys)[0] == 0
+    assert compare(*two(tmp_path, many, shifted))[0] == 0
 
 
-def test_csv_has_the_columns_of_msprobe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    entries = [*changed(0, Max=8.0, requires_grad=True), ("=1+1", forward([tensor(1.0)]))]
+def test_csv_has_the_columns_of_msprobe(tmp_path: Path) -> None:
+    entries = [*changed(0, Max=8.0, requires_grad=True), ("=1+1", forward(tensor(1.0)))]
     stacks = {"Functional.linear.0.forward": ["File /a.py, line 3, in f,\n    y"]}
     file = tmp_path / "t.csv"
-    assert compare(*two(tmp_path, entries, ONE, stacks=stacks), "--csv", file, capsys=capsys)[0] == 1
+    assert compare(*two(tmp_path, entries, ONE, stacks=stacks), "--csv", file)[0] == 1
     with file.open(newline="") as opened:
         rows = list(csv.DictReader(opened))
     assert list(rows[0]) == HEADER.replace("\n", ",").split(",")
@@ -199,10 +119,10 @@ def test_csv_has_the_columns_of_msprobe(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(rows) == 7
 
 
-def test_html_page_is_escaped_and_highlights_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    entries = [*changed(0, Max=math.nan), ("<script>alert(1)</script>", forward([tensor(1.0)]))]
+def test_html_page_is_escaped_and_highlights_rows(tmp_path: Path) -> None:
+    entries = [*changed(0, Max=math.nan), ("<script>alert(1)</script>", forward(tensor(1.0)))]
     file = tmp_path / "t.html"
-    assert compare(*two(tmp_path, entries, ONE), "--html", file, capsys=capsys)[0] == 1
+    assert compare(*two(tmp_path, entries, ONE), "--html", file)[0] == 1
     page = file.read_text()
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)" in page
@@ -212,79 +132,63 @@ def test_html_page_is_escaped_and_highlights_rows(tmp_path: Path, capsys: pytest
     assert page.index("Functional.linear.0.forward.output.0") < page.index("script&gt;alert")
 
 
-def test_checksums_are_compared_where_both_have_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checksums_are_compared_where_both_have_them(tmp_path: Path) -> None:
     def entries(md5: str) -> Any:
-        return [("Torch.a.0.forward", forward([tensor(1.0, md5="00000000")], [tensor(1.0, md5=md5)]))]
+        return [("Torch.a.0.forward", forward(tensor(1.0, md5="00000000"), out=tensor(1.0, md5=md5)))]
 
     same = two(tmp_path / "same", entries("1234abcd"), entries("1234abcd"))
-    assert compare_json(*same, capsys=capsys)[1]["mode"] == "md5"
-    assert compare(*same, capsys=capsys)[0] == 0
-    other = two(tmp_path / "other", entries("1234abcd"), entries("1234abce"))
-    status, text = compare(*other, "--csv", tmp_path / "t.csv", capsys=capsys)
+    assert compare_json(*same)[1]["mode"] == "md5"
+    assert compare(*same)[0] == 0
+    unequal = two(tmp_path / "other", entries("1234abcd"), entries("1234abce"))
+    status, text = compare(*unequal, "--csv", tmp_path / "t.csv")
     assert status == 1
     assert text.index("1234abcd") < text.index("1234abce")
     rows = csv.DictReader((tmp_path / "t.csv").read_text().splitlines())
     assert [row["Result"] for row in rows] == ["Pass", "Different"]
-    assert compare(*other, "--mode", "statistics", capsys=capsys)[0] == 0, "statistics are equal"
+    assert compare(*unequal, "--mode", "statistics")[0] == 0, "statistics are equal"
 
 
-def test_equal_tensors_are_equal_element_by_element(saved: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = compare(saved["plain"], saved["again"], capsys=capsys)
-    assert status == 0
-    assert "equal element by element." in text
-
-
-def test_different_tensors_are_described_and_judged(
-    saved: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_different_tensors_are_described_and_judged(saved: dict[str, Path], tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
-    status, text = compare(saved["changed"], saved["plain"], "--csv", file, capsys=capsys)
+    status, text = compare(saved["again"], saved["plain"])
+    assert (status, "equal element by element." in text) == (0, True)
+    status, text = compare(saved["changed"], saved["plain"], "--csv", file)
     assert status == 1
     assert "element 0 of 8 differs: a single one" in text
-    with file.open(newline="") as opened:
-        rows = {row["NPU Name"]: row for row in csv.DictReader(opened)}
+    rows = {row["NPU Name"]: row for row in csv.DictReader(file.read_text().splitlines())}
     weight = rows["Functional.linear.1.forward.input.1"]
-    assert (weight["MaxAbsErr"], weight["One Thousandth Err Ratio"], weight["Accurate or Not"]) == (
-        "4.0",
-        "0.875",
-        "No",
-    )
+    numbers = [weight[column] for column in ("MaxAbsErr", "One Thousandth Err Ratio", "Accurate or Not")]
+    assert numbers == ["4.0", "0.875", "No"]
     assert rows["Functional.linear.0.forward.input.0"]["Accurate or Not"] == "Yes"
-    status, whole = compare_json(saved["slightly"], saved["plain"], capsys=capsys)
+    status, whole = compare_json(saved["slightly"], saved["plain"])
     assert (status, whole["mode"], whole["comparisons"][0]["unequal"] > 0) == (0, "tensor", True)
 
 
-def test_two_tensors_of_one_dump_are_compared_by_name(
-    saved: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = ["Functional.linear.1.backward.output.0", "Torch.relu.0.backward.input.0"]
-    status, text = compare(saved["plain"], "--tensor", *names, capsys=capsys)
+def test_two_tensors_of_one_dump_are_compared_by_name(saved: dict[str, Path]) -> None:
+    names = ["Functional.linear.1.backward.output.0", "Functional.relu.0.backward.input.0"]
+    status, text = compare(saved["plain"], "--tensor", *names)
     assert status == 0
     assert text.startswith("NOTHING DIFFERENT: 1 tensor in 1 rank: 1 equal element by element")
     name = "Functional.linear.1.forward.input.1"
-    status, report = compare_json(saved["changed"], saved["plain"], "--tensor", name, capsys=capsys)
+    status, report = compare_json(saved["changed"], saved["plain"], "--tensor", name)
     assert status == 1
     assert report["comparisons"][0]["rows"][0]["verdict"]["closeness"]["runs"]["first"] == [[0, 1]]
-    status, text = compare(saved["plain"], "--tensor", names[0], "Torch.relu.0.backward.input.7", capsys=capsys)
+    status, text = compare(saved["plain"], "--tensor", names[0], "Functional.relu.0.backward.input.7")
     assert status == 2
-    assert "has no tensor Torch.relu.0.backward.input.7. It has Torch.relu.0.backward.input.0" in text
-    status, text = compare(saved["plain"], "--tensor", names[0], name, capsys=capsys)
+    assert "has no tensor Functional.relu.0.backward.input.7. It has Functional.relu.0.backward.input.0" in text
+    status, text = compare(saved["plain"], "--tensor", names[0], name)
     assert status == 1
     assert "elements differ" in text
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning", "ignore:TypedStorage")
-def test_file_that_holds_no_plain_tensor_is_refused(
-    saved: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import torch
-
+def test_file_that_holds_no_plain_tensor_is_refused(saved: dict[str, Path], tmp_path: Path) -> None:
     copy = tmp_path / "step0"
     shutil.copytree(saved["plain"], copy)
     file = copy / "rank" / "dump_tensor_data" / "Functional.linear.0.forward.input.0.pt"
 
     def refused() -> str:
-        status, text = compare(copy, saved["plain"], capsys=capsys)
+        status, text = compare(copy, saved["plain"])
         assert status == 2
         return text
 
@@ -309,126 +213,80 @@ def test_file_that_holds_no_plain_tensor_is_refused(
     assert "is not there" in refused()
 
 
-def test_ranks_are_paired_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for side in ("a", "b"):
-        for rank in (0, 1):
-            entries = changed(1, Max=40.0) if (side, rank) == ("a", 1) else ONE
-            write_rank(tmp_path / side / "step0" / f"rank{rank}", entries)
-    write_rank(tmp_path / "b" / "step0" / "rank2", ONE)
-    file = tmp_path / "t.csv"
-    status, text = compare(tmp_path / "a", tmp_path / "b", "--csv", file, capsys=capsys)
-    assert status == 1
-    assert "A lacks rank 2." in text
-    assert "rank 1: 3 entries on all sides" in text
-    assert (tmp_path / "t_rank0.csv").exists()
-    assert (tmp_path / "t_rank1.csv").exists()
-
-
-def test_incomplete_dump_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomplete_dump_is_named(tmp_path: Path) -> None:
     write_rank(tmp_path / "b" / "rank0", ONE, level="L1")
     write_lines(tmp_path / "a" / "rank0", ONE[:2], '{"na')
-    status, text = compare(tmp_path / "a", tmp_path / "b", capsys=capsys)
+    status, text = compare(tmp_path / "a", tmp_path / "b")
     assert status == 1
     assert "incomplete: the run ended inside this step" in text
     assert "A lacks this entry" in text
 
 
-def test_dumps_of_other_levels_or_steps_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dumps_of_other_levels_or_steps_are_noted(tmp_path: Path) -> None:
     for name, level in (("L1", "L1"), ("mix", "mix")):
         write_rank(tmp_path / name / "step0" / "rank0", ONE, level=level)
     write_rank(tmp_path / "mix" / "step5" / "rank0", ONE)
-    status, text = compare(tmp_path / "L1", tmp_path / "mix" / "step0", capsys=capsys)
+    status, text = compare(tmp_path / "L1", tmp_path / "mix" / "step0")
     assert (status, "note: A is of level L1, B of level mix" in text) == (0, True)
-    status, text = compare(tmp_path / "mix" / "step0", tmp_path / "mix" / "step5", capsys=capsys)
+    status, text = compare(tmp_path / "mix" / "step0", tmp_path / "mix" / "step5")
     assert (status, "note: A is of step 0, B of step 5" in text) == (0, True)
-    status, text = compare(tmp_path / "mix", tmp_path / "mix", capsys=capsys)
+    status, text = compare(tmp_path / "mix", tmp_path / "mix")
     assert (status, "has 2 steps: step0, step5" in text) == (2, True)
-    assert compare(tmp_path / "mix", tmp_path / "mix", "--step", 5, capsys=capsys)[0] == 0
-    status, text = compare(tmp_path / "mix", tmp_path / "mix", "--step", 4, capsys=capsys)
+    assert compare(tmp_path / "mix", tmp_path / "mix", "--step", 5)[0] == 0
+    status, text = compare(tmp_path / "mix", tmp_path / "mix", "--step", 4)
     assert (status, "has 2 steps: step0, step5" in text) == (2, True)
 
 
-def test_damaged_or_missing_dump_ends_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_or_missing_dump_ends_with_status_2(tmp_path: Path) -> None:
     a, b = two(tmp_path, ONE, ONE)
-    assert compare(a, tmp_path / "nowhere", capsys=capsys)[0] == 2
-    assert compare(a, tmp_path, capsys=capsys)[0] == 2
+    assert compare(a, tmp_path / "nowhere")[0] == 2
+    assert compare(a, tmp_path)[0] == 2
     (b / "dump.json").write_bytes((a / "dump.json").read_bytes()[:-100])
-    status, text = compare(a, b, capsys=capsys)
+    status, text = compare(a, b)
     assert status == 2
     assert f"{b / 'dump.json'}: " in text
     assert "is damaged" in text
-    status, text = compare(a, "--json", capsys=capsys)
+    status, text = compare(a, "--json")
     assert (status, "is one rank" in text) == (2, True)
 
 
-def odd_leaves(mask_max: bool) -> list[Any]:
-    """Return entries with what msprobe writes besides plain tensors."""
-    empty = {"type": "torch.Tensor", "dtype": "torch.bool", "shape": [2], "Mean": None, "Norm": None}
-    mask = {**empty, "Max": mask_max, "Min": False, "requires_grad": False}
-    nothing = {**empty, "dtype": "torch.float32", "shape": [0], "Max": None, "Min": None, "requires_grad": False}
-    group = {"type": "torch.ProcessGroup", "group_ranks": [0, 1], "group_id": "1a2b3c4d"}
-    part = {"type": "slice", "value": [None, 3, None]}
-    reduced = forward([tensor(1.0)], [tensor(2.0)])
-    return [
-        ("Tensor.masked_fill.0.forward", forward([mask, nothing, None, part], [tensor(2.0, shape=[])])),
-        ("Distributed.all_reduce.0.forward", {**reduced, "input_kwargs": {"group": group, "op": None}}),
-        ("Module.fc.Linear.forward.0", forward([tensor(1.0)], [tensor(2.0)], parameters={"weight": tensor(3.0)})),
-        ("Module.fc.Linear.parameters_grad", {"weight": [tensor(4.0)]}),
-        ("Tensor.add.0.forward", forward([tensor(1.0)], [tensor(2.0)], is_recompute=True)),
-    ]
-
-
-@pytest.mark.parametrize("layout", ["lines", 1])
-def test_leaves_that_msprobe_writes_beside_tensors_are_compared(
-    layout: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a, b = two(tmp_path, odd_leaves(True), odd_leaves(True), layout=layout)
-    assert compare(a, b, "--exact", "--csv", tmp_path / "t.csv", capsys=capsys)[0] == 0
-    c = write_rank(tmp_path / "c" / "rank0", odd_leaves(False), layout=layout)
-    status, report = compare_json(a, c, capsys=capsys)
-    (first,) = report["comparisons"][0]["rows"]
-    assert (status, first["names"]["A"], first["path"]) == (1, "Tensor.masked_fill.0.forward", "input.0")
-
-
-def test_entries_of_one_side_are_counted_beside_the_tensors_of_both(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_entries_of_one_side_are_counted_beside_the_tensors_of_both(tmp_path: Path) -> None:
     many = [(f"Torch.add.{number}.forward", ONE[0][1]) for number in range(50)]
     pair = two(tmp_path, [*changed(1, Mean=35.0), *many], ONE)
-    status, text = compare(*pair, capsys=capsys)
+    status, text = compare(*pair)
     first = text.splitlines()[0]
     assert status == 1
     assert first.startswith("DIFFERENT: of 6 tensors in 1 rank, 1 are over the tolerance 0.5, 1 differ at all.")
     assert first.endswith("Other values that differ or have no counterpart: 50.")
     assert "50 entries not in B" in text
-    (rank,) = compare_json(*pair, capsys=capsys)[1]["comparisons"]
+    (rank,) = compare_json(*pair)[1]["comparisons"]
     assert (rank["unequal_tensors"], rank["failed_tensors"], rank["lacking"]) == (1, 1, {"B": 50})
 
 
-def test_rows_that_fail_are_kept_behind_many_that_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_fail_are_kept_behind_many_that_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpstats.dump.analyze.compare.KEPT_ROWS", 3)
-    many = [(f"Torch.add.{number}.forward", forward([tensor(1.0)])) for number in range(20)]
-    other = [(name, forward([tensor(1.0001)])) for name, _ in many[:-1]]
-    pair = two(tmp_path, [*other, (many[-1][0], forward([tensor(9.0)]))], many)
-    (rank,) = compare_json(*pair, capsys=capsys)[1]["comparisons"]
+    many = [(f"Torch.add.{number}.forward", forward(tensor(1.0))) for number in range(20)]
+    almost_equal = [(name, forward(tensor(1.0001))) for name, _ in many[:-1]]
+    pair = two(tmp_path, [*almost_equal, (many[-1][0], forward(tensor(9.0)))], many)
+    (rank,) = compare_json(*pair)[1]["comparisons"]
     assert (rank["unequal"], rank["failed"]) == (20, 1)
     assert [row["names"]["A"] for row in rank["rows"]] == [f"Torch.add.{number}.forward" for number in (0, 1, 2, 19)]
 
 
-def test_ranks_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_are_paired_by_number_and_chosen(tmp_path: Path) -> None:
     for side in ("a", "b"):
         for rank in range(4):
             entries = changed(1, Max=40.0) if (side, rank) == ("a", 1) else ONE
             write_rank(tmp_path / side / "step0" / f"rank{rank}", entries)
+    write_rank(tmp_path / "b" / "step0" / "rank4", ONE)
     pair = tmp_path / "a", tmp_path / "b"
-    assert compare(*pair, capsys=capsys)[0] == 1
-    status, report = compare_json(*pair, "--ranks", "0,2-3", capsys=capsys)
+    status, text = compare(*pair, "--csv", tmp_path / "t.csv")
+    assert (status, "A lacks rank 4." in text, "rank 1: 3 entries on all sides" in text) == (1, True, True)
+    assert sorted(path.name for path in tmp_path.glob("*.csv")) == [f"t_rank{rank}.csv" for rank in range(4)]
+    status, report = compare_json(*pair, "--ranks", "0,2-3")
     assert (status, [each["ranks"] for each in report["comparisons"]]) == (0, [[0], [2], [3]])
-    status, text = compare(*pair, "--ranks", "7-99999999999", capsys=capsys)
+    status, text = compare(*pair, "--ranks", "7-99999999999")
     assert (status, "has none of the ranks that --ranks names" in text) == (2, True)
-    status, text = compare(tmp_path / "a", "--tensor", "x", "y", capsys=capsys)
+    status, text = compare(tmp_path / "a", "--tensor", "x", "y")
     assert (status, "has ranks 0, 1, 2, 3. Choose one with --ranks" in text) == (2, True)
-    name = "Torch.relu.0.forward.output.0"
-    assert compare(*pair, "--ranks", "1", "--tensor", name, capsys=capsys)[0] == 1
+    assert compare(*pair, "--ranks", "1", "--tensor", "Torch.relu.0.forward.output.0")[0] == 1

@@ -28,8 +28,8 @@ def dump(path: Path, layout: str, size_bytes: int, *, mean: float) -> str:
     """Write a rank's dump, whole or as a killed run leaves it; ``mean`` is one of the last entry's numbers."""
     path.mkdir(parents=True)
     stack = [f"File /home/somebody/project/model/layer{depth}.py, line 12, in forward, x = f(x)" for depth in range(20)]
-    entry = forward([tensor(1.0, 2.0)] * 4, [tensor(3.0, 4.0)] * 2)
-    last = forward([{**tensor(1.0, 2.0), "Mean": mean}])
+    entry = forward(*[tensor(1.0, 2.0)] * 4, out=[tensor(3.0, 4.0)] * 2)
+    last = forward({**tensor(1.0, 2.0), "Mean": mean})
     with (path / layout).open("w") as file:
         if layout == "dump.json":
             file.write('{"task": "statistics", "level": "L1", "ddpstats": 1, "data": {\n')

@@ -35,7 +35,7 @@ def rows(*entries: Any, mode: CompareMode = "statistics", tolerance: float = 0.5
 
 
 def of_inputs(a: Any, b: Any, mode: CompareMode = "statistics", tolerance: float = 0.5) -> LeafVerdict:
-    (row,) = rows(forward([a]), forward([b]), mode=mode, tolerance=tolerance)
+    (row,) = rows(forward(a), forward(b), mode=mode, tolerance=tolerance)
     return row.verdict
 
 
@@ -168,7 +168,7 @@ def test_equal_arguments_and_devices_do_not_fail() -> None:
         (plain("int", 1), plain("float", 1.0)),
     ):
         assert not of_inputs(a, b).unequal
-    assert rows(forward([plain("torch.device", "cuda:0")]), forward([plain("torch.device", "cpu")])) == []
+    assert rows(forward(plain("torch.device", "cuda:0")), forward(plain("torch.device", "cpu"))) == []
 
 
 def test_equal_checksums_are_equal_whatever_another_tool_made_of_the_statistics() -> None:
@@ -183,11 +183,11 @@ def test_equal_checksums_are_equal_whatever_another_tool_made_of_the_statistics(
 @pytest.mark.parametrize(
     ("a", "b", "highlight"),
     [
-        (forward([tensor(NAN)]), forward([tensor(1.0)]), [NONFINITE]),
-        (forward([tensor(NAN)]), forward([tensor(NAN)]), [""]),
-        (forward([tensor(1.005)], [tensor(1.2)]), forward([tensor(1.0)], [tensor(1.0)]), ["", GROWTH]),
-        (forward([tensor(1.02)], [tensor(1.2)]), forward([tensor(1.0)], [tensor(1.0)]), ["", ""]),
-        (forward([], [tensor(1.2)]), forward([], [tensor(1.0)]), [""]),
+        (forward(tensor(NAN)), forward(tensor(1.0)), [NONFINITE]),
+        (forward(tensor(NAN)), forward(tensor(NAN)), [""]),
+        (forward(tensor(1.005), out=tensor(1.2)), forward(tensor(1.0), out=tensor(1.0)), ["", GROWTH]),
+        (forward(tensor(1.02), out=tensor(1.2)), forward(tensor(1.0), out=tensor(1.0)), ["", ""]),
+        (forward(out=tensor(1.2)), forward(out=tensor(1.0)), [""]),
     ],
 )
 def test_what_is_worth_a_look_is_highlighted(a: Any, b: Any, highlight: list[str]) -> None:
@@ -210,7 +210,7 @@ def test_what_is_worth_a_look_is_highlighted(a: Any, b: Any, highlight: list[str
 def test_sides_with_equal_values_are_a_group_and_the_largest_one_is_the_reference(
     weights: list[float], groups: list[list[int]], culprits: list[int], sides: tuple[int, int]
 ) -> None:
-    (row,) = rows(*(forward([tensor(weight)]) for weight in weights))
+    (row,) = rows(*(forward(tensor(weight)) for weight in weights))
     assert row.groups == [[f"rank {rank}" for rank in group] for group in groups]
     assert row.culprits == [f"rank {rank}" for rank in culprits]
     assert row.sides == tuple(f"rank {rank}" for rank in sides)

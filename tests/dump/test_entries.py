@@ -19,7 +19,7 @@ def paths(entry: DumpEntry) -> dict[str, list[str]]:
 
 def test_tensors_of_a_forward_entry_are_found_by_path() -> None:
     leaf = tensor(1.0)
-    raw = forward([leaf, [leaf, {"a": leaf}], {"type": "int", "value": 3}, None], [leaf, None])
+    raw = forward(leaf, [leaf, {"a": leaf}], {"type": "int", "value": 3}, None, out=[leaf, None])
     raw["input_kwargs"] = {"mask": leaf, "type": leaf, "p": {"type": "float", "value": 0.1}}
     raw["parameters"] = {"weight": leaf, "sub.bias": leaf}
     assert paths(DumpEntry("x", raw)) == {
@@ -38,8 +38,8 @@ def test_tensors_of_a_forward_entry_are_found_by_path() -> None:
 
 def test_paths_in_backward_entries_and_gradients() -> None:
     leaf = tensor(1.0)
-    assert paths(DumpEntry("x", backward([leaf], [None, leaf])))["inputs"] == ["input.0"]
-    assert paths(DumpEntry("x", backward([leaf], [None, leaf])))["outputs"] == ["output.1"]
+    assert paths(DumpEntry("x", backward(leaf, out=[None, leaf])))["inputs"] == ["input.0"]
+    assert paths(DumpEntry("x", backward(leaf, out=[None, leaf])))["outputs"] == ["output.1"]
     assert paths(DumpEntry("x", {"weight": [leaf], "bias": [leaf, leaf]}))["leaves"] == ["weight", "bias.0", "bias.1"]
     assert paths(DumpEntry("x", {"input": None, "output": leaf, "is_recompute": True}))["leaves"] == ["output"]
     assert DumpEntry("x", {"is_recompute": True}).is_recompute
@@ -80,7 +80,7 @@ def test_deeply_nested_entry_is_refused() -> None:
         nested = [nested]
     for held in (nested, {"type": "slice", "value": nested}, {**tensor(1.0), "later": {"a": nested}}):
         with pytest.raises(DumpError, match="nested more than 64 deep"):
-            list(DumpEntry("x", forward([held])).values())
+            list(DumpEntry("x", forward(held)).values())
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,6 @@ def test_deeply_nested_entry_is_refused() -> None:
     ],
 )
 def test_unusable_field_is_named(field: str, value: Any, words: str) -> None:
-    entry = DumpEntry("Torch.add.0.forward", forward([{**tensor(1.0), field: value}]), "r/dump.json")
+    entry = DumpEntry("Torch.add.0.forward", forward({**tensor(1.0), field: value}), "r/dump.json")
     with pytest.raises(DumpError, match=r"r/dump.json: Torch.add.0.forward: input.0: " + words):
         list(entry.leaves())

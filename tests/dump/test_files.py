@@ -14,7 +14,7 @@ from ddpstats.dump.analyze.nan_origin import examine
 from ddpstats.errors import DumpError
 from tests.dump.hand_made import as_lines, backward, document, forward, tensor, write_lines, write_rank
 
-ENTRIES = [("Torch.a.0.forward", forward([tensor(1.0)], [tensor(2.0)])), ("Torch.b.0.forward", forward([tensor(2.0)]))]
+ENTRIES = [("Torch.a.0.forward", forward(tensor(1.0), out=tensor(2.0))), ("Torch.b.0.forward", forward(tensor(2.0)))]
 
 
 @pytest.mark.parametrize("path", [".", "step3", "step3/rank0", "step3/rank0/dump.json"])
@@ -58,6 +58,8 @@ def test_dump_of_a_killed_run_is_read_without_its_broken_last_line(tmp_path: Pat
     assert [entry.raw for entry in dump.entries()] == [raw for _, raw in ENTRIES]
     assert dump.stack_of("Torch.b.0.forward") == ["at Torch.b.0.forward"]
     assert dump.parent_of("Torch.b.0.forward") is None
+    for member in dump.entry_texts():
+        assert dump.reread(member.key, member.offset, member.size) == member
 
 
 @pytest.mark.parametrize("first", ["", '{"task": "stat'])
@@ -146,10 +148,10 @@ def test_large_file_of_another_layout_is_refused(tmp_path: Path, monkeypatch: py
 
 
 ODD = [
-    ("Functional.linear.0.forward", forward([tensor(1.0, 2.0)], [tensor(3.0), {"type": "str", "value": 'a "}{" b'}])),
-    ('Tensor.é\\."1.backward', backward([tensor(float("nan"), 1.0)], [None, {}])),
+    ("Functional.linear.0.forward", forward(tensor(1.0, 2.0), out=[tensor(3.0), {"type": "str", "value": 'a "}{" b'}])),
+    ('Tensor.é\\."1.backward', backward(tensor(float("nan"), 1.0), out=[None, {}])),
     ("empty", {}),
-    *((f"Torch.add.{n}.forward", forward([tensor(float(n)), {"type": "slice", "value": [None, 1]}])) for n in range(9)),
+    *((f"Torch.add.{n}.forward", forward(tensor(float(n)), {"type": "slice", "value": [None, 1]})) for n in range(9)),
 ]
 WHOLE = document(ODD)
 LAYOUTS = {
@@ -181,12 +183,6 @@ def test_file_cut_anywhere_is_refused(layout: str, tmp_path: Path) -> None:
         with pytest.raises(DumpError, match=r"dump\.json: .*\. It is damaged, not copied completely") as caught:
             list(open_rank(tmp_path).entries())
         assert caught.value.path == str(tmp_path / "dump.json")
-
-
-def test_entry_of_a_killed_run_is_read_again(tmp_path: Path) -> None:
-    dump = open_rank(write_lines(tmp_path / "rank0", ENTRIES))
-    for member in list(dump.entry_texts()):
-        assert dump.reread(member.key, member.offset, member.size) == member
 
 
 def test_pipe_is_not_read(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ddpstats.dump import StatsDump
 from tests.dump.collecting import Block, dumped
 
 Inputs = tuple[Tensor, ...]
@@ -23,13 +26,6 @@ def noise(*shape: int, seed: int = 1) -> Tensor:
 class Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(q, k, v)
-
-
-class Residual(nn.Module):
-    """A module whose input has three users."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x.sin() * x
 
 
 class Views(nn.Module):
@@ -81,16 +77,6 @@ class Own(nn.Module):
         return out
 
 
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x, x, x)[0]
-        return out
-
-
 class NonLeaf(nn.Module):
     """A module that changes its input in place, which others have made."""
 
@@ -101,8 +87,6 @@ class NonLeaf(nn.Module):
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "linear": (lambda: nn.Linear(4, 5), lambda: (noise(2, 3, 4),)),
     "attention": (Attention, lambda: (noise(2, 3, 4), noise(2, 3, 4, seed=2), noise(2, 3, 4, seed=3))),
-    "multi-head attention": (Attends, lambda: (noise(2, 3, 4),)),
-    "residual": (Residual, lambda: (noise(3, 4),)),
     "block": (lambda: Block(4), lambda: (noise(3, 4),)),
     "views": (Views, lambda: (noise(3, 4),)),
     "outputs of one node": (Chunks, lambda: (noise(4, 2),)),
@@ -185,11 +169,6 @@ def test_gradient_is_the_share_of_the_call(tmp_path: Path) -> None:
 
 
 def test_graph_is_freed_when_the_program_drops_it(tmp_path: Path) -> None:
-    import gc
-    import weakref
-
-    from ddpstats.dump import StatsDump
-
     class Mark:
         pass
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpstats import StatsDump
-from ddpstats.cli import main
 from ddpstats.dump.analyze import DumpEntry
 from ddpstats.dump.msprobe import Name, common_names, common_values, parse_name, read_collective
-from tests.dump.hand_made import backward, forward, tensor
+from tests.dump.collecting import dumped
+from tests.dump.hand_made import backward, forward, plain, tensor
+from tests.dump.verbs import compare_json
 
 MSPROBE = Path(__file__).parent / "msprobe_26"
 ONE, TWO = MSPROBE / "one/step0/proc4242", MSPROBE / "two/step0/rank0"  # processes
@@ -78,16 +78,11 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def ours_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Our own dump of the same step."""
+    """Return the directory of our own dump of the same step."""
     root = tmp_path_factory.mktemp("ours")
     torch.manual_seed(0)
     model, x, y = Net(), torch.randint(0, 10, (4, 5)), torch.tensor([0, 1, 2, 3])
-    dump = StatsDump({"dump_path": root, "level": "mix"}, model=model)
-    dump.start()
-    loss = nn.functional.cross_entropy(model(x), y)
-    torch.autograd.backward(loss)
-    dump.stop()
-    dump.step()
+    dumped(root, lambda: torch.autograd.backward(nn.functional.cross_entropy(model(x), y)), model, "mix")
     return root / "step0/rank"
 
 
@@ -102,19 +97,19 @@ def entries(rank: Path) -> dict[str, Any]:
 
 
 def values(full: str, raw: Any) -> dict[str, Any]:
-    """Shapes of tensors, and plain values, by common paths."""
+    """Return shapes of tensors, and plain values, by common paths."""
     common = common_values(DumpEntry(full, raw), parse_name(full))
     return {path: leaf.shape if leaf.is_tensor else leaf.value for path, leaf in common.items()}
 
 
 def paired(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Entries of both by their common names."""
+    """Yield the entries of both tools that have a common name."""
     for_theirs, for_ours = common_names(theirs, ours)
     by_name = {for_ours.get(full, full): full for full in ours}
     for full in theirs:
-        mine = by_name.pop(for_theirs.get(full, full), None)
-        if mine is not None:
-            yield mine, values(full, theirs[full]), values(mine, ours[mine])
+        our_name = by_name.pop(for_theirs.get(full, full), None)
+        if our_name is not None:
+            yield our_name, values(full, theirs[full]), values(our_name, ours[our_name])
 
 
 NOT_OURS = {  # what msprobe has and our dumps have not
@@ -126,7 +121,7 @@ NOT_OURS = {  # what msprobe has and our dumps have not
 @pytest.mark.parametrize("rank", [ONE, TWO], ids=["one process", "DistributedDataParallel"])
 def test_entries_of_msprobe_and_ours_are_paired(rank: Path, ours: dict[str, Any]) -> None:
     theirs = {full: raw for full, raw in entries(rank).items() if not full.startswith("Distributed.")}
-    names = [mine for mine, *_ in paired(theirs, ours)]
+    names = [our_name for our_name, *_ in paired(theirs, ours)]
     assert len(names) == len(theirs.keys() - NOT_OURS)
     assert {"Tensor.add.0.forward", "Tensor.add.1.backward", "Module.emb.Embedding.parameters_grad.0"} <= set(names)
     if rank == ONE:  # msprobe has no entry of the root, but where DistributedDataParallel is around it
@@ -136,7 +131,7 @@ def test_entries_of_msprobe_and_ours_are_paired(rank: Path, ours: dict[str, Any]
 
 
 def test_arguments_and_gradients_of_msprobe_and_ours_have_the_same_paths(ours: dict[str, Any]) -> None:
-    differing = [mine for mine, theirs, our in paired(entries(ONE), ours) if theirs != our]
+    differing = [our_name for our_name, theirs, our in paired(entries(ONE), ours) if theirs != our]
     # msprobe's gradients of a linear layer are those of an operation inside of it: [20, 4] in place of [4, 5, 4]
     assert differing == ["Functional.linear.1.backward", "Functional.linear.0.backward"]
 
@@ -170,27 +165,27 @@ def test_spellings_of_one_function_are_numbered_together() -> None:
     [
         (  # by keyword or by position, without what is the default
             "Functional.layer_norm.0.forward",
-            {**forward([tensor(1.0), [{"type": "int", "value": 8}]]), "input_kwargs": {"weight": tensor(1.0)}},
+            {**forward(tensor(1.0), [plain(8, "int")]), "input_kwargs": {"weight": tensor(1.0)}},
             ["input.0", "input.1.0", "input.2"],
         ),
         (
             "Functional.dropout.0.forward",
-            forward([tensor(1.0), {"type": "float", "value": 0.5}, {"type": "bool", "value": False}]),
+            forward(tensor(1.0), plain(0.5), plain(False, "bool")),
             ["input.0", "input.2"],
         ),
         (  # a function that torch chooses by an argument
             "Functional.max_pool1d.0.forward",
-            {**forward([tensor(1.0)]), "input_kwargs": {"kernel_size": {"type": "int", "value": 2}, "stride": None}},
+            {**forward(tensor(1.0)), "input_kwargs": {"kernel_size": plain(2, "int"), "stride": None}},
             ["input.0", "input.1"],
         ),
         (  # not written in Python, or not of torch: as it is
             "Functional.linear.0.forward",
-            {**forward([tensor(1.0)]), "input_kwargs": {"weight": tensor(1.0), "bias": None}},
+            {**forward(tensor(1.0)), "input_kwargs": {"weight": tensor(1.0), "bias": None}},
             ["input.0", "input_kwargs.weight", "input_kwargs.bias"],
         ),
-        ("Functional.__dict__.0.forward", forward([tensor(1.0)]), ["input.0"]),
-        ("NPU.fused.0.forward", forward([tensor(1.0), None]), ["input.0", "input.1"]),
-        ("Torch.where.0.backward", backward([tensor(1.0)], [None, tensor(1.0), [None, tensor(2.0)]]), [
+        ("Functional.__dict__.0.forward", forward(tensor(1.0)), ["input.0"]),
+        ("NPU.fused.0.forward", forward(tensor(1.0), None), ["input.0", "input.1"]),
+        ("Torch.where.0.backward", backward(tensor(1.0), out=[None, tensor(1.0), [None, tensor(2.0)]]), [
             *("input.0", "output.0", "output.1.1")]),
     ],
 )  # fmt: skip
@@ -198,20 +193,15 @@ def test_common_path_of_an_argument(full: str, raw: Any, paths: list[str]) -> No
     assert list(values(full, raw)) == paths
 
 
-def compared(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    """Return what `ddpstats compare` says of one rank."""
-    assert main(["compare", *map(str, words), "--json"]) == 1
-    (comparison,) = json.loads(capsys.readouterr().out)["comparisons"]
-    assert isinstance(comparison, dict)
-    return comparison
-
-
 @pytest.mark.parametrize(("rank", "lacking"), [(ONE, {"A": 2, "B": 2}), (TWO, {"B": 6})], ids=["one process", "DDP"])
 def test_dump_of_msprobe_compared_with_ours_differs_in_what_msprobe_records_otherwise(
-    rank: Path, lacking: dict[str, int], ours_directory: Path, capsys: pytest.CaptureFixture[str]
+    rank: Path, lacking: dict[str, int], ours_directory: Path
 ) -> None:
-    comparison = compared(capsys, rank, ours_directory)
-    assert (comparison["lacking"], comparison["entries"]) == (lacking, 35 if rank == ONE else 37)
+    status, report = compare_json(rank, ours_directory)
+    (comparison,) = report["comparisons"]
+    assert (status, comparison["lacking"], comparison["entries"]) == (1, lacking, 35 if rank == ONE else 37)
+    (swapped,) = compare_json(ours_directory, rank)[1]["comparisons"]
+    assert swapped["entries"] == comparison["entries"]
     failed = {
         row["names"]["B"]
         for row in comparison["rows"]
@@ -228,10 +218,10 @@ def test_collectives_of_msprobe_and_ours_have_the_same_paths() -> None:
     group = {"type": "torch.ProcessGroup", "group_ranks": [0, 1], "group_id": "a"}
     t = tensor(1.0, 2.0, 3.0, nan_count=0)
     ours = {
-        "Distributed.all_reduce.0.forward": forward([t], [t]),
-        "Distributed.broadcast.0.forward": forward([t], [t]),
-        "Distributed.all_gather.0.forward": forward([t], [t, t]),
-        "Distributed.send.0.forward": forward([t]),
+        "Distributed.all_reduce.0.forward": forward(t, out=t),
+        "Distributed.broadcast.0.forward": forward(t, out=t),
+        "Distributed.all_gather.0.forward": forward(t, out=[t, t]),
+        "Distributed.send.0.forward": forward(t),
     }
     theirs = entries(TWO)
     for full, raw in ours.items():

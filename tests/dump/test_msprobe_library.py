@@ -6,7 +6,6 @@ Both ways: msprobe's own ``compare`` reads our dumps, and ours reads a pair of b
 from __future__ import annotations
 
 import csv
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -16,11 +15,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ddpstats import cli
 from ddpstats.dump.analyze import DumpEntry, DumpLeaf, RankDump, find_ranks
 from ddpstats.dump.msprobe import common_names, common_values, parse_name
 from tests import programs
 from tests.dump.msprobe_runs import LEVELS, TASKS
+from tests.dump.verbs import compare_json
 from tests.needs import ROOT, needs
 
 needs("msprobe", "einops")
@@ -125,9 +124,9 @@ def leaf_differences(
             continue
         yield from file_differences(ours.name, path, (their_dump, a[path]), (our_dump, b[path]))
         for field in a[path].raw.keys() - {"data_name"}:
-            value, other = a[path].raw[field], b[path].raw.get(field, "no such field")
-            if value != other and not (field in NUMBERS and is_close(value, other)):
-                yield Difference(ours.name, field, value, other, path, a[path].dtype)
+            value, our_value = a[path].raw[field], b[path].raw.get(field, "no such field")
+            if value != our_value and not (field in NUMBERS and is_close(value, our_value)):
+                yield Difference(ours.name, field, value, our_value, path, a[path].dtype)
 
 
 def file_differences(
@@ -186,12 +185,9 @@ def test_table_of_the_page_has_these_rows() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "case"), [(1, "mix-statistics"), (1, "L1-tensor"), (2, "mix-tensor")])
-def test_our_compare_blames_the_gradients_of_inner_operations_alone(
-    dumps: Path, ranks: int, case: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sides = [str(dumps / f"{tool}-{ranks}" / case) for tool in ("msprobe", "ddpstats")]
-    assert cli.main(["compare", *sides, "--json"]) == 1
-    findings = json.loads(capsys.readouterr().out)
+def test_our_compare_blames_the_gradients_of_inner_operations_alone(dumps: Path, ranks: int, case: str) -> None:
+    status, findings = compare_json(*(dumps / f"{tool}-{ranks}" / case for tool in ("msprobe", "ddpstats")))
+    assert status == 1
     for comparison in findings["comparisons"]:
         verdicts = [
             (parse_name(row["names"]["B"]), row["verdict"]) for row in comparison["rows"] if "B" in row["names"]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ddpstats import DumpError
-from ddpstats.cli import main
 from ddpstats.dump.analyze import DumpEntry
-from ddpstats.dump.statistics import STATISTICS, Statistic, statistic_keys
+from ddpstats.dump.statistics import STATISTICS, Statistic
 from tests.dump.collecting import dumped
+from tests.dump.verbs import compare
 
 
 @pytest.fixture
@@ -23,11 +23,6 @@ def spread() -> Iterator[str]:
     STATISTICS.append(row)
     yield row.key
     STATISTICS.remove(row)
-
-
-def test_keys_are_those_of_the_rows() -> None:
-    assert statistic_keys() == (*statistic_keys("relative"), *statistic_keys("equal"))
-    assert statistic_keys("relative") == ("Max", "Min", "Mean", "Norm")
 
 
 @pytest.mark.parametrize("is_on_device", [False, True])
@@ -47,15 +42,14 @@ def test_new_statistic_is_recorded(
     assert list(leaves[0])[3:9] == ["Max", "Min", "Mean", "Norm", spread, "requires_grad"]
 
 
-def test_new_statistic_is_compared(spread: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_statistic_is_compared(spread: str, tmp_path: Path) -> None:
     for run, end in (("a", 4.0), ("b", 5.0)):
         dumped(tmp_path / run, lambda end=end: torch.tensor([1.0, 2.0, end]).exp())  # type: ignore[misc]
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    text = capsys.readouterr().out
+    table = tmp_path / "table.csv"
+    status, text = compare(tmp_path / "a", tmp_path / "b", "--csv", table)
+    assert status == 1
     assert re.search(r"\n +Max +Min +Mean +Norm +Spread\n +A .*\n +B .*\n +relative  0.6321 +0 .* 0.6439\n", text), text
     assert ", Spread 0.6439\n" in text
-    table = tmp_path / "table.csv"
-    main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--csv", str(table)])
     assert {"Spread diff", "SpreadRelativeErr", "NPU spread", "Bench spread"} <= {*table.read_text().split(",")}
 
 

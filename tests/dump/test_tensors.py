@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpstats.cli import main
 from ddpstats.dump.analyze import tensors
 from ddpstats.dump.analyze.tensors import Closeness, DifferingRuns, compare_tensors
 from tests.dump.hand_made import forward, tensor, write_rank
+from tests.dump.verbs import compare
 
 
 @pytest.mark.parametrize("block_elements", [5, 1 << 20])
@@ -43,19 +43,12 @@ def test_closeness_is_what_the_formulas_give(block_elements: int, monkeypatch: p
     [
         ([], 10, "all 10 elements are equal"),
         (
-            range(2048),
-            3072,
-            "elements 0..2047 of 3072 differ: contiguous, 2,048 elements = 8 KiB (a power of two), which is what a "
-            "buffer overwritten in memory looks like",
-        ),
-        (
             range(100, 400),
             1000,
             "elements 100..399 of 1000 differ: contiguous, 300 elements = 1.172 KiB, which is what a buffer "
             "overwritten in memory looks like",
         ),
         (range(3, 6), 10, "elements 3..5 of 10 differ: contiguous, 3 elements = 12 bytes"),
-        ([7], 10, "element 7 of 10 differs: a single one"),
         (range(10), 10, "all 10 elements differ: no block of memory stands out"),
         (
             range(0, 100, 3),
@@ -160,7 +153,7 @@ def test_tensor_is_accurate_by_cosine_and_largest_difference(cosine: float, max_
 
 
 def saved(path: Path, held: Tensor, task: str = "tensor", **more: Any) -> Path:
-    entry = forward([tensor(1.0, 2.0, data_name="t.pt", **more)])
+    entry = forward(tensor(1.0, 2.0, data_name="t.pt", **more))
     rank = write_rank(path / "step0/rank0", [("Torch.a.0.forward", entry)], task=task)
     (rank / "dump_tensor_data").mkdir()
     torch.save(held, rank / "dump_tensor_data" / "t.pt")
@@ -176,9 +169,8 @@ def saved(path: Path, held: Tensor, task: str = "tensor", **more: Any) -> Path:
     ids=["packed", "pickle"],
 )
 def test_saved_tensor_that_would_take_memory_before_it_is_a_tensor_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    entries: dict[str, bytes], compression: int, reason: str,
-) -> None:  # fmt: skip
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: dict[str, bytes], compression: int, reason: str
+) -> None:
     a = saved(tmp_path, torch.ones(2))
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", compression) as archive:
@@ -186,36 +178,28 @@ def test_saved_tensor_that_would_take_memory_before_it_is_a_tensor_is_refused(
             archive.writestr(name, data)
     (a / "step0/rank0/dump_tensor_data/t.pt").write_bytes(content.getvalue())
     monkeypatch.setattr(tensors, "_MAX_PICKLE_BYTES", 1000)
-    assert compare(a, a) == 2
-    assert reason in capsys.readouterr().err
+    status, text = compare(a, a)
+    assert (status, reason in text) == (2, True)
 
 
-def compare(*words: object) -> int:
-    return main(["compare", *map(str, words)])
-
-
-def test_part_of_a_sharded_tensor_is_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_part_of_a_sharded_tensor_is_compared_with_itself(tmp_path: Path) -> None:
     a = saved(tmp_path, torch.ones(2, 8), shape=[4, 8], placements=["Shard(dim=0)"], local_shape=[2, 8])
-    assert compare(a, a) == 0
-    assert "1 equal element by element" in capsys.readouterr().out
+    status, text = compare(a, a)
+    assert (status, "1 equal element by element" in text) == (0, True)
 
 
-def test_equal_elements_are_equal_though_another_tool_rounded_the_statistics(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_elements_are_equal_though_another_tool_rounded_the_statistics(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", torch.tensor([1, 2]), Mean=None, Norm=None, dtype="torch.int64")
     b = saved(tmp_path / "b", torch.tensor([1, 2]), Norm=2.236, dtype="torch.int64")
     for pair in ((a, b), (b, a)):
-        assert compare(*pair, "--exact") == 0
-        assert "1 equal element by element" in capsys.readouterr().out
+        status, text = compare(*pair, "--exact")
+        assert (status, "1 equal element by element" in text) == (0, True)
 
 
-def test_tensors_that_are_named_are_compared_by_their_elements_under_any_task(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tensors_that_are_named_are_compared_by_their_elements_under_any_task(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", torch.tensor([1.0, 2.0]), task="statistics")
     b = saved(tmp_path / "b", torch.tensor([1.0, 2.5]), task="statistics")
-    assert compare(a, b) == 0
-    assert "1 equal in all their statistics" in capsys.readouterr().out
-    assert compare(a, b, "--exact", "--tensor", "Torch.a.0.forward.input.0") == 1
-    assert "element 1 of 2 differs" in capsys.readouterr().out
+    status, text = compare(a, b)
+    assert (status, "1 equal in all their statistics" in text) == (0, True)
+    status, text = compare(a, b, "--exact", "--tensor", "Torch.a.0.forward.input.0")
+    assert (status, "element 1 of 2 differs" in text) == (1, True)
