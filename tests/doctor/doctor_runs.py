@@ -1,4 +1,4 @@
-"""Ranks run the verb itself here, in surroundings that differ between them."""
+"""Functions for ranks that run the verb itself, in surroundings that differ between them."""
 
 from __future__ import annotations
 

@@ -139,6 +139,11 @@ def test_variables_of_the_launch_are_listed_but_no_secrets(name: str, listed: bo
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
+def set_rank(monkeypatch: pytest.MonkeyPatch, rank: str, size: str, port: str) -> None:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, value)
+
+
 def test_process_without_rank_is_told_how_to_compare_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,26 +159,19 @@ def test_process_without_rank_is_told_how_to_compare_ranks(
 def test_only_rank_of_a_job_is_examined_by_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
-        monkeypatch.setenv(name, value)
+    set_rank(monkeypatch, "0", "1", "29500")
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.startswith("1 rank. What differs")
 
 
 @pytest.mark.parametrize(
     ("rank", "size", "port", "words"),
-    [
-        ("one", "2", "29500", "'one'"),
-        ("2", "2", "29500", "rank 2 of 2"),
-        ("0", "2", "", "''"),
-        ("0", "2", "0", "port 0"),
-    ],
+    [("x", "2", "29500", "'x'"), ("2", "2", "29500", "rank 2 of 2"), ("0", "2", "", "''"), ("0", "2", "0", "port 0")],
 )
 def test_impossible_rank_or_port_is_an_error(
     rank: str, size: str, port: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)):
-        monkeypatch.setenv(name, value)
+    set_rank(monkeypatch, rank, size, port)
     assert cli.main(["doctor"]) == 2
     error = capsys.readouterr().err
     assert "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT have to be as torchrun sets them" in error
@@ -209,23 +207,23 @@ def test_equal_ranks_under_torchrun_do_not_differ(tmp_path: Path) -> None:
 
 def test_differing_environment_directory_and_version_are_marked(tmp_path: Path) -> None:
     """Another environment, another version of a library, and another directory, which gives errors as a stale mount."""
-    here, there = tmp_path / "here", tmp_path / "there"
-    (there / "torcheval-9.9.dist-info").mkdir(parents=True)
-    (there / "torcheval-9.9.dist-info" / "METADATA").write_text(
+    mounted, stale = tmp_path / "mounted", tmp_path / "stale"
+    (stale / "torcheval-9.9.dist-info").mkdir(parents=True)
+    (stale / "torcheval-9.9.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: torcheval\nVersion: 9.9\n"
     )
-    (here / "sub").mkdir(parents=True)
-    (there / "sub").symlink_to("sub")
-    first, other = run_ranks(
+    (mounted / "sub").mkdir(parents=True)
+    (stale / "sub").symlink_to("sub")
+    first, second = run_ranks(
         doctor,
         2,
         *("--json", "--dir", "sub"),
         environ=PerRank([{}, {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "1"}]),
-        cwd=PerRank([str(here), str(there)]),
-        path=PerRank(["", str(there)]),
+        cwd=PerRank([str(mounted), str(stale)]),
+        path=PerRank(["", str(stale)]),
         timeout_sec=LIMIT_SEC,
     ).values()
-    assert (first.status, other) == (1, Ended(0, "", ""))
+    assert (first.status, second) == (1, Ended(0, "", ""))
     shown = shown_by(first)
     assert shown["differences"] == [
         "location: directory",
@@ -238,19 +236,19 @@ def test_differing_environment_directory_and_version_are_marked(tmp_path: Path) 
     assert shown["measured"]["same directory"]["by_rank"] == ["yes", "no"]
     assert shown["environment"]["CUDA_VISIBLE_DEVICES"]["by_rank"][1] == "1"
     assert shown["measured"][CLOCK] == {"marked": False, "value": 0.0}  # it is the same clock
-    assert list((here / "sub").iterdir()) == []
+    assert list((mounted / "sub").iterdir()) == []
 
 
 @pytest.mark.slow
 def test_interface_that_does_not_exist_is_marked_as_unconnected() -> None:
-    first, other = run_ranks(
+    first, second = run_ranks(
         doctor,
         2,
         *("--json", "--timeout-sec", "10"),
         environ=PerRank([{}, {"GLOO_SOCKET_IFNAME": "nosuch0"}]),
         timeout_sec=LIMIT_SEC,
     ).values()
-    assert (first.status, other.status) == (1, 0)
+    assert (first.status, second.status) == (1, 0)
     shown = shown_by(first)
     assert shown["differences"] == ["environment: GLOO_SOCKET_IFNAME", f"measured: {UNCONNECTED}"]
     assert "nosuch0" in shown["measured"][UNCONNECTED]["by_rank"][1]

@@ -28,7 +28,7 @@ BATCH = {"x": [1.0, -1.0], "names": ["a", "b"]}
 
 
 class Net(nn.Module):
-    """Two weights, whose gradient is not finite where a root is taken of a negative number."""
+    """A model of two weights, whose gradient is not finite where a root is taken of a negative number."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Readers of foreign bytes, as functions of bytes alone, for `test_fuzz`.
 
-Each target takes any bytes, lets our readers have them, and returns. A reader may refuse with the error of ours that it
+Each target takes any bytes, lets our readers have them, and returns. A reader may refuse with the error that it
 documents; anything else that it raises is a finding. The first byte chooses among the readers of a target. Seeds are
 what honest writers write: the files of `tests/formats`, and messages of every kind.
 """
@@ -153,7 +153,7 @@ def bundle(data: bytes) -> None:
 
 
 def _use(opened: Bundle) -> None:
-    """Do what a replay does, up to the user\'s own code."""
+    """Do what a replay does, up to the user's own code."""
     for rank in opened.manifest.ranks_present[:4]:
         with contextlib.suppress(BundleError):
             opened.parameters(rank)

@@ -32,9 +32,9 @@ def changed(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
     data = bytearray(draw(st.sampled_from(seeds)))
     for _ in range(draw(st.integers(1, 8))):
         start = draw(st.integers(1, max(1, len(data) - 1)))
-        other = draw(st.sampled_from([bytes(data), *seeds]))
-        begin, count = draw(st.integers(0, len(other))), draw(st.sampled_from((1, 2, 100)))
-        copied = st.just(other[begin:][: draw(st.sampled_from((1, 4, 64)))] * count)
+        donor = draw(st.sampled_from([bytes(data), *seeds]))
+        begin, count = draw(st.integers(0, len(donor))), draw(st.sampled_from((1, 2, 100)))
+        copied = st.just(donor[begin:][: draw(st.sampled_from((1, 4, 64)))] * count)
         end = start + draw(st.sampled_from((0, 1, 4, 64, LONGEST_BYTES)))
         data[start:end] = draw(st.binary(max_size=8) | st.sampled_from(KNOWN_BAD) | copied)
     return bytes(data[:LONGEST_BYTES])

@@ -48,10 +48,10 @@ def _marked(text: str, mark: str) -> Lines:
 def counts(corpus: list[Program]) -> str:
     faulty = [program for program in corpus if program.name.startswith("faulty/")]
     legal = [program for program in corpus if program.name.startswith("legal/")]
-    found = sum(bool(program.findings) for program in faulty)
+    found_count = sum(bool(program.findings) for program in faulty)
     accused = sum(bool(program.findings) for program in legal)
     return (
-        f"{found} of {len(faulty)} faulty programs found, {len(faulty) - found} missed; "
+        f"{found_count} of {len(faulty)} faulty programs found, {len(faulty) - found_count} missed; "
         f"{accused} of {len(legal)} legal ones accused"
     )
 

@@ -120,9 +120,9 @@ def test_sarif_has_rules_locations_and_unread_files(tree: Path, capsys: pytest.C
     for result in run["results"]:
         assert result["ruleId"] == "rank-branch"
         assert result["message"]["text"]
-        place = result["locations"][0]["physicalLocation"]
-        assert place["region"] == {"startLine": 4, "startColumn": 9}
-        uris.append(place["artifactLocation"]["uri"])
+        location = result["locations"][0]["physicalLocation"]
+        assert location["region"] == {"startLine": 4, "startColumn": 9}
+        uris.append(location["artifactLocation"]["uri"])
     assert uris == ["src/a%20b.py", "src/faulty.py"]
     assert run["invocations"][0]["executionSuccessful"] is False
     assert "invalid syntax" in run["invocations"][0]["toolExecutionNotifications"][0]["message"]["text"].lower()
@@ -132,8 +132,8 @@ def test_sarif_escapes_name_that_is_no_utf_8(tree: Path) -> None:
     path = tree / os.fsdecode(b"caf\xe9.py")
     path.write_text(FAULTY)
     assert cli.main(["lint", path.name, "--sarif", "lint.sarif"]) == 1
-    place = json.loads((tree / "lint.sarif").read_text())["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
-    assert place["artifactLocation"]["uri"] == "caf%E9.py"
+    (result,) = json.loads((tree / "lint.sarif").read_text())["runs"][0]["results"]
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "caf%E9.py"
 
 
 def test_comment_suppresses_its_rule_and_is_a_finding_where_unused(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_flag_of_a_handler_counts_where_it_differs_from_that_without_an_error(
 
 
 def test_variables_are_not_copied_at_each_assignment(tmp_path: Path) -> None:
-    """With a copy at each assignment these took 33 MiB."""
+    """A copy at each assignment would take 33 MiB."""
     assignments = "".join(f"    v{number} = x + {number}\n" for number in range(1500))
     (tmp_path / "long.py").write_text(f"{FAULTY}def f(x):\n{assignments}    dist.all_reduce(x)\n")
     tracemalloc.start()

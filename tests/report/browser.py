@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -87,9 +86,6 @@ class Browser:
 
     def _pointer(self, kind: str, x: float, y: float, **more: Any) -> None:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
-
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]))
 
     def call(self, method: str, **params: Any) -> Any:
         self._number += 1

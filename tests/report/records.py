@@ -1,4 +1,4 @@
-"""Writes records of ranks that never ran, by the code that writes those of ranks that do."""
+"""Records of ranks that never ran, written by the code that writes those of ranks that do."""
 
 from __future__ import annotations
 
@@ -63,22 +63,15 @@ def write_rank(
     writer.close()
 
 
-def write(
-    directory: Path, ranks: int, rounds: int, keys: tuple[str, ...] = ("loss", "acc"), *, parts: bool = True
-) -> Path:
-    """Write ``rounds`` over ``keys`` for each rank; with ``parts`` the last rank ends with another key."""
+def write(directory: Path, ranks: int, rounds: int, *, parts: bool = True) -> Path:
+    """Write ``rounds`` over the keys loss and acc for each rank; with ``parts`` the last rank ends with another key."""
     for rank in range(ranks):
-        writer = recording_of(directory, rank, ranks, "run")
-        writer.write({"new_group": "0", "words": f"the default group of {ranks} ranks", "ranks": list(range(ranks))})
-        seq = 0
+        events = [event(seq, ("acc", "loss")[seq % 2], rank) for seq in range(1, 2 * rounds + 1)]
+        if parts and rank == ranks - 1:
+            events[-1] = event(2 * rounds, "snr_loss", rank, site="train.py:34 in reduce_stats")
+        marks = []
         for turn in range(rounds):
-            for key in keys:
-                seq += 1
-                is_other = parts and (rank, turn, key) == (ranks - 1, rounds - 1, keys[-1])
-                more = {"site": "train.py:34 in reduce_stats"} if is_other else {}
-                writer.write(event(seq, "snr_loss" if is_other else key, rank, **more).as_dict())
-            values = {"loss": 1.0 / (turn + 1) + 0.1 * rank, "acc": None if rank == 1 and ranks > 1 else turn / rounds}
-            writer.take_mark(Mark("values", "train", BEGAN + seq * 1e-3, values=values))
-        writer.write({"end": "left"})
-        writer.close()
+            values = {"loss": 1.0 / (turn + 1) + 0.1 * rank, "acc": None if rank == 1 else turn / rounds}
+            marks.append(Mark("values", "train", BEGAN + (2 * turn + 2) * 1e-3, values=values))
+        write_rank(directory, rank, ranks, events, marks=marks)
     return directory

@@ -73,7 +73,7 @@ def test_group_without_description_is_compared_with_a_note(parts: bool, tmp_path
 
 
 def test_dropped_collective_is_not_missing(tmp_path: Path, report: Report) -> None:
-    """One collective of a small group, long ago: of one rank it is still there, and of the other not."""
+    """One rank's record still has the only collective of a small group, and the other's has dropped it."""
     for rank in range(2):
         writer = records.recording_of(tmp_path, rank, 2, "run", 40_000)
         for name in ("0", "1"):

@@ -135,11 +135,14 @@ def test_a_program_in_a_directory_called_torch_keeps_its_call_site(tmp_path: Pat
 
 
 def test_two_dumps_of_a_rank_are_refused_or_left_out_beside_records(tmp_path: Path, report: Report) -> None:
-    for name in ("a_rank_0.json", "b_rank_0.json"):
-        (tmp_path / name).write_text(json.dumps(dump(entry(1))))
-    assert "are both a dump of rank 0: take one away" in report(tmp_path, status=2)
+    (tmp_path / "host1").mkdir()
+    for path in (tmp_path / "a_rank_0.json", tmp_path / "host1" / "b_rank_0.json"):
+        path.write_text(json.dumps(dump(entry(1))))
+    text = report(tmp_path, tmp_path / "host1", status=2)
+    assert "are both a dump of rank 0: take one away" in text
+    assert all(name in text for name in ("a_rank_0.json", "host1/b_rank_0.json"))
     records.write(tmp_path, 2, 1, parts=False)
-    assert "note: Flight Recorder dumps are left out: " in report(tmp_path, status=0)
+    assert "note: Flight Recorder dumps are left out: " in report(tmp_path, tmp_path / "host1", status=0)
 
 
 def test_states_and_durations_are_shown(tmp_path: Path, report: Report) -> None:

@@ -24,8 +24,8 @@ def keys_of(directory: Path) -> dict[str, dict[str, Any]]:
     return {key["key"]: key for key in records.report_on(directory)["keys"]}
 
 
-def values(seq: int, rank: int = 0, **given: float | None) -> Mark:
-    return Mark("values", "train", records.BEGAN + seq * 1e-3 + rank * 1e-5, values=given)
+def values(seq: int, rank: int = 0, **numbers: float | None) -> Mark:
+    return Mark("values", "train", records.BEGAN + seq * 1e-3 + rank * 1e-5, values=numbers)
 
 
 def test_ranks_that_dropped_different_lines_have_equal_keys(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ def page(recorded: Recorded, path: Path) -> Path:
 
 def chart(chromium: Browser, key: str) -> None:
     """Click on a key whose values are known."""
-    of_values = f"one.textContent === '{key}' && one.title.startsWith('show the values')"
-    chromium.run(f"[...document.querySelectorAll('#keys button')].find(one => {of_values}).click()")
+    of_values = f"button.textContent === '{key}' && button.title.startsWith('show the values')"
+    chromium.run(f"[...document.querySelectorAll('#keys button')].find(button => {of_values}).click()")
 
 
 @pytest.mark.slow
@@ -51,19 +51,18 @@ def test_page_shows_first_divergence_keys_and_values(tmp_path: Path, chromium: B
     )  # the marks, the line and the flag of the divergence
     chart(chromium, "acc")
     assert chromium.run("document.querySelectorAll('#values polyline').length") == 3
-    chromium.screenshot(tmp_path / "light.png", whole=True)
 
 
 @pytest.mark.slow
 def test_page_is_driven_by_keyboard_in_dark_mode(tmp_path: Path, chromium: Browser) -> None:
     chromium.open(page(read_directories([records.write(tmp_path, 4, 30)]), tmp_path / "page.html"), dark=True)
-    said = "document.querySelector('#said').textContent"
+    description = "document.querySelector('#said').textContent"
     assert chromium.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
-    first = chromium.run(said)
+    first = chromium.run(description)
     chromium.press("ArrowUp", ",")
-    assert chromium.run(said).startswith("rank 2, number ")
+    assert chromium.run(description).startswith("rank 2, number ")
     chromium.press(",", "n")
-    assert chromium.run(said) == first
+    assert chromium.run(description) == first
     span = "view.to - view.from"
     before = chromium.run(span)
     chromium.press("+")
@@ -80,7 +79,7 @@ def test_page_is_driven_by_keyboard_in_dark_mode(tmp_path: Path, chromium: Brows
 
 @pytest.mark.slow
 def test_foreign_text_stays_text(tmp_path: Path, chromium: Browser) -> None:
-    """In every field that can hold text, and in the text below."""
+    """Every field that can hold text, and the text below the picture, hold a script."""
     recorded = read_directories([records.write(tmp_path, 2, 2)])
 
     def hostile(event: Event) -> Event:
@@ -105,13 +104,13 @@ def test_foreign_text_stays_text(tmp_path: Path, chromium: Browser) -> None:
     assert "onerror=alert" not in path.read_text().replace("&lt;img src=x onerror=alert", "")
     chromium.open(path)
     chromium.press("n", ".", "ArrowDown")
-    chromium.run("[...document.querySelectorAll('#keys button')].forEach(one => one.click())")
+    chromium.run("[...document.querySelectorAll('#keys button')].forEach(button => button.click())")
     assert chromium.run("document.images.length") == 0
     assert chromium.run("document.querySelector('#findings pre').textContent").startswith("</script><img")
 
 
 def test_columns_of_page_hold_times_calls_and_steps(tmp_path: Path) -> None:
-    """The layout, as the page's script reads it."""
+    """The page's script reads this layout."""
     recorded = read_directories([records.write(tmp_path, 2, 3)])
     first, second = recorded.records
     late = replace(first.events[-1], started=records.BEGAN + 9e4)

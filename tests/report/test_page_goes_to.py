@@ -39,14 +39,17 @@ def parting(directory: Path, *, late_sec: float, clock_sec: float) -> Path:
 def test_page_opens_on_divergence_whatever_clocks_show(
     late_sec: float, clock_sec: float, tmp_path: Path, chromium: Browser
 ) -> None:
-    """Whatever time the other ranks' clocks show."""
     recorded = read_directories([parting(tmp_path, late_sec=late_sec, clock_sec=clock_sec)])
     chromium.open(page(recorded, tmp_path / "page.html"))
 
     def is_there() -> bool:
-        said = chromium.run(SAID)
+        description = chromium.run(SAID)
         at = chromium.run(f"[{MIDDLE}, lanes[2].time[49], {SPAN}]")
-        return "rank 2, number 50 of" in said and "Here the ranks diverge." in said and abs(at[0] - at[1]) < at[2] / 2
+        return (
+            "rank 2, number 50 of" in description
+            and "Here the ranks diverge." in description
+            and abs(at[0] - at[1]) < at[2] / 2
+        )
 
     assert is_there()
     assert chromium.run(SPAN) < 0.2  # its neighbours, not the hour until the other clock
@@ -63,7 +66,7 @@ def test_page_opens_on_divergence_whatever_clocks_show(
 
 
 def test_page_opens_on_missing_rank_of_second_guard(tmp_path: Path, chromium: Browser) -> None:
-    """And to the right one of two guards, whose numbers begin again."""
+    """The second guard's numbers begin again."""
     for rank in range(2):
         first = [records.event(seq, "loss", rank) for seq in range(1, 9)]
         again = [records.event(seq, "loss", rank, started=records.BEGAN + 1 + seq * 1e-3) for seq in range(1, 9 - rank)]
@@ -81,7 +84,7 @@ def test_click_on_key_goes_to_its_first_event(tmp_path: Path, chromium: Browser)
 
 
 def test_drag_wheel_and_click_move_zoom_and_choose(tmp_path: Path, chromium: Browser) -> None:
-    """Drag, wheel and clicks; to drag is not to choose."""
+    """A drag chooses no event."""
     chromium.open(page(read_directories([records.write(tmp_path, 4, 30)]), tmp_path / "page.html"))
     chromium.press("Escape", "0", "+", "+", "+")
     left, top = chromium.run("(box => [box.x, box.y])(canvas.getBoundingClientRect())")

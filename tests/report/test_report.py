@@ -8,7 +8,6 @@ import shutil
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ CAPTURES = FORMATS.with_name("v2") / "captures"
 
 @pytest.fixture(scope="module")
 def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two real ranks recorded, with PyTorch's Flight Recorder beside."""
+    """Return the directory in which two real ranks, and PyTorch's Flight Recorder, left their records."""
     directory = tmp_path_factory.mktemp("parted")
     run_ranks(runs.parted, 2, str(directory), env={"TORCH_FR_BUFFER_SIZE": "100"}).values()
     return directory
@@ -37,16 +36,16 @@ def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_text_and_json_of_real_ranks_have_the_same(parted: Path, report: Report) -> None:
     text = report(parted, status=1)
-    found = json.loads(report(parted, "--json", status=1))
-    assert found["findings"][0]["message"] in text
-    assert f" of the run of {datetime.fromtimestamp(found['began'], timezone.utc):%Y-%m-%d %H:%M:%S} UTC:" in text
-    both = found["findings"][0]["by_rank"]
+    shown = json.loads(report(parted, "--json", status=1))
+    assert shown["findings"][0]["message"] in text
+    assert f" of the run of {datetime.fromtimestamp(shown['began'], timezone.utc):%Y-%m-%d %H:%M:%S} UTC:" in text
+    both = shown["findings"][0]["by_rank"]
     assert [both[rank]["label"] for rank in "01"] == ["l1_loss", "snr_loss"]
     assert both["0"]["source"] == "dist.all_reduce(stats[key])"
     assert "runs.py" in both["0"]["site"]
-    assert [(mark["mark"], mark["step"], mark["ranks"]) for mark in found["marks"]] == [("sentinel", 3, [1])]
+    assert [(mark["mark"], mark["step"], mark["ranks"]) for mark in shown["marks"]] == [("sentinel", 3, [1])]
     assert "sentinel on rank 1, step 3:\n  rank 1: a gradient is far from normal" in text
-    missing = {(key["key"], key["used_in"]): key["missing_ranks"] for key in found["keys"]}
+    missing = {(key["key"], key["used_in"]): key["missing_ranks"] for key in shown["keys"]}
     default = "the default group of 2 ranks"
     assert missing == {
         ("l1_loss", default): [1],
@@ -56,7 +55,7 @@ def test_text_and_json_of_real_ranks_have_the_same(parted: Path, report: Report)
         ("only", "reduction 'train'"): [0],
     }
     assert "  'only' (reduction 'train'):\n    rank 1: 1 time\n    rank 0: never\n" in text
-    values = {key["used_in"]: key["by_rank"] for key in found["keys"] if key["key"] == "loss"}["reduction 'train'"]
+    values = {key["used_in"]: key["by_rank"] for key in shown["keys"] if key["key"] == "loss"}["reduction 'train'"]
     assert [values[rank]["series"][0][1] for rank in "01"] == [0.0, 1.0]
 
 
@@ -85,17 +84,11 @@ def test_flight_recorder_dumps_alone_are_compared(parted: Path, tmp_path: Path, 
 def test_trace_has_arrows_between_matched_collectives(parted: Path, tmp_path: Path, report: Report) -> None:
     report(parted, "--perfetto", str(tmp_path / "trace.json"), status=1)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    of: dict[str, list[dict[str, Any]]] = {}
-    for event in events:
-        of.setdefault(event["ph"], []).append(event)
+    of = {phase: [event for event in events if event["ph"] == phase] for phase in "MXsfi"}
     assert [event["args"]["name"] for event in of["M"] if event["name"] == "thread_name"] == ["rank 0", "rank 1"]
-    assert sorted((event["tid"], event["name"]) for event in of["X"]) == [
-        (0, "l1_loss"),
-        (0, "loss"),
-        (1, "loss"),
-        (1, "snr_loss"),
-    ]
-    assert [(start["id"], start["name"]) for start in of["s"]] == [(1, "0/1")]  # and no arrow where they parted
+    shown = sorted((event["tid"], event["name"]) for event in of["X"])
+    assert shown == [(0, "l1_loss"), (0, "loss"), (1, "loss"), (1, "snr_loss")]
+    assert [(start["id"], start["name"]) for start in of["s"]] == [(1, "0/1")]  # and no arrow where the ranks diverge
     assert {start["tid"] for start in of["s"]} | {end["tid"] for end in of["f"]} == {0, 1}
     starts = {(event["tid"], event["ts"]) for event in of["X"]}
     assert all((event["tid"], event["ts"]) in starts for event in (*of["s"], *of["f"]))
@@ -123,31 +116,20 @@ def test_event_without_finite_time_is_refused(time: float) -> None:
         Event.from_dict({**records.event(1, None).as_dict(), "time": time})
 
 
-def test_messages_pair_by_their_order(tmp_path: Path) -> None:
-    for rank, ops in ((0, ("send", "send")), (1, ("recv", "recv"))):
-        writer = records.recording_of(tmp_path, rank, 2, "run")
-        for number, op in enumerate(ops):
-            started = records.BEGAN + number
-            writer.write(records.event(0, None, rank, op=op, peer=1 - rank, tag=0, started=started).as_dict())
-        writer.write({"end": "left"})
-        writer.close()
-    assert message_pairs(read_records(tmp_path)) == [(0, 0, 1, 0), (0, 1, 1, 1)]
-
-
-def test_messages_pair_within_their_group(tmp_path: Path) -> None:
-    """Its own order and its own sender from anybody: another group's messages are others, under equal tags, too."""
-    places = {0: (("a", 1), ("b", 1)), 1: (("b", None), ("b", 0), ("a", 0))}
-    for rank, messages in places.items():
-        writer = records.recording_of(tmp_path, rank, 2, "run")
-        for number, (group, peer) in enumerate(messages):
-            fields = {"op": "recv" if rank else "send", "group": f"{group} (point-to-point)"}
-            writer.write(records.event(number, None, rank, peer=peer, tag=0, **fields).as_dict())
-        writer.close()
-    assert message_pairs(read_records(tmp_path)) == [(0, 0, 1, 2)]
+def test_messages_pair_by_their_order_within_their_group(tmp_path: Path) -> None:
+    """Messages of another group are others, also under equal tags, and so is one that a rank takes from any sender."""
+    messages = {0: (("a", 1), ("b", 1), ("a", 1)), 1: (("b", None), ("b", 0), ("a", 0), ("a", 0))}
+    for rank, peers in messages.items():
+        events = []
+        for number, (group, peer) in enumerate(peers):
+            op, name = "recv" if rank else "send", f"{group} (point-to-point)"
+            events.append(records.event(number, None, rank, op=op, group=name, peer=peer, tag=0))
+        records.write_rank(tmp_path, rank, 2, events)
+    assert message_pairs(read_records(tmp_path)) == [(0, 0, 1, 2), (0, 2, 1, 3)]
 
 
 def test_messages_of_which_older_ones_were_dropped_are_not_compared(tmp_path: Path, report: Report) -> None:
-    """Nobody knows which of a rank's sends is the first that is left of the other's receives."""
+    """The records do not say which of a rank's sends is the first of those that the other's receives still show."""
     for rank, op in enumerate(("send", "recv")):
         alike = [
             records.event(number, None, rank, op=op, peer=1 - rank, tag=0, site="a" * (1 + 30 * rank))
@@ -166,10 +148,8 @@ def test_messages_of_which_older_ones_were_dropped_are_not_compared(tmp_path: Pa
 def test_bundles_and_dumps_become_marks(report: Report) -> None:
     places = [str(FORMATS / NAMES["records"]), str(CAPTURES), str(FORMATS / NAMES["dump"])]
     marks = json.loads(report(*places, "--json", status=1))["marks"]
-    assert sorted((mark["mark"], mark["step"], mark["ranks"]) for mark in marks) == [
-        ("dump", 0, [0]),
-        ("nonfinite", 0, [0]),
-    ]
+    shown = sorted((mark["mark"], mark["step"], mark["ranks"]) for mark in marks)
+    assert shown == [("dump", 0, [0]), ("nonfinite", 0, [0])]
     assert report(places[1], status=1).startswith("No record of collectives.\n")
 
 
@@ -208,16 +188,13 @@ def test_mark_whose_value_is_no_number_is_refused(value: str) -> None:
 
 
 def test_equal_lines_of_different_events_are_read_independently(tmp_path: Path) -> None:
-    """Evidence leans on that of the event before: equal lines may stand for unequal events."""
+    """Evidence refers to that of the event before, so equal lines may mean unequal events."""
     names = [("a", "b"), ("a", "b"), ("c",), ("a", "b"), ("c",), ("c",)] * 3
     events = [
         records.event(seq, of[0], evidence_source=Evidence(of[0], of, outer=Evidence("o", of + of)))
         for seq, of in enumerate(names)
     ]
-    writer = records.recording_of(tmp_path, 0, 1, "run")
-    for event in events:
-        writer.write(event.as_dict())
-    writer.close()
+    records.write_rank(tmp_path, 0, 1, events)
     assert list(read_records(tmp_path)[0].events) == events
 
 
