@@ -531,6 +531,8 @@ class Unit:
             self._handle = None
 
     def _about_to_run(self, compiled: bool) -> None:
+        if self._replica is not None and not torch.is_grad_enabled():
+            return  # an evaluation: buffers are broadcast before the next pass that trains
         self.forget()
         broadcasts = self._replica is not None and self._replica.broadcast_buffers
         # After a forward pass that trained nothing it does not: each rank has changed its buffers by itself.

@@ -49,14 +49,23 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
         self.batch_norm = nn.BatchNorm1d(width)
+        self.register_buffer("scale", torch.ones(width))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        x = self.batch_norm(x.flatten(0, 1)).reshape(x.shape)
+        x = self.batch_norm(x.flatten(0, 1)).reshape(x.shape) * self.get_buffer("scale")
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+class Holder(nn.Module):
+    """A module with DistributedDataParallel inside, as trainers have it; its own forward is never called."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
 
 
 def step_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -97,12 +106,15 @@ class NeverZero(torch.optim.SGD):
 
 @dataclass
 class Plan:
-    """How to train.
+    """Settings of one training run.
 
     Attributes:
         options: those of the Sentinel.
-        wrap: "ddp", "view" (gradients are views of buckets), "static" (graph), "alone" (no DDP), or "eval" (running
-            statistics of each rank's own, which the loss depends on).
+        wrap: "ddp", "view" (gradients are views of buckets), "static" (graph), "alone" (no DDP), "inside" (the sentinel
+            gets the module in DDP), "holder" (it gets a module around DDP), or "eval" (each rank has other running
+            statistics, on which the loss depends).
+        ddp: further arguments of DistributedDataParallel.
+        prepare: is called with the model before that is wrapped.
         idle_rank: a rank that has zeros in place of gradients, and no micro_batch().
         window_steps: for how many steps matmuls are checked from step 1 on.
         patience: the number of alarms after which training ends.
@@ -113,6 +125,8 @@ class Plan:
     flips: Sequence[BitFlip] = ()
     micro_batches: int = 1
     wrap: str = "ddp"
+    ddp: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[nn.Module], Any] = nn.Module.train
     lr: float = 0.05
     has_micro_batch: bool = True
     idle_rank: int | None = None
@@ -124,16 +138,17 @@ class Plan:
     batch_of: Callable[[int, int], Any] = batch_of
 
 
-def wrapped(wrap: str) -> nn.Module:
+def wrapped(wrap: str, prepare: Callable[[nn.Module], Any] = nn.Module.train, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     model = Transformer()
+    prepare(model)
     if wrap == "alone" or not dist.is_initialized():
         return model
     parallel = DistributedDataParallel(
         model.train(wrap != "eval"),
         gradient_as_bucket_view=wrap == "view",
         static_graph=wrap == "static",
-        broadcast_buffers=wrap != "eval",
+        **{"broadcast_buffers": wrap != "eval", **options},
     )
     if wrap == "eval":  # only now: DDP makes all buffers equal when it is made
         model.batch_norm.get_buffer("running_mean").add_(dist.get_rank() * torch.arange(16.0))
@@ -170,13 +185,14 @@ class _Stop(Exception):
 def train(plan: Plan) -> Outcome:
     """Train as planned. Every rank must call."""
     outcome = Outcome()
-    model = wrapped(plan.wrap)
+    model = wrapped(plan.wrap, plan.prepare, **plan.ddp)
+    watched = {"inside": unwrap(model), "holder": Holder(model)}.get(plan.wrap, model)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         outcome.lines = stack.enter_context(training.logged(logging.INFO))
         outcome.errors = stack.enter_context(training.logged(logging.ERROR))
-        sentinel = stack.enter_context(Sentinel(model, **plan.options))
+        sentinel = stack.enter_context(Sentinel(watched, **plan.options))
         faults = stack.enter_context(inject_bit_flips(model, plan.flips))
 
         def after_backward(step: int) -> None:
@@ -224,6 +240,14 @@ def train(plan: Plan) -> Outcome:
     return outcome
 
 
+def silent_fault(mode: int) -> tuple[str, list[str], list[str]]:
+    """Run the example of the documented scenario; return its end, all lines, and the warnings and errors among them."""
+    from examples import silent_fault as example
+
+    with training.logged(logging.INFO) as lines, training.logged() as problems:
+        return example.train(mode), lines, problems
+
+
 def train_without_group(plan: Plan) -> Outcome:
     """Train in a process that has compiled nothing, other than that of the tests."""
     dist.destroy_process_group()
@@ -246,7 +270,7 @@ class LargeParameter(Detector):
         self.parameters = dict(unwrap(setup.model).named_parameters())
 
     def suspicious(self, step: int) -> str | None:
-        return next((name for name, one in self.parameters.items() if bool((one.abs() > 100).any())), None)
+        return next((name for name, parameter in self.parameters.items() if bool((parameter.abs() > 100).any())), None)
 
     def findings(self, exam: Exam) -> list[SentinelFinding]:
         names = {rank: name for rank, name in exam.evidence.items() if name}

@@ -39,7 +39,7 @@ def test_a_step_is_one_collective(two_ranks: RankPool) -> None:
         first, *others = outcome.collectives
         assert first > 1  # connect, and agree on settings
         assert [others[step - 1] for step in (1, 2, 4, 5, 6, 8)] == [1] * 6
-        assert others[7 - 1] == 3  # digests: agreed on, and gathered, apart from what all steps share
+        assert others[7 - 1] == 3  # digests: agreed on, and gathered, besides what all steps share
 
 
 def test_mode_0_attaches_nothing_and_finds_all_well() -> None:
@@ -63,7 +63,7 @@ def test_an_activations_gradient_is_named_by_rank_before_the_reduce(three_ranks:
     step, layers, culprits, text = alarm_of(outcomes)
     assert (step, layers, culprits) == (4, ("thresholds",), (2,))
     assert "rank 2: blocks.1.norm2, micro-batch 0: value inf after 4 checks" in text
-    for outcome in outcomes:  # the fault reached nobody's parameters
+    for outcome in outcomes:  # the fault reached no rank's parameters
         assert all(bool(parameter.isfinite().all()) for parameter in outcome.parameters)
         assert all(torch.equal(a, b) for a, b in zip(outcome.parameters[:-3], outcomes[0].parameters[:-3], strict=True))
     assert [len(outcome.errors) for outcome in outcomes] == [0, 0, 1]
@@ -160,6 +160,7 @@ def test_digests_name_rank_tensor_element_and_bit(three_ranks: RankPool, name: s
     step, layers, culprits, text = alarm_of(outcomes)
     assert (step, layers, culprits) == (3, ("replica digests",), (1,))
     assert name in text
+    assert "First element [2, 5]:" in text
     assert f"bit {bit}" in text
 
 
@@ -247,7 +248,7 @@ def test_an_alarm_that_a_peer_gets_too_is_software_or_data(three_ranks: RankPool
     assert "Test the device" not in text
 
 
-# -- all ranks alike --------------------------------------------------------------------------------------------------
+# -- settings and calls -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -305,14 +306,11 @@ def test_the_environment_of_mindspore_is_read(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mode": 4}, "mode=4"),
         ({"detector": "v4"}, "legal values: v2, v3"),
-        ({"upper_thresh": (10, 100)}, "upper_thresh"),
         ({"digest_every_steps": -1}, "digest_every_steps=-1"),
         ({"replay_every_steps": 10}, "needs replay_fn="),
         ({"replay_fn": 3}, "replay_fn=3"),
         ({"matmul_checksum": 1}, "matmul_checksum=1"),
-        ({"checksum_steps": 0}, "checksum_steps=0"),
         ({"scaler": 1.0}, "scaler=1.0 must be a torch.amp.GradScaler"),
         ({"ignore": "*.running_mean"}, r"must be a list of patterns"),
         ({"ignore": [3]}, r"must be a list of patterns"),
@@ -325,11 +323,6 @@ def test_bad_arguments_are_named(options: dict[str, Any], words: str) -> None:
         Sentinel(runs.wrapped("alone"), **options)
 
 
-def test_no_mode_at_all_is_off_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="the sentinel is off: pass mode=1, 2 or 3"):
-        Sentinel(runs.wrapped("alone"))
-
-
 @pytest.mark.filterwarnings("ignore:Sentinel. no checkpoint has given a value")
 def test_calls_out_of_order_are_errors() -> None:
     sentinel = Sentinel(runs.wrapped("alone"), mode=1)
@@ -338,7 +331,7 @@ def test_calls_out_of_order_are_errors() -> None:
             sentinel.step()
         with pytest.raises(ConfigError, match="inside another micro_batch"), sentinel.micro_batch({}):
             pass
-    with pytest.raises(InvalidStats, match="whole number, 0 or more"):  # as other ranks would hear of it
+    with pytest.raises(InvalidStats, match="whole number, 0 or more"):  # as other ranks would get it
         sentinel.step(step=-1)
     with pytest.raises(ConfigError, match="check_matmuls: steps=0 must be a whole number, 1 or more"):
         sentinel.check_matmuls(0)
@@ -367,7 +360,7 @@ def test_in_mode_1_a_step_that_cannot_be_repeated_is_a_warning(two_ranks: RankPo
     plan = Plan(options={"mode": 1, "replay_every_steps": 2, "replay_fn": runs.another_step}, steps=4)
     for outcome in trained(two_ranks, plan):
         assert len(outcome.verdicts) == 4
-        assert any("replay_fn is not the step that was trained" in one for one in outcome.warnings)
+        assert any("replay_fn is not the step that was trained" in warning for warning in outcome.warnings)
 
 
 def test_a_step_that_cannot_be_repeated_does_not_hide_an_alarm(two_ranks: RankPool) -> None:
@@ -381,8 +374,8 @@ def test_a_step_that_cannot_be_repeated_does_not_hide_an_alarm(two_ranks: RankPo
 def test_what_became_of_an_alarm_is_logged_once_in_mode_1(two_ranks: RankPool) -> None:
     flip = replace(EXPONENT_FLIP, step=1)
     outcomes = trained(two_ranks, Plan(options={"mode": 1, "replay_fn": runs.step_fn}, flips=[flip], steps=2))
-    said = [[line for line in outcome.lines if "a transient fault" in line] for outcome in outcomes]
-    assert [len(lines) for lines in said] == [1, 0]
+    explanations = [[line for line in outcome.lines if "a transient fault" in line] for outcome in outcomes]
+    assert [len(lines) for lines in explanations] == [1, 0]
 
 
 def test_an_alarm_that_follows_from_another_does_not_renew_the_window(two_ranks: RankPool) -> None:
@@ -397,8 +390,8 @@ def test_an_alarm_after_the_window_has_shut_opens_it_again_and_says_so(two_ranks
     flips = [replace(EXPONENT_FLIP, step=step) for step in (1, 4)]
     options = {"mode": 2, "matmul_checksum": True, "checksum_steps": 1, "replay_fn": runs.step_fn}
     for outcome in trained(two_ranks, Plan(options=options, flips=flips, steps=6, patience=3)):
-        said = [(step, "Matmuls are checked in the next 1 steps." in text) for step, _, _, text in outcome.alarms]
-        assert said == [(1, True), (4, True)]
+        openings = [(step, "Matmuls are checked in the next 1 steps." in text) for step, _, _, text in outcome.alarms]
+        assert openings == [(1, True), (4, True)]
 
 
 @flips_products
