@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_compiled_replay`: a model that rounds otherwise where it is compiled, on rank 1."""
+"""A model that rounds otherwise where it is compiled, on rank 1: the ranks of `test_compiled_replay` run it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import Sentinel
-from tests.sentinel.replay_runs import Small, Told, trained, weighted
+from tests.sentinel.replay_runs import ReplayOutcome, Small, WrongGradient, trained, weighted
 
 _ROWS = 3  # of rank 0's batch; each further rank has one more
 
 
 class Rounding(Small):
-    """As Inductor does it, for the shape of rank 1's batch alone; so no C++ compiler is needed."""
+    """A model that rounds as Inductor's do, for the shape of rank 1's batch alone; so no C++ compiler is needed."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and x.shape[0] == _ROWS + 1:
@@ -44,13 +44,14 @@ class Program:
     factor_from: int = 4
 
 
-def run(program: Program) -> Told:
+def run(program: Program) -> ReplayOutcome:
     """Every rank must call."""
     torch.manual_seed(0)
     model, rank = DistributedDataParallel(Rounding()), dist.get_rank()
     if rank in program.compiled_ranks:
         model.module.compile(backend="eager")
     compiled = torch.compile(model, backend="eager")
+    wrong = WrongGradient(*program.fault, factor=0.5)
 
     def step(number: int, sentinel: Sentinel) -> None:
         model.zero_grad()
@@ -58,15 +59,8 @@ def run(program: Program) -> Told:
         is_zero = rank in program.zero_ranks and number < program.zero_until
         batch = {"x": torch.randn(_ROWS + rank, 4), "weight": torch.tensor(0.0 if is_zero else 1.0)}
         called: nn.Module = compiled if number >= program.compiled_from else model  # type: ignore[assignment]
-        wrong = [model.module.head.weight.register_hook(_half)] if program.fault == (rank, number) else []
-        with sentinel.micro_batch(batch):
+        with wrong.applied(model, number), sentinel.micro_batch(batch):
             loss = weighted(called, batch) * (1.5 if number >= program.factor_from else 1.0)
             loss.backward()  # type: ignore[no-untyped-call]
-        for hook in wrong:
-            hook.remove()
 
-    return trained(model, 4, weighted, step)
-
-
-def _half(gradient: Tensor) -> Tensor:
-    return gradient * 0.5
+    return trained(model, 4, weighted, lambda number: None, run=step)

@@ -1,4 +1,4 @@
-"""What the tests of the sentinel have in common."""
+"""Restart the shared ranks before the sentinel's tests: nothing was compiled on them then."""
 
 from __future__ import annotations
 

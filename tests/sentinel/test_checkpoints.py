@@ -62,12 +62,12 @@ def data() -> Tensor:
 
 def expected(model: nn.Module, x: Tensor) -> list[tuple[int, Any]]:
     """Return the gradients of the norms' outputs of `make_model`, from a forward pass written out by hand."""
-    first, one, two, norm, last = copy.deepcopy(model).children()
-    assert isinstance(one, Block)
-    assert isinstance(two, Block)
+    first, first_block, second_block, norm, last = copy.deepcopy(model).children()
+    assert isinstance(first_block, Block)
+    assert isinstance(second_block, Block)
     outputs = []
     x = first(x)
-    for block in (one, two):
+    for block in (first_block, second_block):
         outputs.append(block.norm(x))
         x = x + block.linear(outputs[-1] + x)
     outputs.append(norm(x))
@@ -94,13 +94,13 @@ def test_a_value_is_that_of_the_gradient_of_the_module_s_output_in_backward_orde
 def test_activation_checkpointing_gives_each_value_once(use_reentrant: bool) -> None:
     model = make_model()
     checkpoints = Checkpoints(model, None, whole)
-    first, one, two, norm, last = model.children()
+    first, first_block, second_block, norm, last = model.children()
     x = first(data())
-    for block in (one, two):
+    for block in (first_block, second_block):
         x = checkpoint(block, x, use_reentrant=use_reentrant)
     last(norm(x)).square().sum().backward()
-    found = taken(checkpoints)
-    assert found == [expected(model, data())]
+    values = taken(checkpoints)
+    assert values == [expected(model, data())]
     plain = make_model()
     plain(data()).square().sum().backward()
     assert gradients(model) == gradients(plain)
@@ -115,19 +115,6 @@ def test_a_module_that_is_called_twice_has_two_values() -> None:
     assert (first, second, third) == (0, 0, 0)
     assert (distinct(once), distinct(late)) == ([2.0], [5.0])
     assert early.abs().max() < 1e-3  # a norm of a norm hardly depends on it
-
-
-def test_each_micro_batch_has_values_of_its_own() -> None:
-    norm = nn.LayerNorm(4)
-    checkpoints = Checkpoints(norm, None, torch.linalg.vector_norm)
-    for scale in (1.0, 2.0):
-        checkpoints.begin()
-        (norm(data()) * scale).sum().backward()
-    checkpoints.begin()
-    one, two, three = taken(checkpoints)
-    assert one == [(0, pytest.approx(12**0.5))]
-    assert two == [(0, pytest.approx(2 * 12**0.5))]
-    assert three == []
 
 
 def test_without_gradients_nothing_is_hooked() -> None:
@@ -157,7 +144,7 @@ def test_inside_torch_compile_there_are_no_values_and_gradients_are_right() -> N
 @dataclass
 class Output:
     state: Tensor
-    other: Tensor | None = None
+    attention: Tensor | None = None
 
 
 class Wrapped(nn.Module):
@@ -303,12 +290,6 @@ def test_without_norm_layers_all_layers_with_a_matrix_are_taken_with_a_warning()
     assert "all 3 layers with a weight matrix are looked at instead" in checkpoints.warnings[0]
 
 
-def test_a_model_without_a_matrix_has_no_checkpoint_and_says_so() -> None:
-    checkpoints = Checkpoints(nn.Sequential(nn.Tanh(), nn.ReLU()), None, whole)
-    assert checkpoints.names == []
-    assert "all 0 layers with a weight matrix are looked at instead" in checkpoints.warnings[0]
-
-
 def test_modules_are_chosen_by_name_class_and_function_once_each_in_the_model_s_order() -> None:
     model = make_model()
     assert names_of(model, ["3", "1.linear"]) == ["1.linear", "3"]
@@ -326,23 +307,18 @@ def test_a_shared_module_is_one_checkpoint_under_its_first_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("selection", "said"),
+    ("selection", "message"),
     [
         (["1.nrom"], r"checkpoints: '1.nrom' fits none of the model's 10 modules that are called"),
-        ([nn.Conv2d], r"Conv2d fits none of the model's 10 modules that are called"),
         ([lambda name, module: False], r"<lambda> fits none of the model's 10 modules that are called"),
         ([3], r"3 is neither a name nor a module class nor a function"),
-        ([int], r"<class 'int'> is neither a name nor a module class nor a function"),
-        ([nn.Tanh()], r"Tanh\(\) is neither a name nor a module class nor a function"),
         ([], r"checkpoints=\[\] is not understood; legal values: None for the norm layers, or a list of"),
         ("1.norm", r"checkpoints='1.norm' is not understood"),
-        (nn.LayerNorm, r"checkpoints=<class .*LayerNorm'> is not understood"),
-        (5, r"checkpoints=5 is not understood"),
     ],
 )
-def test_a_selection_that_cannot_work_is_an_error_and_leaves_no_hook(selection: Any, said: str) -> None:
+def test_a_selection_that_cannot_work_is_an_error_and_leaves_no_hook(selection: Any, message: str) -> None:
     model = make_model()
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         Checkpoints(model, selection, whole)
     assert not any(module._forward_hooks for module in model.modules())
 

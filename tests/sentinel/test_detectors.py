@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -45,7 +46,7 @@ def columns_of(rule: Rule) -> list[str]:
 
 
 def check_one(rule: Rule, value: float, state: State, settings: SentinelSettings) -> tuple[Row, State]:
-    """A checkpoint of its own: its row of the table, and the new state."""
+    """Return the row of a single checkpoint, and the new state."""
     values = torch.tensor([value])
     levels, after = rule.check(values, torch.tensor([True]), state, settings)
     (row,) = rule.table(values, levels, state).tolist()
@@ -66,7 +67,7 @@ def levels_of(values: Sequence[float], settings: SentinelSettings) -> list[float
 
 
 def oracle_v2(values: Sequence[float], settings: SentinelSettings) -> list[Row]:
-    """The published text of the algorithm, one number at a time."""
+    """Follow the published text of the algorithm, one number at a time."""
     pre, low, high, rows = float32(0), None, None, list[Row]()
     for step, value in enumerate(map(float32, values)):
         jump = float32(0)
@@ -80,7 +81,7 @@ def oracle_v2(values: Sequence[float], settings: SentinelSettings) -> list[Row]:
         else:
             level = NORMAL
         shown = (value, pre, low or 0, high or 0, step, level)
-        rows.append(dict(zip(columns_of(RULES["v2"]), [float(one) for one in shown], strict=True)))
+        rows.append(dict(zip(columns_of(RULES["v2"]), [float(number) for number in shown], strict=True)))
         if level != ERROR:
             low, high = value if low is None else min(low, value), value if high is None else max(high, value)
         pre = value
@@ -107,7 +108,7 @@ def oracle_v3(values: Sequence[float], settings: SentinelSettings) -> list[Row]:
                 average = float32(0.99) * average + float32(0.01) * value
         pre = value
         rows.append(
-            dict(zip(columns_of(RULES["v3"]), [float(one) for one in (value, *before, step, level)], strict=True))
+            dict(zip(columns_of(RULES["v3"]), [float(number) for number in (value, *before, step, level)], strict=True))
         )
     return rows
 
@@ -121,9 +122,9 @@ VALUES = st.one_of(
 )
 
 
-def same(found: list[Row], wanted: list[Row]) -> None:
-    assert [list(row) for row in found] == [list(row) for row in wanted]
-    numpy.testing.assert_array_equal([list(row.values()) for row in found], [list(row.values()) for row in wanted])
+def same(rows: list[Row], expected: list[Row]) -> None:
+    assert [list(row) for row in rows] == [list(row) for row in expected]
+    numpy.testing.assert_array_equal([list(row.values()) for row in rows], [list(row.values()) for row in expected])
 
 
 @BOTH
@@ -145,23 +146,23 @@ def test_checkpoints_do_not_touch_each_other_and_unseen_ones_keep_their_state(
     rule = RULES[settings.detector]
     state, rows = rule.fresh(5, "cpu"), list[list[list[float]]]()
     for step in steps:
-        values, seen = torch.tensor([value for value, _ in step]), torch.tensor([here for _, here in step])
+        values, seen = torch.tensor([value for value, _ in step]), torch.tensor([is_seen for _, is_seen in step])
         levels, after = rule.check(values, seen, state, settings)
         assert levels.dtype == torch.int8
         assert levels[~seen].tolist() == [NORMAL] * int((~seen).sum())
         rows.append(rule.table(values, levels, state).tolist())
         state = after
-    for place in range(5):
-        alone = run([step[place][0] for step in steps if step[place][1]], settings)
-        found = [rows[number][place] for number, step in enumerate(steps) if step[place][1]]
-        numpy.testing.assert_array_equal([list(row.values()) for row in alone], found)
+    for index in range(5):
+        alone = run([step[index][0] for step in steps if step[index][1]], settings)
+        together = [rows[number][index] for number, step in enumerate(steps) if step[index][1]]
+        numpy.testing.assert_array_equal([list(row.values()) for row in alone], together)
 
 
 # -- the logs ---------------------------------------------------------------------------------------------------------
 
 
 def logged(values: Sequence[float], mode: int) -> list[str]:
-    """The last two checks, as their lines, without our prefix."""
+    """Return the lines of the last checks, without the prefix of rank and checkpoint."""
     settings = read_settings(mode, "v2", None, None, {})[0]
     lines = []
     for row in run(values, settings):
@@ -190,6 +191,24 @@ def test_normal_values_give_the_lines_of_mode_3() -> None:
     assert logged([0.00423, 0.004189, 0.00425, 0.004272, 0.00422], mode=3)[-1] == changing
     assert logged([0.0078124] * 6, mode=3)[-1] == constant
     assert logged([0.0] * 6, mode=3)[-1] == zero
+
+
+def test_lines_of_v3_have_the_fields_of_the_host_detector() -> None:
+    values = {"pre": 1.25e-5, "avg": 2e-05, "normal": 40.0, "checks": 55.0}
+    check = Check(2, "blocks.0.norm", 5, 1, ERROR, 3.5e7, values)
+    settings = read_settings(2, "v3", None, None, {})[0]
+    named, prefix = "param name [blocks.0.norm]", "[rank 2] [blocks.0.norm] "
+    rest = (
+        "value [3.5e+07], previous value [1.25e-05], history avg [2e-05], bp time [step 5, micro-batch 1], "
+        "normal count [40]."
+    )
+    assert log_lines(check, settings) == [f"{prefix}A grad-norm spike may happen: {named}, abnormal {rest}"]
+    suspect = f"{prefix}A value is suspect, and not learnt from: {named}, {rest}"
+    assert log_lines(replace(check, level=WARNING), settings) == [suspect]
+    assert log_lines(replace(check, level=NORMAL), settings) == [
+        f"{prefix}A value is normal: {named}, {rest}",
+        f"{prefix}upper_thresh1 = [1e+06], upper_thresh2 = [100], min_steps = [10], mode = [2]",
+    ]
 
 
 # -- sentence by sentence ---------------------------------------------------------------------------------------------
@@ -238,7 +257,7 @@ def test_no_check_reads_a_tensor(detector: str) -> None:
     state = rule.fresh(4, "meta")
     values, seen = torch.empty(4, device="meta"), torch.empty(4, dtype=torch.bool, device="meta")
     levels, after = rule.check(values, seen, state, settings)
-    assert [(one.shape, one.dtype) for one in after] == [(one.shape, one.dtype) for one in state]
+    assert [(tensor.shape, tensor.dtype) for tensor in after] == [(tensor.shape, tensor.dtype) for tensor in state]
     table = rule.table(values, levels, state)
     assert (table.shape, table.dtype, table.device.type) == ((4, len(columns_of(rule))), torch.float64, "meta")
     assert rule.value_of(torch.empty(3, 3, device="meta")).shape == ()
@@ -265,10 +284,10 @@ def test_a_large_threshold_does_not_hide_infinity(detector: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_value_is_the_l2_norm_for_v2_and_the_squared_maximum_for_v3(dtype: torch.dtype) -> None:
     gradient = torch.tensor([[3.0, -4.0], [0.0, 12.0]], dtype=dtype)
-    found: list[Any] = [RULES[detector].value_of(gradient) for detector in ("v2", "v3")]
-    assert [one.item() for one in found] == [13.0, 144.0]
+    values: list[Any] = [RULES[detector].value_of(gradient) for detector in ("v2", "v3")]
+    assert [value.item() for value in values] == [13.0, 144.0]
     assert RULES["v3"].value_of(-gradient).item() == 144.0
-    assert all(one.shape == () and one.dtype == torch.float32 for one in found)
+    assert all(value.shape == () and value.dtype == torch.float32 for value in values)
     for rule in RULES.values():
         assert rule.value_of(torch.zeros(0, 3, dtype=dtype)).item() == 0
         assert rule.value_of(torch.full((), -2.0, dtype=dtype)).item() == (4 if rule is RULES["v3"] else 2)

@@ -35,9 +35,9 @@ def bits_of(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def flips_of(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor with each single one of its bits flipped."""
     raw = tensor.contiguous().view(torch.uint8)
-    for place, bit in itertools.product(range(raw.numel()), range(8)):
+    for index, bit in itertools.product(range(raw.numel()), range(8)):
         flipped = raw.clone()
-        flipped.view(-1)[place] ^= 1 << bit
+        flipped.view(-1)[index] ^= 1 << bit
         yield flipped.view(tensor.dtype)
 
 
@@ -46,39 +46,39 @@ def test_every_flipped_bit_of_a_small_tensor_changes_the_digest(dtype: torch.dty
     for count in (1, 2, 3, 7, 9):
         tensor = bits_of(count, dtype=dtype)
         seen = {digest(flipped) for flipped in flips_of(tensor)} | {digest(tensor)}
-        assert len(seen) == 1 + 8 * tensor.numel() * tensor.element_size()  # and no two flips look alike
+        assert len(seen) == 1 + 8 * tensor.numel() * tensor.element_size()  # and no two flips have one digest
 
 
 @settings(max_examples=60)
-@given(words=st.integers(1, 200_000), place=st.integers(0), bit=st.integers(0, 63), seed=st.integers(0, 9))
-def test_a_flipped_bit_of_a_large_tensor_changes_the_digest(words: int, place: int, bit: int, seed: int) -> None:
+@given(words=st.integers(1, 200_000), index=st.integers(0), bit=st.integers(0, 63), seed=st.integers(0, 9))
+def test_a_flipped_bit_of_a_large_tensor_changes_the_digest(words: int, index: int, bit: int, seed: int) -> None:
     tensor = bits_of(words, dtype=torch.int64, seed=seed)
     before = digest(tensor)
-    tensor[place % words] ^= -(2**63) if bit == 63 else 1 << bit
+    tensor[index % words] ^= -(2**63) if bit == 63 else 1 << bit
     assert digest(tensor) != before
 
 
 @settings(max_examples=60)
-@given(content=st.binary(min_size=1, max_size=64), other=st.binary(min_size=1, max_size=64))
-def test_other_bytes_of_one_length_have_another_digest(content: bytes, other: bytes) -> None:
-    other = other.ljust(len(content), b"\0")[: len(content)]
-    first, second = (torch.tensor(list(one), dtype=torch.uint8) for one in (content, other))
-    assert (digest(first) == digest(second)) == (content == other)
+@given(content=st.binary(min_size=1, max_size=64), second_content=st.binary(min_size=1, max_size=64))
+def test_other_bytes_of_one_length_have_another_digest(content: bytes, second_content: bytes) -> None:
+    second_content = second_content.ljust(len(content), b"\0")[: len(content)]
+    first, second = (torch.tensor(list(data), dtype=torch.uint8) for data in (content, second_content))
+    assert (digest(first) == digest(second)) == (content == second_content)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [2, 8, pytest.param(70_000, marks=pytest.mark.slow)])
 def test_the_same_change_of_every_element_changes_the_digest(dtype: torch.dtype, count: int) -> None:
-    """What software does wrong, it does to all; and like changes must not cancel each other."""
+    """Software changes all elements in the same way, and equal changes must not cancel each other."""
     tensor = torch.randn(count, generator=torch.Generator().manual_seed(1)).to(dtype)
     changed = [-tensor, tensor * 2, tensor / 2, tensor.abs(), torch.zeros_like(tensor), tensor.flip(0), tensor.roll(1)]
     width = 8 * tensor.element_size()
     integer = {64: torch.int64, 32: torch.int32, 16: torch.int16}[width]
     masks = [-(1 << bit) if bit == width - 1 else 1 << bit for bit in range(width)]
     flipped = [(tensor.view(integer) ^ mask).view(dtype) for mask in masks]
-    others = [one for one in [*changed, *flipped] if not torch.equal(one.view(integer), tensor.view(integer))]
+    others = [wrong for wrong in [*changed, *flipped] if not torch.equal(wrong.view(integer), tensor.view(integer))]
     assert len(others) >= width + 4
-    assert digest(tensor) not in {digest(one) for one in others}
+    assert digest(tensor) not in {digest(wrong) for wrong in others}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -120,17 +120,17 @@ def test_equal_bits_of_nan_are_equal_and_zeros_of_other_sign_are_not() -> None:
 
 
 def test_a_digest_is_what_the_definition_says() -> None:
-    """By hand, in Python's integers; ranks of other versions or devices must agree."""
+    """Compute one by hand, in Python's integers; ranks of other versions or devices must agree."""
     tensor = bits_of(2 * rules._CHUNK_WORDS + 5, dtype=torch.int64)
-    multipliers = [one % 2**64 for one in rules._odd_numbers(0, rules._CHUNK_WORDS).tolist()]
-    of_chunks = [1, *(one % 2**64 for one in rules._odd_numbers((1 << 40) + 1, 2).tolist())]
+    multipliers = [number % 2**64 for number in rules._odd_numbers(0, rules._CHUNK_WORDS).tolist()]
+    of_chunks = [1, *(number % 2**64 for number in rules._odd_numbers((1 << 40) + 1, 2).tolist())]
     total = 0
-    for place, signed in enumerate(tensor.tolist()):
+    for index, signed in enumerate(tensor.tolist()):
         word = signed % 2**64
-        chunk, within = divmod(place, rules._CHUNK_WORDS)
+        chunk, within = divmod(index, rules._CHUNK_WORDS)
         total += (word ^ word >> 33) * multipliers[within] * of_chunks[chunk]
     assert digest(tensor) % 2**64 == total % 2**64
-    assert all(one % 2 for one in multipliers)
+    assert all(number % 2 for number in multipliers)
     assert len(set(multipliers)) == len(multipliers)
 
 
@@ -145,4 +145,4 @@ def test_the_way_of_accelerators_gives_the_same_digest() -> None:
 def test_splitmix64_is_splitmix64() -> None:
     """Against the published sequence for the seed 0; only the lowest bit is set besides."""
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [one % 2**64 for one in rules._odd_numbers(0, 3).tolist()] == [one | 1 for one in published]
+    assert [number % 2**64 for number in rules._odd_numbers(0, 3).tolist()] == [number | 1 for number in published]

@@ -57,8 +57,8 @@ def test_the_argument_wins_over_our_variable_and_that_over_the_alias() -> None:
         "DDPSTATS_SENTINEL_SIGMA_THRESH": "400,300",
     }
     assert read(environ) == (v2(2, (200.0, 100.0), (400.0, 300.0)), [])
-    found = read(environ, mode=3, upper=(2.5, 1e-3), sigma=[4, 3])
-    assert found == (v2(3, (2.5, 1e-3), (4.0, 3.0)), [])
+    settings = read(environ, mode=3, upper=(2.5, 1e-3), sigma=[4, 3])
+    assert settings == (v2(3, (2.5, 1e-3), (4.0, 3.0)), [])
 
 
 def test_a_bad_variable_does_not_fall_through_to_its_alias() -> None:
@@ -68,7 +68,7 @@ def test_a_bad_variable_does_not_fall_through_to_its_alias() -> None:
     assert warnings == ["DDPSTATS_SENTINEL_MODE='on' is not one of 0, 1, 2, 3: the default is used instead", NOT_SET]
 
 
-@pytest.mark.parametrize("text", ["4", "-1", "1.5", "true", "1e0", "٣", "1_0", "9" * 5000])
+@pytest.mark.parametrize("text", ["4", "-1", "1.5", "true", "٣", "1_0", "9" * 5000])
 def test_a_mode_that_is_none_switches_off_with_a_warning(text: str) -> None:
     settings, warnings = read({"NPU_ASD_ENABLE": text})
     assert settings.mode == 0
@@ -85,10 +85,7 @@ RULE = "is not two integers with a comma between them, the first above the secon
 
 @pytest.mark.parametrize(
     "text",
-    [
-        *["1000", "3000,20,10", "100.5,10", "100,", "1e6,1e4", "nan,inf", "1" * 40 + ",10", "10,100", "10,10"],
-        *["2,1", "-7,-8", "100,-5"],
-    ],
+    ["1000", "3000,20,10", "100.5,10", "100,", "nan,inf", "1" * 40 + ",10", "10,100", "10,10", "2,1", "100,-5"],
 )
 def test_both_thresholds_fall_back_where_one_cannot_be_used(text: str) -> None:
     settings, warnings = read({"NPU_ASD_UPPER_THRESH": text, "NPU_ASD_SIGMA_THRESH": text}, mode=1)
@@ -106,34 +103,16 @@ def test_for_v3_the_upper_thresholds_are_multiples_and_the_sigma_ones_are_ignore
     assert (settings.upper_thresh, len(warnings)) == ((1e6, 100.0), 1)
 
 
-@pytest.mark.parametrize("mode", [True, False, 4, -1, 1.0, "1", "strict"])
+@pytest.mark.parametrize("mode", [True, 4, -1, 1.0, "1"])
 def test_a_bad_mode_argument_is_an_error(mode: Any) -> None:
     with pytest.raises(ConfigError) as raised:
         read(mode=mode)
     assert str(raised.value) == f"mode={mode!r} is not understood; legal values: 0, 1, 2, 3"
 
 
-def test_a_bad_detector_argument_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"^detector='v1' is not understood; legal values: v2, v3$"):
-        read(mode=1, detector="v1")
-
-
 @pytest.mark.parametrize(
     "pair",
-    [
-        *[
-            (1, 2),
-            (1, 1),
-            (1, 0),
-            (1, -1),
-            (float("inf"), 1),
-            (float("nan"), 1),
-            (2, float("nan")),
-            (1e39, 1),
-            (10**400, 1),
-        ],
-        *[(), (1,), (3, 2, 1), 5, "21", ("2", "1"), (True, 0.5), (2j, 1), (None, 1)],
-    ],
+    [(1, 2), (1, 1), (1, 0), (float("inf"), 1), (2, float("nan")), (1e39, 1), (10**400, 1), (1,), 5, "21", (True, 0.5)],
 )
 @pytest.mark.parametrize("argument", ["upper", "sigma"])
 def test_a_bad_threshold_argument_is_an_error(argument: str, pair: Any) -> None:

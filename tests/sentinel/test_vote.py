@@ -68,37 +68,20 @@ def test_in_a_compiled_program_what_most_ranks_repeat_beyond_rounding_is_another
 
 def judged(*runs: tuple[int, str]) -> ReplayJudgement:
     """(rank, result) of rank 0's micro-batch, in the order in which they were run."""
-    return judge(0, [Run(rank, f"time {place}", result) for place, (rank, result) in enumerate(runs)], str.__eq__)
-
-
-@pytest.mark.parametrize(
-    ("runs", "culprits", "words"),
-    [
-        ([(0, "x"), (0, "a"), (1, "a"), (2, "a"), (1, "a")], (0,), "Rank 0 was wrong once and right once: a transient"),
-        ([(0, "x"), (0, "x"), (1, "a"), (2, "a"), (1, "a")], (0,), "Rank 0 is wrong each time: a lasting fault"),
-        ([(0, "x"), (0, "a"), (1, "a"), (1, "a")], (0,), "Rank 0 was wrong once and right once"),
-        ([(0, "x"), (0, "a"), (0, "a")], (0,), "Rank 0 was wrong once and right once"),
-    ],
-    ids=["transient", "lasting", "two ranks", "alone"],
-)
-def test_what_two_ranks_agree_on_is_right(runs: list[tuple[int, str]], culprits: tuple[int, ...], words: str) -> None:
-    found = judged(*runs)
-    assert found.culprit_ranks == culprits
-    assert words in found.text
-    assert not found.is_noise
+    return judge(0, [Run(rank, f"time {index}", result) for index, (rank, result) in enumerate(runs)], str.__eq__)
 
 
 def test_two_ranks_that_each_repeat_themselves_have_no_culprit() -> None:
-    found = judged((0, "x"), (0, "x"), (1, "a"), (1, "a"))
-    assert (found.culprit_ranks, found.is_noise) == ((), False)
-    assert "A third rank is needed to decide" in found.text
-    assert "result A: rank 0 time 0, rank 0 time 1" in found.text
+    judgement = judged((0, "x"), (0, "x"), (1, "a"), (1, "a"))
+    assert (judgement.culprit_ranks, judgement.is_noise) == ((), False)
+    assert "A third rank is needed to decide" in judgement.text
+    assert "result A: rank 0 time 0, rank 0 time 1" in judgement.text
 
 
 @pytest.mark.parametrize("runs", [[(0, "x"), (0, "y"), (1, "a"), (1, "b")], [(0, "x"), (0, "y"), (0, "z")]])
 def test_runs_that_are_all_different_are_noise(runs: list[tuple[int, str]]) -> None:
-    found = judged(*runs)
-    assert (found.culprit_ranks, found.is_noise) == ((), True)
+    judgement = judged(*runs)
+    assert (judgement.culprit_ranks, judgement.is_noise) == ((), True)
 
 
 NEAR = 0.25  # what is taken for rounding in the table
@@ -125,12 +108,12 @@ CASES = {
 def test_the_table_of_cases(
     results: tuple[float, ...], culprits: tuple[int, ...], if_compiled: tuple[int, ...]
 ) -> None:
-    step, again, before, there, third = results
-    runs = [Run(0, "in the step", step), Run(0, "again", again), Run(1, "again", there), Run(2, "again", third)]
+    step, again, before, on_next, third = results
+    runs = [Run(0, "in the step", step), Run(0, "again", again), Run(1, "again", on_next), Run(2, "again", third)]
     runs.append(Run(1, "before", before))
     bits = judge(0, runs, float.__eq__)
     assert bits.culprit_ranks == culprits
-    assert judge(0, runs, lambda one, other: abs(one - other) < NEAR).culprit_ranks == if_compiled
+    assert judge(0, runs, lambda first, second: abs(first - second) < NEAR).culprit_ranks == if_compiled
 
 
 def test_most_steps_unlike_their_repetitions_are_noise_and_what_one_rank_repeats_is_a_fault() -> None:
