@@ -108,7 +108,7 @@ def slow(model: nn.Module, batch: Any) -> Tensor:
 
 
 def with_short_timeout(dirpath: str, step_fn: str) -> CaptureVerdict:
-    """Two reruns take longer than the timeout."""
+    """Let two reruns take longer than the timeout."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DDPSTATS_TIMEOUT_SEC", "3")
         return attributed(dirpath, step_fn, step_fn)[0]
@@ -125,17 +125,15 @@ def keeping(dirpath: str, batch: Any, buffer: Any, x: float, has_foreign: bool =
     if has_foreign:
         model.register_parameter("frozen", nn.Parameter(tensor_of_kind("foreign"), requires_grad=False))
     with NaNCapture(dirpath, model=model, attribute=True, step_fn=dividing) as capture:
-        given = {**batch_of(0), **({} if batch is None else {"kept": tensor_of_kind(batch)})}
-        given["x"].fill_(x if rank() == 1 else 1.0)
-        with capture.micro_batch(given):
-            dividing(model, given).backward()  # type: ignore[no-untyped-call]
+        kept_batch = {**batch_of(0), **({} if batch is None else {"kept": tensor_of_kind(batch)})}
+        kept_batch["x"].fill_(x if rank() == 1 else 1.0)
+        with capture.micro_batch(kept_batch):
+            dividing(model, kept_batch).backward()  # type: ignore[no-untyped-call]
         return capture.check()
 
 
 def _same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    return all(
-        torch.allclose(tensor, other, 0, 0, equal_nan=True) for tensor, other in zip(tensors, others, strict=True)
-    )
+    return all(torch.allclose(tensor, twin, 0, 0, equal_nan=True) for tensor, twin in zip(tensors, others, strict=True))
 
 
 def attributed(

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddpstats import NaNCapture
-from ddpstats._observe.gradients import GradientWatch
 from ddpstats.capture import CaptureVerdict
 from tests.capture.capture_runs import LossOf, captured, planted
 from tests.training import Batch, Net, batch_of, loss_of, make_model, rank
@@ -53,7 +52,7 @@ def ddp(kind: type[Net] = Net, **settings: Any) -> DistributedDataParallel:
 
 
 def two_passes(module: nn.Module, batch: Batch) -> Tensor:
-    """Run a pass of its own first: the second one accumulates onto what that has reduced."""
+    """Run another backward pass first: the second one accumulates onto what that has reduced."""
     loss_of(module, batch).backward()  # type: ignore[no-untyped-call]
     return loss_of(module, batch_of(9))
 
@@ -97,7 +96,7 @@ def hooked(hook: Callable[[Tensor], Any], net: nn.Module) -> None:
 
 
 def on_two_groups(net: nn.Module) -> None:
-    """Reduce on a group of its own, behind a hook that does not communicate."""
+    """Reduce on a second group, behind a hook that does not communicate."""
     hooked(lambda gradient: gradient.clamp(-10, 10), net)
     hooked(partial(mean_of_copy, group=dist.new_group()), net)
 
@@ -122,19 +121,6 @@ def asynchronous(net: nn.Module) -> Around:
         started.clear()
 
     return finish
-
-
-def each_time(net: nn.Module) -> Around:
-    """Register hooks for one backward pass only."""
-
-    @contextlib.contextmanager
-    def hooks() -> Iterator[None]:
-        handles = [parameter.register_hook(mean_of) for parameter in net.parameters()]  # type: ignore[no-untyped-call]
-        yield
-        for handle in handles:
-            handle.remove()
-
-    return hooks
 
 
 def after_accumulation(net: nn.Module) -> Around:
@@ -222,7 +208,6 @@ WAYS = {
     "hooks that gather": Way(set_up=partial(hooked, mean_of_gathered)),
     "hooks on two groups": Way(set_up=on_two_groups),
     "asynchronous hooks": Way(set_up=asynchronous),
-    "hooks registered for each pass": Way(set_up=each_time),
     "hooks after accumulation": Way(set_up=after_accumulation),
     "hooks of the accumulating node": Way(set_up=on_the_node),
     "hooks before the accumulating node": Way(set_up=before_the_node),
@@ -327,16 +312,3 @@ def with_hooks(dirpath: str, case: str) -> CaptureVerdict:
         1,
         batch_of=planted({(0, member, 0): torch.nan for member in bad_ranks}, "y"),
     ).verdicts[0]
-
-
-def gradients_kept(reduces: bool) -> int | None:
-    """Return how many gradients are kept of a pass with a NaN in each; None: they are not this rank's own."""
-    module = make_model()
-    hooked(mean_of if reduces else torch.clone, module)
-    watch = GradientWatch(module)
-    watch.begin()
-    (loss_of(module, batch_of(0)) * torch.nan).backward()  # type: ignore[no-untyped-call]
-    watch.end()
-    watch.close()
-    kept = watch.arrivals[-1].own_gradients()
-    return None if kept is None else len(kept)

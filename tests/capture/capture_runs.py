@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpstats
 from ddpstats import NaNCapture, RankMissing
 from ddpstats.capture import CaptureVerdict
 from ddpstats.testing import count_collectives
@@ -238,28 +237,19 @@ def sharded(dirpath: str, **options: Any) -> Sharded:
     return Sharded(verdict, gathered, parameters)
 
 
-class Changing(nn.Module):
-    """A module that changes its batch in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, batch: Batch) -> Tensor:
-        batch.pop("y")
-        batch["x"].mul_(2)
-        out: Tensor = self.layer(batch["x"])
-        return out
-
-
 def changed_batch(dirpath: str) -> list[CaptureVerdict]:
     """Train a step whose batch is infinite, a finite one, and one whose batch is NaN; each changes it in place."""
     values = (torch.inf, 1.0, torch.nan)
+
+    def changing_loss(module: nn.Module, batch: Batch) -> Tensor:
+        batch.pop("y")
+        return module(batch["x"].mul_(2)).sum()  # type: ignore[no-any-return]
+
     return captured(
         dirpath,
-        Changing(),
+        nn.Linear(6, 3),
         batch_of=lambda step, _: {"x": torch.full((2, 6), values[step]), "y": torch.ones(2, 3)},
-        loss_of=lambda module, batch: module(batch).sum(),
+        loss_of=changing_loss,
         on_nonfinite="skip",
     ).verdicts
 
@@ -328,36 +318,8 @@ def other_settings(dirpath: str) -> CaptureVerdict:
         return capture.check()
 
 
-class Unreadable(Tensor):
-    """A gradient that refuses whatever is asked of it."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if dist.is_initialized() and "grad" not in str(func):
-            raise ZeroDivisionError("not this one")
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-
-def unreadable_gradient(dirpath: str) -> tuple[str, str, bool]:
-    """Return what `check` raises where rank 1 cannot look, and whether the next step is judged again."""
-    model = make_model()
-    with NaNCapture(dirpath, model=model) as capture:
-        with capture.micro_batch(training.batch_of(0)) as micro:
-            noisy_step(model, micro.batch).backward()  # type: ignore[no-untyped-call]
-        weight = model.get_parameter("0.weight")
-        assert isinstance(weight.grad, Tensor)
-        if rank() == 1:
-            weight.grad = weight.grad.as_subclass(Unreadable)
-        try:
-            capture.check()
-        except ddpstats.InvalidStats as error:
-            weight.grad = None
-            return type(error).__name__, str(error), capture.check().ok
-        return "nothing", "", False
-
-
 def collectives_of_a_step(dirpath: str) -> list[int]:
-    """Return how many collectives of ours `check` makes in the second and the third step."""
+    """Return how many collectives of ddpstats `check` makes in the second and the third step."""
     module = DistributedDataParallel(make_model())
     counts = []
     with NaNCapture(dirpath, model=module) as capture:

@@ -1,18 +1,15 @@
-"""Ranks that raise in a micro-batch, and end, live on or go on: for `test_peers`. Each makes a group of its own."""
+"""Ranks that raise in a micro-batch, and end, live on or go on: for `test_peers`. Each makes its own group."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpstats import NaNCapture, RankMissing
-from ddpstats._rerun.record import StepRecord
+from ddpstats import NaNCapture
 from ddpstats.capture import CaptureVerdict
 from tests.capture.capture_runs import planted
 from tests.training import batch_of, loss_of, make_model, rank
@@ -23,38 +20,6 @@ def writes_alone(dirpath: str) -> None:
     capture = NaNCapture(dirpath, model=make_model(), group=dist.new_group([0, 1]))
     with contextlib.suppress(ValueError), capture.micro_batch(batch_of(0)):
         raise ValueError(f"of rank {rank()}")
-
-
-def waits_for_the_device(dirpath: str) -> tuple[str, float]:
-    """Rank 0's device never ends its step, and rank 1 raised and lives on; return what `check` raises, and when."""
-    group = dist.new_group([0, 1])
-    model = make_model()
-    with NaNCapture(dirpath, model=model, group=group) as capture:
-        with contextlib.suppress(ValueError), capture.micro_batch(0):
-            if rank() == 1:
-                raise ValueError("label 17 of 3")
-        if rank() == 1:
-            return "", 0.0
-        started = time.monotonic()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StepRecord, "device", torch.device("cuda"))
-            patch.setattr(torch, "Event", NeverDone)
-            with pytest.raises(RankMissing) as caught:
-                capture.check()
-    return str(caught.value), time.monotonic() - started
-
-
-class NeverDone:
-    """An event behind a collective that does not end."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return False
 
 
 def goes_on(dirpath: str, skipping: tuple[int, ...], is_judged: bool, wrap: bool) -> list[CaptureVerdict]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from ddpstats import NaNCapture
 from ddpstats.capture import CaptureVerdict
-from ddpstats.capture.bundle import AloneBundle, PartSource
+from ddpstats.capture.bundle import AloneBundle, PartSource, write_part
 from ddpstats.capture.manifest import bundle_name
 from ddpstats.testing import die
 from tests.capture.capture_runs import captured, make_model, noisy_step, planted, sharded_model
@@ -34,7 +33,7 @@ def bad_step(dirpath: Path | str, **options: Any) -> CaptureVerdict:
 
 
 def subgroup(dirpath: str) -> CaptureVerdict | None:
-    """Capture on rank 1 alone, which is a group of its own."""
+    """Capture on rank 1 alone, in a group of one rank."""
     group = dist.new_group([1])
     return bad_step(dirpath, group=group) if rank() == 1 else None
 
@@ -56,18 +55,27 @@ def lowest_rank_cannot(dirpath: str, what: str, **options: Any) -> CaptureVerdic
         return bad_step(dirpath, **options)
 
 
-def dies_while_writing(dirpath: str, dead: int) -> CaptureVerdict:
-    """That rank is killed when it has written its part: rank 0 before the parameters."""
-    bundle: Any = importlib.import_module("ddpstats.capture.bundle")
+@contextmanager
+def writing(
+    on_rank: int, before: Callable[[], object] = lambda: None, after: Callable[[], object] = lambda: None
+) -> Iterator[pytest.MonkeyPatch]:
+    """Call ``before`` and ``after`` around the writing of each file on one rank."""
 
     def write(*args: Any) -> Any:
-        write_part(*args)
-        die()
+        before()
+        written = write_part(*args)
+        after()
+        return written
 
-    write_part = bundle.write_part
     with pytest.MonkeyPatch.context() as patch:
-        if rank() == dead:
-            patch.setattr(bundle, "write_part", write)
+        if rank() == on_rank:
+            patch.setattr("ddpstats.capture.bundle.write_part", write)
+        yield patch
+
+
+def dies_while_writing(dirpath: str, dead: int) -> CaptureVerdict:
+    """Kill a rank when it has written its part: rank 0 before the parameters."""
+    with writing(dead, after=die):
         return bad_step(dirpath)
 
 
@@ -81,42 +89,20 @@ def dies_before_the_manifest(dirpath: str) -> CaptureVerdict:
 
 def slow_disk(dirpath: str) -> CaptureVerdict:
     """On rank 1 each file takes longer than the timeout of a collective."""
-    bundle: Any = importlib.import_module("ddpstats.capture.bundle")
-    write_part = bundle.write_part
-
-    def write(*args: Any) -> Any:
-        time.sleep(4)
-        return write_part(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
+    with writing(1, before=lambda: time.sleep(4)) as patch:
         patch.setenv("DDPSTATS_TIMEOUT_SEC", "3")
-        if rank() == 1:
-            patch.setattr(bundle, "write_part", write)
         return bad_step(dirpath)
 
 
 def disk_that_never_answers(dirpath: str) -> CaptureVerdict:
     """On rank 1 a file is never written to its end."""
-    bundle: Any = importlib.import_module("ddpstats.capture.bundle")
     never = threading.Event()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bundle, "_MAX_SEC", 2.0)
-        patch.setattr(bundle, "_ROUND_SEC", 0.5)
-        if rank() == 1:
-            patch.setattr(bundle, "write_part", lambda *_: never.wait(600))
+    with writing(1, before=lambda: never.wait(600)) as patch:
+        patch.setattr("ddpstats.capture.bundle._MAX_SEC", 2.0)
+        patch.setattr("ddpstats.capture.bundle._ROUND_SEC", 0.5)
         verdict = bad_step(dirpath, on_nonfinite="continue")
     never.set()
     return verdict
-
-
-def name_taken(dirpath: str) -> CaptureVerdict:
-    """Another job has a bundle of this step for every second of the next minutes."""
-    if rank() == 0:
-        for second in range(200):
-            when = datetime.now(timezone.utc) + timedelta(seconds=second)
-            Path(dirpath, bundle_name(0, when)).mkdir(exist_ok=True)
-    dist.barrier()
-    return bad_step(dirpath)
 
 
 @contextmanager

@@ -38,8 +38,8 @@ class Compiled(nn.Module):
         self._orig_mod = Toy()
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self._orig_mod(x)
-        return found
+        logits: Tensor = self._orig_mod(x)
+        return logits
 
 
 def per_class_step(model: nn.Module, batch: Any) -> Tensor:
@@ -156,8 +156,8 @@ class Small(nn.Module):
         self.layer = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layer(x)
-        return found
+        out: Tensor = self.layer(x)
+        return out
 
 
 def no_module() -> Any:
@@ -198,8 +198,8 @@ class Attention(Small):
         mask[0, 1:] = True  # legal
         mask[1] = bool(x[0, 0] > 100)
         weights = torch.softmax(scores.masked_fill(mask, -math.inf), -1)
-        found: Tensor = weights @ self.layer(x)
-        return found
+        out: Tensor = weights @ self.layer(x)
+        return out
 
 
 class MaskedThenLog(Small):
@@ -253,8 +253,8 @@ def numpy_step(model: nn.Module, batch: Any) -> Tensor:
 def checkpointed_step(model: nn.Module, batch: Any) -> Tensor:
     from torch.utils.checkpoint import checkpoint
 
-    found: Tensor = checkpoint(model, batch["x"], use_reentrant=False)
-    return found.sum()
+    out: Tensor = checkpoint(model, batch["x"], use_reentrant=False)
+    return out.sum()
 
 
 class Reentrant(Small):
@@ -265,8 +265,8 @@ class Reentrant(Small):
     def forward(self, x: Tensor) -> Tensor:
         from torch.utils.checkpoint import checkpoint
 
-        found: Tensor = checkpoint(self.second_half, self.layer(x), use_reentrant=True)
-        return found
+        out: Tensor = checkpoint(self.second_half, self.layer(x), use_reentrant=True)
+        return out
 
     def second_half(self, y: Tensor) -> Tensor:
         y = self.spoil(y * 2)
@@ -302,8 +302,8 @@ class Nested(nn.Module):
         self.deep = nn.ModuleList([LogZero()])
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.deep[0](x)
-        return found
+        out: Tensor = self.deep[0](x)
+        return out
 
 
 class Float8Cast(Small):
@@ -318,16 +318,16 @@ class HalfCast(Small):
     """Fine as it is, and not with a scale of a million."""
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layer(x).half().float()
-        return found
+        out: Tensor = self.layer(x).half().float()
+        return out
 
 
 class TimesInfinity(Small):
     """The mask that many write: zero times infinity is no zero."""
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layer(x)
-        return found + torch.zeros(3) * -math.inf
+        out: Tensor = self.layer(x)
+        return out + torch.zeros(3) * -math.inf
 
 
 class MaskArrives(Small):
@@ -347,8 +347,8 @@ class Replicated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inner: Any = self.inner
-        found: Tensor = (inner if isinstance(inner, DistributedDataParallel) else inner["module"])(x)
-        return found
+        out: Tensor = (inner if isinstance(inner, DistributedDataParallel) else inner["module"])(x)
+        return out
 
 
 class Synchronized(nn.Module):
@@ -357,8 +357,8 @@ class Synchronized(nn.Module):
         self.norm = nn.SyncBatchNorm(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.norm(x)
-        return found
+        out: Tensor = self.norm(x)
+        return out
 
 
 def empty_mean_step(model: nn.Module, batch: Any) -> Tensor:

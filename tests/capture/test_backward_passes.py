@@ -13,6 +13,7 @@ import pytest
 from ddpstats.capture import CaptureVerdict
 from ddpstats.testing import RankPool
 from tests.capture import backward_runs as runs
+from tests.capture.test_capture import same
 
 slow = pytest.mark.slow
 QUICK = {
@@ -20,18 +21,12 @@ QUICK = {
     *("hooks", "asynchronous hooks", "hooks after accumulation", "hook behind the model"),
 }
 NOT_SEEN = {
-    *("hooks", "hooks on copies", "hooks that gather", "hooks on two groups", "hooks registered for each pass"),
+    *("hooks", "hooks on copies", "hooks that gather", "hooks on two groups"),
     *("hooks, inside of DDP", "hooks before the accumulating node"),
     *("hooks of the accumulating node", "hook between layers", "hook between layers, inside of DDP"),
     *("hook behind the model", "hook behind the model, inside of DDP"),
 }
 OWN_REDUCTION = list(runs.WAYS)[list(runs.WAYS).index("hooks") : list(runs.WAYS).index("hooks, inside of DDP")]
-
-
-def same(verdicts: list[Any]) -> Any:
-    """Return the verdicts of rank 0, which all others must have."""
-    assert all(verdict == verdicts[0] for verdict in verdicts)
-    return verdicts[0]
 
 
 def assert_culprit_is_rank_1(verdict: CaptureVerdict) -> None:
@@ -80,7 +75,7 @@ def test_culprit_is_named_or_said_to_be_unknown_and_never_wrong(
 def test_accumulated_gradients_that_the_program_reduces_name_the_culprit(
     two_ranks: RankPool, tmp_path: Path, name: str, bad_micro: int
 ) -> None:
-    """Where the first of two micro-batches is bad, every rank's gradients are bad in the second one."""
+    """Every rank's gradients are bad in the second micro-batch where those of the first are."""
     run = two_ranks.run(runs.run, name, str(tmp_path), 1, bad_micro=bad_micro, micro_batches=2)
     assert_culprit_is_rank_1(same(run.values())[1])
 
@@ -116,8 +111,3 @@ def test_a_nan_that_two_of_three_ranks_shared_has_no_culprit(three_ranks: RankPo
     verdict = same(three_ranks.run(runs.with_hooks, str(tmp_path), "shared").values())
     assert (verdict.kind, verdict.culprit_ranks) == ("nonfinite", ())
     assert "gradients are not finite on ranks 1, 2" in verdict.message
-
-
-def test_gradients_that_hooks_may_have_reduced_are_not_kept_as_this_ranks_own(two_ranks: RankPool) -> None:
-    assert two_ranks.run(runs.gradients_kept, True).values() == [None, None]
-    assert two_ranks.run(runs.gradients_kept, False).values() == [6, 6]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,86 +62,81 @@ def test_a_nan_in_float8_is_seen(dtype: torch.dtype) -> None:
     assert stats["dtype"] == str(dtype)
 
 
+def case(
+    model: str,
+    step: str = "sum_step",
+    batches: Sequence[Any] = (FINE,),
+    *,
+    marks: Any = (),
+    how: Any = None,
+    **facts: Any,
+) -> Any:
+    """Return a step that goes wrong, and what is expected of its origin."""
+    return pytest.param(model, step, batches, how or {}, facts, marks=marks)
+
+
 @pytest.mark.parametrize(
     ("model", "step", "batches", "how", "expected"),
     [
-        (
-            *("Toy", "per_class_step", [FEW, FEW], {}),
-            {
-                "what": "aten.div.Tensor",
-                "module": None,
-                "line": "total = total + summed / torch.count_nonzero(of_class)",
-            },
+        case(
+            *("Toy", "per_class_step", [FEW, FEW]),
+            what="aten.div.Tensor",
+            module=None,
+            line="total = total + summed / torch.count_nonzero(of_class)",
         ),
-        (
-            *("LogZero", "sum_step", [FINE], {}),
-            {"what": "aten.log.default", "line": "return torch.log(self.layer(x).relu() * 0)", "module": ""},
-        ),
-        (
-            *("Float8Cast", "sum_step", [FINE], {}),
-            {"what": "aten.log.default", "line": "return torch.log(nn.functional.linear(x, narrow).relu() * 0)"},
-        ),
-        (*("Nested", "sum_step", [FINE], {}), {"what": "aten.log.default", "module": "deep.0"}),
-        pytest.param(
-            *("SqrtOfZero", "sum_step", [FINE], {}),
-            {"autograd_node": "SqrtBackward0", "line": "return torch.sqrt(self.layer(x) * 0)"},
+        case("LogZero", what="aten.log.default", module="", line="return torch.log(self.layer(x).relu() * 0)"),
+        case("Float8Cast", line="return torch.log(nn.functional.linear(x, narrow).relu() * 0)"),
+        case("Nested", what="aten.log.default", module="deep.0"),
+        case(
+            *("SqrtOfZero", "checkpointed_step"),
             marks=numbers_nodes,
+            autograd_node="SqrtBackward0",
+            line="return torch.sqrt(self.layer(x) * 0)",
         ),
-        pytest.param(
-            *("SqrtOfZero", "checkpointed_step", [FINE], {}),
-            {"autograd_node": "SqrtBackward0", "line": "return torch.sqrt(self.layer(x) * 0)"},
+        case(
+            "WhereTrap",
             marks=numbers_nodes,
+            autograd_node="LogBackward0",
+            line="return torch.where(y > 0, torch.log(y), torch.zeros_like(y))",
         ),
-        pytest.param(
-            *("WhereTrap", "sum_step", [FINE], {}),
-            {
-                "autograd_node": "LogBackward0",
-                "line": "return torch.where(y > 0, torch.log(y), torch.zeros_like(y))",
-            },
+        case(
+            "HalfCast",
             marks=numbers_nodes,
+            how={"scale": 1e6},
+            direction="backward",
+            dtype="torch.float16",
+            module_class="HalfCast",
         ),
-        pytest.param(
-            *("HalfCast", "sum_step", [FINE], {"scale": 1e6}),
-            {"direction": "backward", "dtype": "torch.float16", "module_class": "HalfCast"},
-            marks=numbers_nodes,
+        case("MaskedThenLog", what="aten.log.default", line="return torch.log(weights.sum() - weights.sum())"),
+        case("Preallocated", what="aten.div.Tensor", line="out[1] = y[1] / (y[1].detach() * 0)"),
+        case("TimesInfinity", what="aten.mul.Tensor"),
+        case("Attention", batches=[FULL_ROW], what="aten._softmax.default", first=[1, 0]),
+        case(
+            *("Attention", "outside_step", [ROWS]),
+            what="aten.div.Tensor",
+            module=None,
+            line="return loss / (loss.detach() * 0)",
         ),
-        (
-            *("MaskedThenLog", "sum_step", [FINE], {}),
-            {"what": "aten.log.default", "line": "return torch.log(weights.sum() - weights.sum())"},
+        case("MaskArrives", kind="put", what="aten.masked_fill.Scalar"),
+        case("Small", batches=[FINE, NAN], kind="source", what="batch['x']", micro_batch=1, first=[0, 1]),
+        case(
+            *("Small", "mean_step", [FEW]),
+            how={"prepare": spoiled("layer.bias")},
+            kind="source",
+            what="parameter layer.bias, before the step",
+            first=[1],
         ),
-        (
-            *("HalfMatmul", "sum_step", [FINE], {}),
-            {"what": "aten.mm.default", "line": "return ((y * 0 + 60000) @ (y.T * 0 + 60000)).float()"},
+        case(
+            *("Toy", "mean_step", [FEW]),
+            how={"prepare": spoiled("inner.1.running_var")},
+            kind="source",
+            what="buffer inner.1.running_var, before the step",
+            first=[1],
         ),
-        (
-            *("Preallocated", "sum_step", [FINE], {}),
-            {"what": "aten.div.Tensor", "line": "out[1] = y[1] / (y[1].detach() * 0)"},
-        ),
-        (*("TimesInfinity", "sum_step", [FINE], {}), {"what": "aten.mul.Tensor"}),
-        (*("Attention", "sum_step", [FULL_ROW], {}), {"what": "aten._softmax.default", "first": [1, 0]}),
-        (
-            *("Attention", "outside_step", [ROWS], {}),
-            {"what": "aten.div.Tensor", "module": None, "line": "return loss / (loss.detach() * 0)"},
-        ),
-        (*("MaskArrives", "sum_step", [FINE], {}), {"kind": "put", "what": "aten.masked_fill.Scalar"}),
-        (
-            *("Small", "sum_step", [FINE, NAN], {}),
-            {"kind": "source", "what": "batch['x']", "micro_batch": 1, "first": [0, 1]},
-        ),
-        (
-            *("Small", "mean_step", [FEW], {"prepare": spoiled("layer.bias")}),
-            {"kind": "source", "what": "parameter layer.bias, before the step", "first": [1]},
-        ),
-        (
-            *("Toy", "mean_step", [FEW], {"prepare": spoiled("inner.1.running_var")}),
-            {"kind": "source", "what": "buffer inner.1.running_var, before the step", "first": [1]},
-        ),
-        (
-            *("Small", "numpy_step", [FINE], {}),
-            {
-                "kind": "unknown",
-                "line": 'return loss * torch.from_numpy(numpy.array([math.nan], dtype="float32"))',
-            },
+        case(
+            *("Small", "numpy_step"),
+            kind="unknown",
+            line='return loss * torch.from_numpy(numpy.array([math.nan], dtype="float32"))',
         ),
     ],
 )
@@ -150,7 +145,7 @@ def test_the_origin_of_a_nan_and_its_line(
     capsys: pytest.CaptureFixture[str],
     model: str,
     step: str,
-    batches: list[Any],
+    batches: Sequence[Any],
     how: dict[str, Any],
     expected: dict[str, Any],
 ) -> None:
@@ -262,7 +257,7 @@ def test_report_in_words_names_the_line_of_the_forward_operation(
 def test_a_backward_operation_is_found_without_the_internals_of_torch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its module is not."""
+    """The operation's module is not."""
     monkeypatch.setattr("ddpstats._observe.torch_compat._has_numbers", False)
     out = shown(capture(tmp_path, "SqrtOfZero", "sum_step", FINE), capsys, "SqrtOfZero", "sum_step")
     assert "in a module that is not known (the node is SqrtBackward0)" in out

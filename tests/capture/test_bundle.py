@@ -9,14 +9,13 @@ import re
 import stat
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
 
-from ddpstats._base.files import replace_file
 from ddpstats._rerun import codec
 from ddpstats.capture.bundle import Bundle, ModelPart, close_bundle, write_part
 from ddpstats.capture.manifest import (
@@ -29,7 +28,6 @@ from ddpstats.capture.manifest import (
     prune,
     rank_file,
     read_manifest,
-    summarize,
     write_manifest,
 )
 from ddpstats.errors import BundleError
@@ -72,17 +70,8 @@ def manifest(**changes: Any) -> Manifest:
 # -- as it should be --------------------------------------------------------------------------------------------------
 
 
-def test_a_name_sorts_by_time_and_is_in_utc() -> None:
-    assert bundle_name(12, making.WHEN) == "capture-20260102T030405Z-step00000012"
-    there = datetime(2026, 1, 2, 4, 4, 5, tzinfo=timezone(timedelta(hours=1)))
-    assert bundle_name(12, there) == bundle_name(12, making.WHEN) == bundle_name(12, making.WHEN.replace(tzinfo=None))
-    assert bundle_name(123456789, making.WHEN).endswith("step123456789")
-    assert bundle_name(12, making.WHEN, 3) == "capture-20260102T030405Z-step00000012-rank00003"
-
-
-@pytest.mark.parametrize("rank", [None, 3])
-def test_a_name_that_is_taken_gets_a_number(tmp_path: Path, rank: int | None) -> None:
-    name = bundle_name(12, making.WHEN, rank)
+def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
+    name = bundle_name(12, making.WHEN)
     made = [new_directory(tmp_path / "new", name) for _ in range(11)]
     assert [path.name for path in made] == [name, *(f"{name}-{number}" for number in range(2, 12))]
     assert [path for path, _ in bundles_in(tmp_path / "new")] == made
@@ -101,12 +90,6 @@ def test_a_bundle_is_read_as_it_was_written(directory: Path) -> None:
     assert set(part.buffers) == {f"inner.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
     assert set(bundle.parameters(0)) == set(part.parameter_names)
     assert bundle.notes == ()
-
-
-def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
-    given = manifest(parameters={1: ["a"]}, missing={0: "dead"}, complete=False, notes=["n"], versions={"torch": "2"})
-    write_manifest(tmp_path, given)
-    assert read_manifest(tmp_path) == given
 
 
 def test_the_path_of_a_manifest_opens_its_bundle(directory: Path) -> None:
@@ -174,25 +157,19 @@ def test_a_directory_without_a_bundle_is_an_error(tmp_path: Path) -> None:
         (lambda m: m.update(version=3), "written by a newer ddpstats: format 3, this one reads 2; upgrade ddpstats"),
         (lambda m: m.update(version=True), "of format True, which is unknown"),
         (lambda m: m.pop("step"), "missing required field `step`"),
-        (lambda m: m.update(step=10**30), "$.step"),
         (lambda m: m.update(ranks=[10**9]), "$.ranks[0]"),
         (lambda m: m.update(ranks=[], ranks_present=[], model_files={}), "$.ranks"),
-        (lambda m: m.update(complete=1), "$.complete"),
-        (lambda m: m.update(culprit_ranks=[-1]), "$.culprit_ranks[0]"),
         (lambda m: m.update(ranks_present=[0]), "ranks_present"),
         (lambda m: m.update(parameters={"01": []}), "$.parameters"),
-        (lambda m: m.update(missing={"0": 3}), "$.missing"),
-        (lambda m: m.update(versions={"torch": 2}), "$.versions"),
         (lambda m: m["files"].update({"../../etc/passwd": {"bytes": 1, "sha256": "0" * 64}}), "not the name of a file"),
         (
             lambda m: m["files"].update({"rank00000.safetensors\n": {"bytes": 1, "sha256": "0" * 64}}),
             "not the name of a file",
         ),
         (lambda m: m["files"].update({"rank00000.safetensors": {"bytes": -1, "sha256": "0" * 64}}), "$.files"),
-        (lambda m: m["files"].update({"rank00000.safetensors": {"bytes": 1, "sha256": "0" * 63}}), "$.files"),
         (lambda m: m.update(model_files={"0": "../model.safetensors"}), "model_files"),
     ],
-    ids=range(18),
+    ids=range(12),
 )
 def test_a_wrong_field_of_a_manifest_is_named(
     directory: Path, change: Callable[[dict[str, Any]], object], text: str
@@ -284,7 +261,7 @@ def test_a_damaged_or_forged_file_is_refused(
 
 
 class Command:
-    """What pickle makes of it runs a command."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -315,7 +292,7 @@ def test_a_tensor_that_claims_a_petabyte_is_refused(directory: Path) -> None:
         read_all(directory)
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], ["a", 1], 7, [0]], ids=range(4))
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], ["a", 1], 7], ids=range(3))
 def test_a_tensor_in_an_order_that_it_cannot_have_is_refused(directory: Path, order: Any) -> None:
     content = making.load(directory / "model.safetensors")
     content["parameters"] = {"x": {"$tensor": "0", "order": order}, **content["parameters"]}
@@ -328,8 +305,8 @@ def test_a_file_that_changes_while_it_is_read_is_not_used(directory: Path, monke
     path, load = directory / "rank00001.safetensors", codec.read
 
     def changed_meanwhile(*args: Any) -> Any:
-        with path.open("r+b") as other:
-            other.write(path.read_bytes()[:2])
+        with path.open("r+b") as file:
+            file.write(path.read_bytes()[:2])
         return load(*args)
 
     monkeypatch.setattr(codec, "read", changed_meanwhile)
@@ -352,8 +329,8 @@ def test_only_its_owner_may_read_a_bundle(tmp_path: Path) -> None:
 
 
 def a_micro_batch(part: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = part["micro_batches"][0]
-    return found
+    micro_batch: dict[str, Any] = part["micro_batches"][0]
+    return micro_batch
 
 
 @pytest.mark.parametrize(
@@ -361,13 +338,10 @@ def a_micro_batch(part: dict[str, Any]) -> dict[str, Any]:
     [
         (lambda p: p.pop("rank"), "missing required field `rank`"),
         (lambda p: p.update(rank=0), "is of rank 0 of 2, and the manifest says rank 1"),
-        (lambda p: p.update(micro_batches=[3]), "$.micro_batches[0]"),
         (lambda p: a_micro_batch(p).pop("random"), "missing required field `random` - at `$.micro_batches[0]`"),
         (lambda p: a_micro_batch(p).update(loss="low"), "Expected `Tensor`"),
-        (lambda p: p.update(norm="3"), "$.norm"),
-        (lambda p: p.update(environment={"x": []}), "$.environment"),
     ],
-    ids=range(7),
+    ids=range(4),
 )
 def test_a_wrong_field_of_a_part_is_named(
     directory: Path, change: Callable[[dict[str, Any]], object], text: str
@@ -382,7 +356,7 @@ def test_a_wrong_field_of_a_part_is_named(
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [[], {"parameters": 3}, {"parameters": {"x": 1}}, {}], ids=range(4))
+@pytest.mark.parametrize("content", [[], {"parameters": {"x": 1}}], ids=range(2))
 def test_a_model_file_of_another_shape_is_refused(directory: Path, content: Any) -> None:
     making.rewrite_part(directory, "model.safetensors", content)
     with pytest.raises(BundleError, match=r"model\.safetensors"):
@@ -426,13 +400,6 @@ def test_manifest_names_what_was_written_and_removes_what_it_takes_the_place_of(
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name[-2:] for path in directory.iterdir())
-
-
-def test_prune_removes_the_oldest(tmp_path: Path) -> None:
-    made = [empty_bundle(tmp_path, number) for number in range(5)]
-    assert prune(tmp_path, 2, made[4]) == made[:3]
-    assert names(tmp_path) == ["03", "04"]
-    assert prune(tmp_path, 2, made[4]) == []
 
 
 def test_prune_after_each_write_keeps_as_many_as_asked_for(tmp_path: Path) -> None:
@@ -483,14 +450,3 @@ def test_a_bundle_that_cannot_be_removed_is_a_warning(
     assert prune(tmp_path, 1, made[1]) == []
     assert "cannot be removed: [Errno 13] Permission denied" in caplog.text
     assert names(tmp_path) == ["00", "01"]
-
-
-def test_summary_is_of_the_content_even_after_a_seek(tmp_path: Path) -> None:
-    def write(file: BinaryIO) -> Written:
-        file.write(b"xxcd")
-        file.seek(0)
-        file.write(b"ab")
-        return summarize(file)
-
-    assert replace_file(tmp_path / "file", write) == Written(4, hashlib.sha256(b"abcd").hexdigest())
-    assert (tmp_path / "file").read_bytes() == b"abcd"

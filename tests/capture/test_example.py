@@ -22,8 +22,8 @@ def test_from_the_training_loop_to_the_division(
     assert "the gradients of rank" in first
     assert "The gradients of rank" in first  # the other one's were finite
     assert cli.main(["replay", str(tmp_path), *NAMES, "--bisect", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["bit_for_bit"] == {"losses": "equal", "norms": "equal", "gradients": "equal"}
-    text = json.dumps(found["bisect"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["bit_for_bit"] == {"losses": "equal", "norms": "equal", "gradients": "equal"}
+    text = json.dumps(result["bisect"])
     assert "aten.div.Tensor" in text
     assert "losses.append(loss / count)" in text

@@ -29,29 +29,18 @@ def test_each_rank_that_raises_writes_its_own_bundle(two_ranks: RankPool, tmp_pa
         assert Bundle.open(path).parameters(rank)
 
 
-def test_a_rank_whose_device_waits_raises_within_the_timeout(tmp_path: Path) -> None:
-    env = {"DDPSTATS_TIMEOUT_SEC": "2"}
-    (text, seconds), _ = run_ranks(runs.waits_for_the_device, 2, str(tmp_path), env=env, timeout_sec=60).values()
-    assert seconds < 2 * 2 + 5
-    assert "rank 1: did not take part" in text
-    assert "rank 1 raised in step 0, micro-batch 0: ValueError: label 17 of 3" in text
-
-
 @pytest.mark.parametrize(
     ("error", "is_lost"),
     [
         (RuntimeError(GLOO), True),
-        (RuntimeError(GLOO.replace("Connection closed by peer", "Timed out waiting 1000ms for recv")), True),
-        (dist.DistBackendError("NCCL error: ncclRemoteError: A call failed possibly due to a network error"), True),
         (dist.DistBackendError("NCCL communicator was aborted on rank 1."), True),
         (dist.DistBackendError("NCCL error: ncclInvalidUsage: This usually reflects invalid usage"), False),
-        (RuntimeError("Connection reset by peer"), False),
         (ConnectionResetError(104, "Connection reset by peer"), False),
         (ConfigError(GLOO), False),
     ],
-    ids=range(8),
+    ids=range(5),
 )
-def test_a_lost_connection_is_told_from_an_error_of_the_ranks_own(error: Exception, is_lost: bool) -> None:
+def test_a_lost_connection_is_distinguished_from_an_error_of_the_rank_itself(error: Exception, is_lost: bool) -> None:
     assert is_lost_connection(error) is is_lost
 
 

@@ -59,14 +59,6 @@ def test_a_lowest_rank_without_permission_stops_all_ranks(
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_where_the_directory_should_be_stops_the_run(tmp_path: Path) -> None:
-    (tmp_path / "max_bytes").write_text("")
-    verdict = runs.bad_step(tmp_path / "max_bytes", on_nonfinite="skip")
-    assert verdict.bundle is None
-    assert verdict.should_stop
-    assert "could not make a directory" in verdict.message
-
-
 @pytest.mark.parametrize(("count", "dead"), [(2, 0), (2, 1), (3, 1)])
 def test_a_rank_that_dies_while_it_writes_leaves_an_incomplete_bundle(tmp_path: Path, count: int, dead: int) -> None:
     """What other living ranks have written, the lowest of them does not know."""
@@ -106,14 +98,6 @@ def test_a_disk_that_never_answers_costs_the_bundle_and_no_verdict(two_ranks: Ra
 
 
 # -- names, and what is left out --------------------------------------------------------------------------------------
-
-
-def test_a_name_that_is_taken_gets_a_number(two_ranks: RankPool, tmp_path: Path) -> None:
-    first, second = two_ranks.run(runs.name_taken, str(tmp_path)).values()
-    assert first == second
-    assert first.bundle.name.endswith("-step00000000-2")
-    assert manifest_of(first.bundle)["ranks_present"] == [0, 1]
-    assert Bundle.open(tmp_path).path == first.bundle
 
 
 def test_the_bundle_just_written_stays_where_the_clock_went_back(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpstats import cli
-from ddpstats._base.files import replace_file
 from ddpstats.capture import replay as replays
 from ddpstats.capture.bundle import Bundle
 from tests import programs
@@ -204,12 +203,6 @@ def test_settings_of_this_process_stay(tmp_path: Path, replay: Replay) -> None:
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_writing_a_file_leaves_the_umask_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the whole process's: for a moment, other threads' files would be open to everybody."""
-    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was set"))
-    replace_file(tmp_path / "file", lambda file: file.write(b""))
-
-
 # -- ranks and reasons ------------------------------------------------------------------------------------------------
 
 
@@ -298,22 +291,12 @@ def test_an_exception_is_reproduced_by_the_same_error_only(tmp_path: Path, repla
     assert "KeyError: 'another'" in err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, so that --device cuda works")
-def test_a_capture_of_a_gpu_is_replayed_on_the_cpu_with_notes(tmp_path: Path, replay: Replay) -> None:
-    bundle = captured(tmp_path, Small, replay_models.mean_step, FINE)
-    assert "--device cuda: torch cannot use it here" in replay(bundle, "Small", "mean_step", "--device", "cuda")[2]
-    change_part(bundle, lambda part: part.update(device="cuda:3", norm="inf"))
-    out = replay(bundle)[1]
-    assert "captured on cuda:3, replayed on cpu: last bits differ" in out
-    assert "not compared: inf-norms were captured, cpu measures others" in out
-
-
 @pytest.mark.parametrize("device", ["npu:0", "privateuseone", "meta", ""])
 def test_a_device_that_torch_cannot_use_here_is_a_note(tmp_path: Path, replay: Replay, device: str) -> None:
     bundle = captured(tmp_path, Small, replay_models.mean_step, NAN)
 
     def change(part: dict[str, Any]) -> None:
-        part["device"] = device
+        part.update(device=device, norm="inf")
         for micro in part["micro_batches"]:
             micro["random"].update(device=device, torch_device=torch.zeros(16, dtype=torch.uint8))
 
@@ -321,13 +304,7 @@ def test_a_device_that_torch_cannot_use_here_is_a_note(tmp_path: Path, replay: R
     status, out, err = replay(bundle)
     assert (status, err) == (0, "")
     assert f"captured on {device}, replayed on cpu: last bits differ" in out
-
-
-def test_a_device_without_values_is_status_2(tmp_path: Path, replay: Replay) -> None:
-    bundle = captured(tmp_path, Small, replay_models.mean_step, NAN)
-    status, _, err = replay(bundle, "Small", "mean_step", "--device", "meta")
-    assert status == 2
-    assert "--device meta: torch cannot use it here" in err
+    assert "not compared: inf-norms were captured, cpu measures others" in out
 
 
 def test_parameters_of_whole_numbers_are_status_2(tmp_path: Path, replay: Replay) -> None:
@@ -365,6 +342,7 @@ def test_a_batch_that_was_changed_is_a_note(tmp_path: Path, replay: Replay) -> N
         (["Small", "exiting_step"], "--step ended the process, with status 0"),
         (["Small", "mean_step", "--repeat", "0"], "--repeat 0: at least one run"),
         (["Small", "mean_step", "--device", "nonsense"], "--device nonsense: "),
+        (["Small", "mean_step", "--device", "meta"], "--device meta: torch cannot use it here"),
         (["Small", "mean_step", "--amp-dtype", "float16"], "needs --precision amp"),
         (["Small", "mean_step", "--model", "no_such_module_of_mine:x"], "No module named 'no_such_module_of_mine'"),
         (["Small", "mean_step", "--model", "module"], "a module and a name in it"),
@@ -392,12 +370,10 @@ def _numpy_state(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (lambda m: m.update(batch={"kind": "evil"}), "kind 'evil' is not one that ddpstats writes"),
         (lambda m: m.update(random={"python": 3}), "the random state is not one"),
         (lambda m: m["random"].update(torch_cpu=torch.zeros(3)), "the random state"),
-        (lambda m: m["random"].update(torch_cpu=[1]), "the random state"),
         (_numpy_state(key=[1] * 3), "the random state is not one"),
-        (_numpy_state(key=[-1] * 624), "the random state is not one"),
         (_numpy_state(pos=625), "the random state is not one"),  # numpy would read beyond its memory
     ],
-    ids=range(8),
+    ids=range(6),
 )
 def test_a_micro_batch_that_is_none_is_status_2(
     tmp_path: Path, replay: Replay, change: Callable[[dict[str, Any]], object], text: str

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -51,7 +50,7 @@ class Scenario:
     option: str = ""
 
     def batches(self) -> list[dict[str, Tensor]]:
-        """This rank's."""
+        """Return this rank's batches."""
         rank = dist.get_rank()
         made = [batch_of(rank, index) for index in range(self.steps * self.accumulate)]
         if self.bad is not None and self.bad[0] == rank:
@@ -70,7 +69,7 @@ class Trained:
     error: str | None
     error_ranks: tuple[int, ...]
     counted: tuple[int, int]
-    """Steps, by the trainer's count and by its scheduler's, where it tells."""
+    """Steps, by the trainer's count and by its scheduler's, where it has one."""
 
 
 def batch_of(rank: int, index: int) -> dict[str, Tensor]:
@@ -90,8 +89,8 @@ class Net(nn.Module):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         if bool((y == RAISES).any()):
             raise ValueError("no such target")
-        found: Tensor = self.last(self.drop(torch.tanh(self.first(x)) + self.first(x))).squeeze(1)
-        return (found - y).square().mean()
+        out: Tensor = self.last(self.drop(torch.tanh(self.first(x)) + self.first(x))).squeeze(1)
+        return (out - y).square().mean()
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         return {"loss": self.loss(x, y)}
@@ -111,7 +110,7 @@ def train(scenario: Scenario) -> Trained:
         os._exit(1)
     notes = getattr(error, "__notes__", [])
     return Trained(
-        parameters=torch.cat([one.detach().flatten() for one in run.model.parameters()]),
+        parameters=torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()]),
         verdict=run.verdict(),
         error=None if error is None else "\n".join([f"{type(error).__name__}: {error}", *notes]),
         error_ranks=error.ranks if isinstance(error, DdpstatsError) else (),
@@ -129,7 +128,7 @@ class _Run:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the libraries' advice: on a rank it would be noise."""
+    """Silence the libraries' advice: on a rank it would be noise."""
     for name in ("lightning.pytorch", "transformers", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -146,7 +145,7 @@ def _settings(scenario: Scenario) -> dict[str, Any]:
 
 
 def lightning_net() -> Any:
-    """A LightningModule: the factory for replay."""
+    """Return a LightningModule; replay calls this factory."""
     lightning: Any = importlib.import_module("lightning")
 
     class Module(lightning.LightningModule):  # type: ignore[misc]  # a class found at run time
@@ -175,7 +174,7 @@ def lightning_net() -> Any:
 
 
 def half_step(module: Any, batch: Any) -> Tensor:
-    """As Lightning has it with accumulate_grad_batches=2."""
+    """Return the loss as Lightning has it with accumulate_grad_batches=2."""
     loss: Tensor = module.training_step(batch, 0) / 2
     return loss
 
@@ -210,7 +209,7 @@ def _lightning(scenario: Scenario, folder: str) -> _Run:
     loader: Any = torch.utils.data.DataLoader(scenario.batches(), batch_size=None)  # type: ignore[arg-type]
 
     def counted() -> tuple[int, int]:
-        return trainer.global_step, sum(one.scheduler.last_epoch for one in trainer.lr_scheduler_configs)
+        return trainer.global_step, sum(config.scheduler.last_epoch for config in trainer.lr_scheduler_configs)
 
     verdict = lambda: callbacks[0].verdict if callbacks else None  # noqa: E731
     return _Run(module, lambda: trainer.fit(module, loader), verdict, counted)
@@ -275,7 +274,7 @@ def _reset_accelerate() -> None:
 
 
 def espnet_net() -> Any:
-    """An espnet model: the factory for replay."""
+    """Return an espnet model; replay calls this factory."""
     espnet_model: Any = importlib.import_module("espnet2.train.abs_espnet_model")
     functions: Any = importlib.import_module("espnet2.torch_utils.device_funcs")
 
@@ -302,7 +301,7 @@ def _espnet(scenario: Scenario, folder: str) -> _Run:
     from ddpstats.integrations import espnet
     from tests.integrations import espnet_runs
 
-    batches = [([f"utt{i}" for i in range(len(one["y"]))], one) for one in scenario.batches()]
+    batches = [([f"utt{i}" for i in range(len(samples["y"]))], samples) for samples in scenario.batches()]
     if scenario.option == "uneven" and dist.get_rank() == 1:
         batches.pop()
 
@@ -363,26 +362,6 @@ def _espnet_attributes() -> tuple[Any, ...]:
     return vars(trainers.Trainer)["train_one_epoch"], trainers.torch, torch.nn.utils.clip_grad_norm_
 
 
-def espnet_left_alone(dirpath: str, is_off: bool) -> tuple[list[str], bool]:
-    """Return the warnings of `capture` and whether espnet's trainer stays its own inside of it.
-
-    ``is_off``: with DDPSTATS_DISABLE=1; otherwise espnet's trainer has another loop.
-    """
-    from ddpstats.integrations import espnet
-
-    trainers: Any = importlib.import_module("espnet2.train.trainer")
-    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("always")
-        if is_off:
-            patch.setenv("DDPSTATS_DISABLE", "1")
-        else:
-            patch.setattr(trainers.Trainer, "train_one_epoch", classmethod(lambda cls, model, batches: None))
-        before = _espnet_attributes()
-        with espnet.capture(dirpath):
-            is_same = _espnet_attributes() == before
-    return [str(warning.message) for warning in caught], is_same
-
-
 def espnet_afterwards(dirpath: str) -> tuple[list[bool], bool]:
     """Return which of espnet's attributes are replaced inside of `capture`, and whether none is after an error."""
     from ddpstats.integrations import espnet
@@ -398,13 +377,13 @@ def espnet_afterwards(dirpath: str) -> tuple[list[bool], bool]:
 
 
 def accelerate_step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """As the loop below has it."""
+    """Return the loss as the loop below has it."""
     loss: Tensor = model(**batch)["loss"]
     return loss
 
 
 def half_accelerate_step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """As accelerate has it with gradient_accumulation_steps=2."""
+    """Return the loss as accelerate has it with gradient_accumulation_steps=2."""
     return accelerate_step(model, batch) / 2
 
 
