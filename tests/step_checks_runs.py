@@ -27,7 +27,6 @@ from ddpstats import (
 )
 from ddpstats.testing import count_collectives
 from tests import training
-from tests.capture.capture_runs import Unreadable
 from tests.guard.runs import without_shared_memory
 from tests.training import batch_of, rank
 
@@ -218,6 +217,16 @@ def error_of(call: Any) -> tuple[str, str]:
     return "nothing", ""
 
 
+class Unreadable(Tensor):
+    """A gradient that refuses whatever is asked of it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if dist.is_initialized() and "grad" not in str(func):
+            raise ZeroDivisionError("not this one")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
 def unlike(dirpath: str, how: str) -> tuple[tuple[str, str], bool]:
     """Return the error of the second step, where rank 1 differs, and whether later steps are judged again."""
     with contextlib.ExitStack() as stack:
@@ -257,53 +266,6 @@ def unlike(dirpath: str, how: str) -> tuple[tuple[str, str], bool]:
             _backward(plan, checks, model, step)
             ok = together.step().ok and ok
         return error, ok
-
-
-def scaled(dirpath: str, together: bool) -> list[tuple[str, bool, int]]:
-    """Train under a GradScaler whose scale is too large at first; rank 1 has no batch in the last step."""
-    model = model_of("alone")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1000)
-    verdicts_by_step: list[tuple[str, bool, int]] = []
-    with (
-        NaNCapture(dirpath, model=model, optimizer=optimizer, scaler=scaler) as capture,
-        Sentinel(model, mode=2, scaler=scaler) as sentinel,
-    ):
-        checks = StepChecks(capture=capture, sentinel=sentinel)
-        for step in range(6):
-            batch = batch_of(step, 0)
-            if step < 5 or rank() != FAULTY_RANK:
-                with capture.micro_batch(batch), sentinel.micro_batch(batch):
-                    scaler.scale(model(batch["x"]).square().sum()).backward()
-            _reduce_gradients(model)
-            scaler.unscale_(optimizer)
-            with count_collectives() as seen:
-                if together:
-                    verdicts = checks.step()
-                    verdict, ok = verdicts.capture, verdicts.sentinel is not None and verdicts.sentinel.ok
-                else:
-                    verdict, ok = capture.check(), sentinel.step().ok
-            assert verdict is not None
-            verdicts_by_step.append((verdict.kind, ok, seen.total))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    return verdicts_by_step
-
-
-def _reduce_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        dist.all_reduce(parameter.grad)
-
-
-def other_settings(dirpath: str) -> tuple[str, str]:
-    with contextlib.ExitStack() as stack:
-        plan = Plan(dirpath, capture={"keep": 1 + rank()})
-        checks, model = _entered(plan, stack)
-        assert checks.together is not None
-        _backward(plan, checks, model, 0)
-        return error_of(checks.together.step)
 
 
 def another_mode() -> tuple[str, str]:

@@ -190,25 +190,6 @@ def test_ranks_that_do_something_else_are_named_on_all(
     assert is_judged_again
 
 
-@pytest.mark.slow
-def test_verdicts_under_a_grad_scaler_are_those_of_the_own_calls(two_ranks: RankPool, tmp_path: Path) -> None:
-    together = two_ranks.run(runs.scaled, str(tmp_path), True).values()
-    apart = two_ranks.run(runs.scaled, str(tmp_path), False).values()
-    kinds = [(kind, ok) for kind, ok, _ in together[0]]
-    assert together[0] == together[1]
-    assert kinds == [(kind, ok) for kind, ok, _ in apart[0]]
-    assert kinds[0] == ("scaler_skip", True)
-    assert kinds[-1] == ("ok", True)
-    assert together[0][-1][2] == 1
-
-
-def test_settings_that_differ_are_named_at_the_first_step(two_ranks: RankPool, tmp_path: Path) -> None:
-    first, second = two_ranks.run(runs.other_settings, str(tmp_path)).values()
-    assert first == second
-    assert first[0] == "ConfigError"
-    assert "rank 0: keep=1\n  rank 1: keep=2" in first[1]
-
-
 def test_guards_of_different_modes(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(runs.another_mode).values()
     assert first == second
