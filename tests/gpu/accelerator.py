@@ -27,7 +27,7 @@ BUSY_MATMULS = 60
 
 
 def own_device() -> str | None:
-    """Return the kind of this machine's accelerator; None where it has none, or one without collectives of its own."""
+    """Return the kind of this machine's accelerator; None where it has none, or one that has no collectives."""
     device = accelerator()
     if device is None or not torch.accelerator.is_available() or backend_of(device.type) == "gloo":
         return None
@@ -46,7 +46,7 @@ def backend_of(device: str) -> str:
 
 
 def name_hosts(rank: int) -> None:
-    """Let NCCL take each rank for one of a host of its own; before the process group is made."""
+    """Let NCCL take each rank for the only one of its host; before the process group is made."""
     os.environ.update(NCCL_HOSTID=f"host of rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
 

@@ -1,4 +1,4 @@
-"""Where the tests of this folder run: on the CPU, on the reference accelerator, and on this machine's own."""
+"""The tests of this folder run on the CPU, on the reference accelerator, and on this machine's own."""
 
 from __future__ import annotations
 

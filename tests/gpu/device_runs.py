@@ -46,37 +46,37 @@ def mine(*by_rank: Any) -> Any:
 
 def reduced(device: str, dtype: torch.dtype, mixed: bool) -> Any:
     """``mixed``: rank 1 holds its stats on the host."""
-    place = "cpu" if mixed and dist.get_rank() == 1 else device
+    where = "cpu" if mixed and dist.get_rank() == 1 else device
     stats = {
-        "loss": t(mine(1.0, 2.0), dtype=dtype, device=place),
-        "count": t([mine(2, 4)], device=place),
+        "loss": t(mine(1.0, 2.0), dtype=dtype, device=where),
+        "count": t([mine(2, 4)], device=where),
         "host": mine(3.0, 5.0),
-        "largest": Max(t(mine(0.5, 0.25), device=place)),
-        **mine({}, {"only": t(-1.5, device=place)}),
+        "largest": Max(t(mine(0.5, 0.25), device=where)),
+        **mine({}, {"only": t(-1.5, device=where)}),
     }
-    return ddpstats.reduce_stats(stats, weight=t([2.0], device=place)).values
+    return ddpstats.reduce_stats(stats, weight=t([2.0], device=where)).values
 
 
 def averaged(device: str, dtype: torch.dtype) -> Any:
     stats = {"a": t([1.0, 2.0], dtype=dtype, device=device), **mine({}, {"b": t([4.0, 4.0], device=device)})}
     averages, total = ddpstats.recursive_average(stats, t([1.0, 3.0], device=device), True)
-    found = {key: (value.item(), str(value.dtype), value.device.type) for key, value in averages.items()}
-    return found, total.item(), total.device.type
+    facts = {key: (value.item(), str(value.dtype), value.device.type) for key, value in averages.items()}
+    return facts, total.item(), total.device.type
 
 
 def without_waiting(device: str) -> Any:
-    """No call may make the host wait for the device: it is asked whether the one copy has arrived. Count the copies."""
+    """Count the copies of calls that may not wait for the device: the host asks it whether the one copy has arrived."""
     reducer = ddpstats.StatsReducer()
     dtypes = [torch.float32, torch.half] * 4
     stats = {f"loss_{i}": t(float(i), device=device, dtype=dtype) for i, dtype in enumerate(dtypes)}
     for _ in range(2):  # what is set up the first time may wait
         reducer(stats)
     with accelerator.no_waits(device):
-        found = reducer(stats).values
+        values = reducer(stats).values
     is_noticed = accelerator.is_noticed(device, stats["loss_0"].item)
     copies = accelerator.copies_to_host(device, lambda: reducer(stats))
     reducer.close()
-    return list(found.values()), is_noticed, copies
+    return list(values.values()), is_noticed, copies
 
 
 def reduced_as_drawn(device: str, seeds: range) -> Any:
@@ -87,10 +87,10 @@ def reduced_as_drawn(device: str, seeds: range) -> Any:
 def windows(device: str, nonfinite: Any, kind: str) -> list[dict[str, Any]]:
     """Return the figures of a window of the CPU, and of one whose values are on the device."""
     figures = []
-    for place in ("cpu", device):
-        weights = {"number": 8.0, "scalar": t(8.0, device=place), "vector": torch.ones(3, device=place)}
+    for at in ("cpu", device):
+        weights = {"number": 8.0, "scalar": t(8.0, device=at), "vector": torch.ones(3, device=at)}
         with StatsWindow(nonfinite=nonfinite) as window:
-            window_runs.train(window, place, weights[kind])
+            window_runs.train(window, at, weights[kind])
             flat = window.flush().flat()
         figures.append({name: value for name, value in flat.items() if not name.startswith("time/")})
     return figures
@@ -111,9 +111,9 @@ def adds_without_waiting(device: str, kind: str) -> tuple[bool, float, float]:
 
 
 def adds_on_two_streams(device: str) -> set[float]:
-    other, window = torch.Stream(device), StatsWindow()
+    second_stream, window = torch.Stream(device), StatsWindow()
     for number in range(200):
-        with other if number % 2 else contextlib.nullcontext():
+        with second_stream if number % 2 else contextlib.nullcontext():
             window.add({f"k{i}": torch.full((), float(number), device=device) for i in range(20)}, weight=2)
     torch.accelerator.synchronize()
     return set(window.flush().values.values())
@@ -278,7 +278,7 @@ def bundle_of_a_nan(device: str, dtype: torch.dtype, dirpath: str) -> str:
 
 
 def alone(device: str, dirpath: str) -> Any:
-    """All of it in a group of one rank, whose backend knows tensors of this device only."""
+    """Run all of it in a group of one rank, whose backend knows tensors of this device only."""
     value = torch.ones(2, device=device)
     with collective_guard("strict") as guard:
         dist.all_reduce(value)

@@ -42,8 +42,8 @@ def test_averages_stay_on_the_device(on_ranks: Run, device: str, dtype: torch.dt
 
 
 def test_one_copy_from_the_device_and_no_other_wait(gpu_that_reports_waits: str, on_ranks: Run) -> None:
-    found, is_noticed, copies = on_ranks(runs.without_waiting, gpu_that_reports_waits)
-    assert found == [float(i) for i in range(8)]
+    values, is_noticed, copies = on_ranks(runs.without_waiting, gpu_that_reports_waits)
+    assert values == [float(i) for i in range(8)]
     assert is_noticed  # a wait, where there is one
     if copies is None:
         pytest.skip("no wait was found; torch's profiler sees nothing of the device here, so copies were not counted")
@@ -121,10 +121,10 @@ def test_the_guard_compares_collectives_of_tensors_on_a_device(on_ranks: Run, de
 def test_capture_under_autocast_with_a_grad_scaler(
     on_ranks: Run, device: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    found, is_finite = on_ranks(runs.captured, device, dtype, str(tmp_path))
-    assert [kind for kind, *_ in found] == ["ok", "scaler_skips", "ok"]
-    assert found[1][1] == (1,)
-    assert "rank00001.safetensors" in found[1][2]
+    steps, is_finite = on_ranks(runs.captured, device, dtype, str(tmp_path))
+    assert [kind for kind, *_ in steps] == ["ok", "scaler_skips", "ok"]
+    assert steps[1][1] == (1,)
+    assert "rank00001.safetensors" in steps[1][2]
     assert is_finite  # the scaler left the step out
 
 

@@ -55,7 +55,7 @@ def release() -> None:
 
 
 class _CurrentDevice:
-    """What `torch.get_device_module("refdev").device(index)` is: a context in which the index is the current device."""
+    """The context `torch.get_device_module("refdev").device(index)`: the index is the current device in it."""
 
     def __init__(self, device: Any) -> None:
         self.index = _index(device)

@@ -1,4 +1,4 @@
-"""Models and steps that `ddpstats replay` imports: the device is registered with them, as in a program of its own."""
+"""Models and steps that `ddpstats replay` imports: the device is registered with them, as in a user's program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Root(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Its second half is computed again in the backward pass, by reentrant checkpointing, with dropout in it."""
+    """A model whose second half, with dropout in it, is computed again in the backward pass (reentrantly)."""
 
     def __init__(self) -> None:
         super().__init__()

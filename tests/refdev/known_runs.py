@@ -1,4 +1,4 @@
-"""What `test_known` runs on a rank: what was expected to break on an accelerator, with its legal twin."""
+"""Steps of `test_known` that were expected to break on an accelerator, with their legal twins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import (
-    CollectiveMismatch,
     NaNCapture,
     RankMissing,
     Sentinel,
@@ -35,33 +34,6 @@ from tests import training
 from tests.capture import attribution_runs
 
 from .runs import join
-
-# -- messages ---------------------------------------------------------------------------------------------------------
-
-
-def messages(mode: Any, received: int) -> str:
-    """Send three numbers of the device to rank 1, which receives as many as it says. Return what a rank is told."""
-    join()
-    rank, told = dist.get_rank(), ""
-    try:
-        with collective_guard(mode):
-            if rank == 0:
-                dist.isend(torch.ones(3, device="refdev"), 1)
-            dist.barrier()  # on the host
-            tensor = torch.zeros(received, device="refdev")
-            if rank == 1:
-                work = dist.irecv(tensor, 0)
-                assert work is not None
-                work.wait()
-                assert tensor.sum().item() == 3.0
-            dist.barrier()
-    except CollectiveMismatch as error:
-        told = str(error)
-        if rank == 1:  # so that the device of rank 0 comes to its end
-            dist.recv(torch.zeros(3, device="refdev"), 0)
-    torch.accelerator.synchronize()
-    return told
-
 
 # -- a device that does not come to its end ----------------------------------------------------------------------------
 
@@ -280,7 +252,7 @@ def raises_and_lives_on(dirpath: str, syncs: bool) -> list[str]:
     """
     join(timeout_sec=60)
     model = DistributedDataParallel(training.make_model().to("refdev"))
-    told: list[str] = []
+    results: list[str] = []
     with NaNCapture(dirpath, model=model) as capture:
         for step in range(2):
             for micro in range(3):
@@ -294,12 +266,12 @@ def raises_and_lives_on(dirpath: str, syncs: bool) -> list[str]:
                 if is_bad and syncs:
                     break
             try:
-                told.append(capture.check().kind)
+                results.append(capture.check().kind)
             except RankMissing as error:
-                told.append(f"{error.missing_ranks} {error}")
+                results.append(f"{error.missing_ranks} {error}")
                 break
             model.zero_grad()
-    return told
+    return results
 
 
 def attributed(dirpath: str, step: str) -> tuple[CaptureVerdict, bool, int]:

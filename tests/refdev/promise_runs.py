@@ -1,4 +1,4 @@
-"""What `test_promises` runs on a rank: each returns what the driver counted, or what came out."""
+"""Functions that `test_promises` runs on a rank: each returns what the driver counted, or the results."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def window_adds() -> tuple[dict[str, int], dict[str, int], float]:
 def reductions() -> list[dict[str, int]]:
     """Return what a reduction counts: with new keys, and with known ones."""
     refdev = register()
-    reducer, found, stats = StatsReducer(), [], _stats()
+    reducer, counts, stats = StatsReducer(), [], _stats()
     for _ in range(3):
         with counted(refdev) as changes:
             values = reducer(stats).values
-        found.append(changes)
+        counts.append(changes)
         assert values == {**{f"loss_{index}": float(index) for index in range(4)}, "accuracy": 1.0, "host": 1.0}
     reducer.close()
-    return found
+    return counts
 
 
 def reduction_is_started() -> float:
@@ -75,11 +75,11 @@ def reduction_is_started() -> float:
 def adds_on_two_streams() -> tuple[float, float]:
     """Return the mean and the weight of one key that two streams add to, the second one while it is busy."""
     refdev = register()
-    other = torch.Stream("refdev")
+    second_stream = torch.Stream("refdev")
     with StatsWindow() as window:
         window.add({"loss": torch.tensor(1.0, device="refdev")}, torch.tensor(1.0, device="refdev"))
         torch.accelerator.synchronize()
-        with other:
+        with second_stream:
             refdev.occupy(0.5)
             late = torch.tensor(1.0).to("refdev", non_blocking=True) * 7 / 3
             window.add({"loss": late}, torch.tensor(3.0, device="refdev"))
@@ -134,19 +134,6 @@ def _batch(device: str, step: int, dtype: torch.dtype = torch.float32) -> traini
     return {name: tensor.to(device, dtype) for name, tensor in training.batch_of(step).items()}
 
 
-def dumped_step(dirpath: str) -> tuple[dict[str, int], int]:
-    """Dump a step of a busy device without waiting; return what it counts, and the number of entries."""
-    refdev = register()
-    model, x = training.make_model().to("refdev"), torch.ones(4, 6, device="refdev")
-    dump = StatsDump({"dump_path": dirpath, "level": "mix", "async_dump": True}, model=model)
-    training.loss_of(model, _batch("refdev", 0)).backward()  # type: ignore[no-untyped-call]
-    with busy(refdev), counted(refdev) as changes:
-        dump.start()
-        model(x).square().sum().backward()
-    dump.step()
-    return changes, len(list(Path(dirpath).rglob("dump.json")))
-
-
 def dumped_on_another_stream(dirpath: str, copied_bytes: int) -> tuple[float, float]:
     """Dump a call on a second stream that is busy, and end the step on the first: the largest number, the saved one.
 
@@ -157,53 +144,15 @@ def dumped_on_another_stream(dirpath: str, copied_bytes: int) -> tuple[float, fl
     refdev = register()
     leaves._COPIED_BYTES = copied_bytes
     config = {"dump_path": dirpath, "task": "tensor", "async_dump": True, "tensor": {"list": ["Tensor.mul"]}}
-    dump, other, x = StatsDump(config), torch.Stream("refdev"), torch.ones(3, device="refdev")
+    dump, second_stream, x = StatsDump(config), torch.Stream("refdev"), torch.ones(3, device="refdev")
     torch.accelerator.synchronize()
-    with dump, other:
+    with dump, second_stream:
         refdev.occupy(0.5)
         x.mul(7)
     dump.step()
     (leaf,) = collecting.data(Path(dirpath), rank="rank0")["Tensor.mul.0.forward"]["output"]
     saved = torch.load(Path(dirpath, "step0/rank0/dump_tensor_data", leaf["data_name"]))
     return leaf["Max"], saved.max().item()
-
-
-def bundle_of_a_nan(dirpath: str) -> tuple[str, float]:
-    """Capture a NaN that dropout on the device decides about; return the bundle, and what the generator gave next."""
-    register()
-    model = training.make_model().to("refdev")
-    with NaNCapture(dirpath, model=model) as capture:
-        batch = _batch("refdev", 0)
-        batch["x"][0, 0] = torch.nan
-        with capture.micro_batch(batch):
-            training.loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
-        verdict = capture.check()
-    assert verdict.bundle is not None
-    return str(verdict.bundle), torch.rand((), device="refdev").item()
-
-
-def _judge(checks: StepChecks) -> Callable[[int], bool]:
-    return lambda step: checks.step().ok
-
-
-def same_weights_with_all_checks(dirpath: str) -> bool:
-    """Train with all checks and without; return whether weights and the generators' next numbers are the same."""
-    join()
-    ends = []
-    for is_checked in (False, True):
-        model = nn.parallel.DistributedDataParallel(training.make_model().to("refdev"))
-        torch.manual_seed(5)
-        hooks = Hooks()
-        if is_checked:
-            capture, sentinel = NaNCapture(dirpath, model=model), Sentinel(model, mode=2, digest_every_steps=1)
-            hooks = Hooks(capture.micro_batch, judge=_judge(StepChecks(capture=capture, sentinel=sentinel)))
-        training.train(model, 3, batch_of=lambda step, micro: _batch("refdev", step), hooks=hooks)
-        weights = [parameter.detach().cpu() for parameter in model.parameters()]
-        ends.append([*weights, torch.rand(3, device="refdev").cpu(), torch.rand(3)])
-        if is_checked:
-            capture.close()
-            sentinel.close()
-    return all(torch.equal(first, second) for first, second in zip(*ends, strict=True))
 
 
 # -- low precision ----------------------------------------------------------------------------------------------------
@@ -264,8 +213,8 @@ def digests_of_one_bit(dtype: torch.dtype) -> bool:
     flipped = [weight.clone() for _ in range(bits)]
     for bit in range(bits):
         flipped[bit].view(container)[7] ^= torch.tensor(1 << bit).to(container)
-    found = digests([tensor.to("refdev") for tensor in flipped]).cpu()
-    return not any(torch.equal(row, right[0]) for row in found)
+    flipped_digests = digests([tensor.to("refdev") for tensor in flipped]).cpu()
+    return not any(torch.equal(row, right[0]) for row in flipped_digests)
 
 
 # -- two devices ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the tests of this folder run on their ranks. A rank registers the device when it calls `join` or `register`."""
+"""Functions that run on the ranks of this folder's tests. A rank registers the device by `join` or `register`."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def waits() -> list[float]:
 def counts() -> list[dict[str, int]]:
     refdev = register()
     x = torch.ones(4, device="refdev")
-    found = []
+    results = []
     for read in (x.sum().item, lambda: x.to("cpu"), lambda: torch.ones(3).to("refdev"), lambda: x + 1):
         with counted(refdev) as changes:
             read()
-        found.append(changes)
-    return found
+        results.append(changes)
+    return results
 
 
 def read_by_the_host() -> None:
@@ -117,7 +117,7 @@ def read_by_the_host() -> None:
 def streams() -> tuple[float, float, float, float]:
     """Return what a second stream reads of a value that the first one makes late: without an event, and with one."""
     refdev = register()
-    other = torch.Stream("refdev")
+    second_stream = torch.Stream("refdev")
     values = []
     for is_ordered in (False, True):
         x = torch.zeros((), device="refdev")
@@ -125,11 +125,11 @@ def streams() -> tuple[float, float, float, float]:
         refdev.occupy(LIMIT_SEC)
         x.add_(1)
         if is_ordered:
-            other.wait_stream(torch.accelerator.current_stream())
+            second_stream.wait_stream(torch.accelerator.current_stream())
             refdev.release()
-        with other:
+        with second_stream:
             values.append(x + 0)
-        other.synchronize()
+        second_stream.synchronize()
         refdev.release()
     start, end = (torch.Event("refdev", enable_timing=True) for _ in range(2))
     start.record()
@@ -157,28 +157,6 @@ def error_that_stays() -> list[str]:
     return messages
 
 
-def random_numbers() -> list[bool]:
-    register()
-    before = torch.get_rng_state()
-    device = torch.get_device_module("refdev")
-    torch.manual_seed(3)
-    state = device.get_rng_state()
-    first = torch.rand(4, device="refdev"), nn.functional.dropout(torch.ones(50, device="refdev"), 0.5)
-    device.set_rng_state(state)
-    second = torch.rand(4, device="refdev"), nn.functional.dropout(torch.ones(50, device="refdev"), 0.5)
-    torch.manual_seed(4)
-    other = torch.rand(4, device="refdev")
-    generator = torch.Generator("refdev").manual_seed(3)
-    own = torch.rand(4, device="refdev", generator=generator)
-    torch.set_rng_state(before)
-    return [
-        torch.equal(first[0], second[0]),
-        torch.equal(first[1], second[1]),
-        not torch.equal(first[0], other),
-        torch.equal(first[0], own),
-    ]
-
-
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +178,7 @@ class Block(nn.Module):
 
 
 def difference_from_the_cpu(how: str, kind: str) -> float:
-    """Train on both devices alike; return the largest difference of any weight. Two micro-batches a step."""
+    """Train on both devices in the same way; return the largest difference of any weight. Two micro-batches a step."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard  # a second of imports
     from torch.distributed.tensor import DTensor
@@ -231,65 +209,7 @@ def difference_from_the_cpu(how: str, kind: str) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(weights["cpu"], weights["refdev"], strict=True))
 
 
-def train_with_scaler(dtype: torch.dtype) -> tuple[list[bool], float]:
-    """Return which steps changed the weights, where the second one has an infinite gradient, and the last scale."""
-    register()
-    torch.manual_seed(0)
-    model = nn.Linear(8, 1).to("refdev")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler("refdev", init_scale=2.0**10)
-    changed = []
-    for step in range(3):
-        before = model.weight.detach().clone()
-        with torch.autocast("refdev", dtype=dtype):
-            out = model(torch.ones(4, 8, device="refdev"))
-            assert out.dtype == dtype
-        loss = out.float().mean() * (float("inf") if step == 1 else 1.0)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        changed.append(not torch.equal(before, model.weight))
-    return changed, scaler.get_scale()
-
-
 # -- collectives ------------------------------------------------------------------------------------------------------
-
-
-def collectives() -> dict[str, list[float]]:
-    join()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    results = {}
-
-    def ones(number: int = 2) -> torch.Tensor:
-        return torch.full((number,), float(rank + 1), device="refdev")
-
-    for operation in ("sum", "avg", "max"):
-        tensor = ones()
-        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()))
-        results[f"all_reduce {operation}"] = tensor
-    gathered = torch.empty(2 * size, device="refdev")
-    dist.all_gather_into_tensor(gathered, ones())
-    results["all_gather_into_tensor"] = gathered
-    rows = [torch.empty(2, device="refdev") for _ in range(size)]
-    dist.all_gather(rows, ones())
-    results["all_gather"] = torch.cat(rows)
-    part = torch.empty(1, device="refdev")
-    dist.reduce_scatter_tensor(part, ones(size))
-    results["reduce_scatter_tensor"] = part
-    exchanged = torch.empty(size, device="refdev")
-    dist.all_to_all_single(exchanged, ones(size))
-    results["all_to_all_single"] = exchanged
-    tensor = ones()
-    dist.broadcast(tensor, 1)
-    results["broadcast"] = tensor
-    received = torch.empty(2, device="refdev")
-    peer = (rank + 1) % size
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, ones(), peer), dist.P2POp(dist.irecv, received, peer)]):
-        work.wait()
-    results["messages"] = received
-    dist.barrier()
-    return {name: tensor.tolist() for name, tensor in results.items()}
 
 
 def collective_of_a_busy_device() -> float:

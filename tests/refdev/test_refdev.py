@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from ddpstats.testing import RankPool, run_ranks
 
@@ -45,38 +44,12 @@ def test_an_asynchronous_error_stays(refdev: None) -> None:
     assert "index 7 is out of bounds" in messages[0]
 
 
-def test_random_numbers_come_from_the_state_of_the_device(refdev_rank: RankPool) -> None:
-    assert refdev_rank.run(runs.random_numbers).values() == [[True] * 4]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_autocast_and_a_scaler(refdev_rank: RankPool, dtype: torch.dtype) -> None:
-    assert refdev_rank.run(runs.train_with_scaler, dtype).values() == [([True, False, True], 512.0)]
-
-
 @pytest.mark.parametrize(
     ("kind", "how"),
     [("ddp", "plain"), ("ddp", "reentrant"), ("ddp", "not reentrant"), ("fsdp2", "plain"), ("fsdp2", "not reentrant")],
 )
 def test_training_is_that_of_the_cpu(refdev_ranks: RankPool, kind: str, how: str) -> None:
     assert max(refdev_ranks.run(runs.difference_from_the_cpu, how, kind).values()) < 1e-6
-
-
-def test_collectives(refdev_ranks: RankPool) -> None:
-    first, second = refdev_ranks.run(runs.collectives).values()
-    assert first.pop("messages") == [2.0, 2.0]
-    assert second.pop("messages") == [1.0, 1.0]
-    assert first == second
-    assert first == {
-        "all_reduce sum": [3.0, 3.0],
-        "all_reduce avg": [1.5, 1.5],
-        "all_reduce max": [2.0, 2.0],
-        "all_gather_into_tensor": [1.0, 1.0, 2.0, 2.0],
-        "all_gather": [1.0, 1.0, 2.0, 2.0],
-        "reduce_scatter_tensor": [3.0],
-        "all_to_all_single": [1.0, 2.0],
-        "broadcast": [2.0, 2.0],
-    }
 
 
 def test_collectives_of_a_busy_device_return_at_once(refdev_ranks: RankPool) -> None:
