@@ -65,18 +65,12 @@ def test_culprit_is_named_or_said_to_be_unknown_and_never_wrong(
 
 
 @pytest.mark.parametrize("bad_micro", [0, 1])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "hooks after accumulation",
-        pytest.param("by hand after the pass", marks=slow),
-    ],
-)
 def test_accumulated_gradients_that_the_program_reduces_name_the_culprit(
-    two_ranks: RankPool, tmp_path: Path, name: str, bad_micro: int
+    two_ranks: RankPool, tmp_path: Path, bad_micro: int
 ) -> None:
     """Every rank's gradients are bad in the second micro-batch where those of the first are."""
-    run = two_ranks.run(runs.run, name, str(tmp_path), 1, bad_micro=bad_micro, micro_batches=2)
+    case = "hooks after accumulation", str(tmp_path), 1
+    run = two_ranks.run(runs.run, *case, bad_micro=bad_micro, micro_batches=2)
     assert_culprit_is_rank_1(same(run.values())[1])
 
 

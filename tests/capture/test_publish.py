@@ -61,7 +61,7 @@ def test_a_lowest_rank_without_permission_stops_all_ranks(
 
 @pytest.mark.parametrize(("count", "dead"), [(2, 0), (2, 1), (3, 1)])
 def test_a_rank_that_dies_while_it_writes_leaves_an_incomplete_bundle(tmp_path: Path, count: int, dead: int) -> None:
-    """What other living ranks have written, the lowest of them does not know."""
+    """The lowest of the living ranks does not know what the others have written."""
     lowest, *others = [rank for rank in range(count) if rank != dead]
     survivor = run_ranks(runs.dies_while_writing, count, str(tmp_path), dead, timeout_sec=60)[lowest]
     assert isinstance(survivor.error, RankMissing)

@@ -1,6 +1,6 @@
 """NaN capture names the rank in the trainers of Lightning, Hugging Face, espnet and accelerate, and its bundle replays.
 
-The libraries are the real ones, on two and four ranks; one batch of one rank holds an infinity.
+The libraries are the real ones, on two ranks; one batch of one rank holds an infinity.
 """
 
 from __future__ import annotations

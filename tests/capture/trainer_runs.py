@@ -306,8 +306,11 @@ def _espnet(scenario: Scenario, folder: str) -> _Run:
         batches.pop()
 
     class Factory(iterators.AbsIterFactory):  # type: ignore[misc]  # a class found at run time
+        def __init__(self, batches: Any) -> None:
+            self.batches = batches
+
         def build_iter(self, epoch: int, shuffle: bool | None = None) -> Any:
-            return [(names, dict(batch)) for names, batch in batches]
+            return [(names, dict(batch)) for names, batch in self.batches]
 
     model = espnet_net()
     held: list[Any] = []
@@ -335,8 +338,8 @@ def _espnet(scenario: Scenario, folder: str) -> _Run:
                     model=model,
                     optimizers=[optimizer],
                     schedulers=[None],
-                    train_iter_factory=Factory(),
-                    valid_iter_factory=_NoBatches(),
+                    train_iter_factory=Factory(batches),
+                    valid_iter_factory=Factory(batches[:1]),
                     plot_attention_iter_factory=None,
                     trainer_options=options,
                     distributed_option=distributed.DistributedOption(
@@ -349,10 +352,6 @@ def _espnet(scenario: Scenario, folder: str) -> _Run:
                 )
         finally:
             espnet.uninstall()
-
-    class _NoBatches(iterators.AbsIterFactory):  # type: ignore[misc]  # a class found at run time
-        def build_iter(self, epoch: int, shuffle: bool | None = None) -> Any:
-            return [(names, dict(batch)) for names, batch in batches[:1]]
 
     return _Run(model, run, lambda: held[0].verdict if held and held[0] is not None else None)
 
