@@ -78,7 +78,7 @@ def test_a_rank_that_raises_where_no_other_waits_for_it_lives_on(refdev_ranks: R
 
 
 def test_where_another_rank_waits_for_it_all_learn_what_it_raised(refdev: None, tmp_path: Path) -> None:
-    environ = {"DDPSTATS_TIMEOUT_SEC": "3"}
+    environ = {"DDPSTATS_TIMEOUT_SEC": "8"}
     texts = run_ranks(runs.raises_and_lives_on, 2, str(tmp_path), True, env=environ).values()
     assert texts[0] == texts[1]
     assert len(texts[0]) == 1
