@@ -60,7 +60,7 @@ def test_a_batch_whose_exception_is_caught_leaves_the_capture_usable(
 
 
 def test_a_rank_that_left_out_a_check_is_missed_at_the_last_one(tmp_path: Path) -> None:
-    env = {"DDPSTATS_TIMEOUT_SEC": "2"}
+    env = {"DDPSTATS_TIMEOUT_SEC": "4"}
     first, second = run_ranks(runs.goes_on, 2, str(tmp_path), (1,), False, False, env=env, timeout_sec=60)
     assert isinstance(first.error, RankMissing)
     assert first.error.missing_ranks == (1,)
