@@ -70,6 +70,14 @@ def test_a_copy_of_a_window_starts_with_what_was_added_and_goes_on_by_itself(
     assert (window.adds, copied.adds, copied.counters.calls) == (0, 0, 1)
 
 
+def test_an_equal_window_gives_the_same_bits() -> None:
+    window = StatsWindow()
+    for add in STATS["numbers"]:
+        window.add(add, 3.0)
+    copies = [way(window).flush().values for way in WAYS]
+    assert copies == [window.flush().values] * len(WAYS)
+
+
 def test_copy_of_a_window_waits_for_values_on_a_device() -> None:
     window = StatsWindow()
     with tensors_off_host(), mock.patch("ddpstats._reduction.read.Snapshot.is_ready", return_value=False):

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
 import ddpstats
 from ddpstats._base import config
 from ddpstats._ranks.comm import GlooComm
+from ddpstats._ranks.failure import Membership
+from ddpstats._ranks.store import bounded
 from ddpstats.guard.diagnosis import LEFT, MISMATCH, MISSING, NOTHING, RankStatus, find
 from ddpstats.guard.event import Event, Signature, digest_of
+from ddpstats.guard.failure_agreement import FailureAgreement
 from ddpstats.guard.group import GuardMode
 from ddpstats.testing import run_ranks
 from tests.guard.tiers import tiers
@@ -59,6 +68,28 @@ def _reduce(interrupted: bool) -> None:
 
     with mock.patch.object(GlooComm, "all_reduce", interrupt if interrupted else GlooComm.all_reduce):
         ddpstats.reduce_stats({"loss": 1.0})
+
+
+def stopped(seconds: float, in_look: bool) -> tuple[float, float]:
+    """Return how long this process knows that it ran no Python, before and after a stop, or one ``in_look``."""
+    is_over = threading.Event()
+
+    def stop() -> str:
+        with subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"]):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        is_over.set()
+        return ""
+
+    members = Membership(bounded(HashStore()), 0, range(2))
+    own: Any = SimpleNamespace(position=lambda: stop() if in_look and not is_over.is_set() else "")
+    agreement = FailureAgreement(members, own, lambda name, rank: [], lambda: True)
+    before_sec = agreement.slept_sec()
+    if not in_look:
+        stop()
+    is_over.wait()
+    after_sec = agreement.slept_sec()
+    agreement.close()
+    return before_sec, after_sec
 
 
 def slow(mode: GuardMode, timeout_sec: float | None) -> str:
@@ -193,6 +224,15 @@ def test_rank_that_left_because_of_another_is_not_named(rank_2: str) -> None:
     (_, named), (text, missing), _ = run_ranks(interrupted, 3, rank_2, timeout_sec=60).values()
     assert named == missing == (2,)
     assert "rank 2: left in the middle of it (KeyboardInterrupt)" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds", "in_look"), [(3.0, False), (6.0, True)])
+def test_stopped_process_knows_for_how_long_it_was_stopped(seconds: float, in_look: bool) -> None:
+    """While it looked it may have been waiting for the store, for some seconds of these."""
+    ((before_sec, after_sec),) = run_ranks(stopped, 1, seconds, in_look, timeout_sec=60).values()
+    assert before_sec == 0.0
+    assert 2.0 < after_sec < 4 * seconds
 
 
 @pytest.mark.slow
