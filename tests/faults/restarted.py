@@ -1,6 +1,6 @@
 """A program that torchrun restarts: rank 1 dies in the first attempt. Run by `test_elastic`.
 
-torchrun --max-restarts N ... tests/faults/restarted.py DIRECTORY forgets|keeps
+torchrun --max-restarts N ... tests/faults/restarted.py DIRECTORY
 
 Each rank of each attempt writes down how far it came: what torch itself does first, and then what ddpstats does.
 """
@@ -89,10 +89,10 @@ def forget_torch(attempt: str) -> None:
     store.wait([f"ddpstats test, attempt {attempt}"], timedelta(seconds=60))
 
 
-def main(directory: Path, forgets: bool) -> None:
+def main(directory: Path) -> None:
     note(directory, came="started")
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    if attempt != "0" and forgets:
+    if attempt != "0":
         forget_torch(attempt)
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     dist.all_reduce(torch.ones(1))
@@ -110,4 +110,4 @@ def main(directory: Path, forgets: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "forgets")
+    main(Path(sys.argv[1]))

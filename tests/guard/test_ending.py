@@ -400,14 +400,10 @@ def test_rank_that_is_missing_is_named_where_the_program_catches_torchs_error_an
     assert "ranks agree" not in done.stderr
 
 
-@pytest.mark.parametrize("mode", ["step", "record"])
-def test_guard_that_compared_nothing_says_why(script: Any, tmp_path: Path, mode: str) -> None:
-    directory = str(tmp_path / "records")
-    done = on_ranks(script(HEAD, LEGAL), "", ranks=1, DDPSTATS_GUARD=mode, DDPSTATS_RECORD_DIR=directory)
+def test_guard_that_compared_nothing_says_why(script: Any) -> None:
+    done = on_ranks(script(HEAD, LEGAL), "", ranks=1, DDPSTATS_GUARD="step")
     assert done.statuses == [0]
-    line = "5 collectives seen, nothing was compared: the program runs on one rank"
-    assert (line in done.stderr) == (mode == "step")
-    assert ("collectives seen" in done.stderr) == (mode == "step")  # one that was to record, and did, has no warning
+    assert "5 collectives seen, nothing was compared: the program runs on one rank" in done.stderr
 
 
 INITIALIZED = """

@@ -119,8 +119,7 @@ LIGHTNING = """
 
 
 @pytest.mark.library
-@pytest.mark.parametrize("mode", ["strict", "step"])
-@pytest.mark.parametrize("on_step", [True, False], ids=["on step", "on epoch"])
+@pytest.mark.parametrize(("on_step", "mode"), [(True, "strict"), (False, "step")], ids=["on step", "on epoch"])
 def test_metrics_that_lightning_syncs_in_another_order_are_named(script: Any, on_step: bool, mode: str) -> None:
     needs("lightning")
     path = script(f"ON_STEP, MODE = {on_step}, {mode!r}", LIGHTNING)

@@ -20,6 +20,7 @@ from ddpstats.guard import collective_guard, notes_shm
 from ddpstats.guard.group import Group, GuardMode, Settings
 from ddpstats.guard.notes import Note
 from ddpstats.testing import run_ranks
+from tests.guard.tiers import tiers
 
 # -- what runs on the ranks -------------------------------------------------------------------------------------------
 
@@ -74,16 +75,16 @@ def _join(file: str, rank: int, world_size: int) -> None:
 # -- tests ------------------------------------------------------------------------------------------------------------
 
 
-UNMARKED = [("subgroup", "another guard", "step"), ("message", "another life", "strict")]
-CASES = itertools.product(
-    ("subgroup", "message", "nothing"), ("another guard", "another life"), ("strict", "step", "record")
+CASES = tiers(
+    [("subgroup", "another guard", "step"), ("message", "another life", "strict")],
+    [
+        *(("nothing", "another guard", "strict"), ("nothing", "another life", "step")),
+        *(("subgroup", "another life", "record"), ("message", "another guard", "record")),
+    ],
 )
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "mode"),
-    [pytest.param(*case, marks=() if case in UNMARKED else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize(("before", "after", "mode"), CASES)
 def test_rank_that_was_idle_goes_on_with_the_others(
     before: str, after: str, mode: GuardMode, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,10 +138,9 @@ LATE_SEC = 1.5  # on a machine with other work; the promise is one second
 CASES = tiers(
     [("strict", "all_reduce"), ("strict", "options with timeout"), ("step", "barrier")],
     [
-        ("step", "options with timeout"),
-        *((mode, call) for mode in ("strict", "step") for call in ("all_gather", "async", "wait(timeout)")),
-        *(("strict", "monitored_barrier(timeout)"), ("step", "monitored_barrier(timeout)")),
-        *(("strict", "barrier"), ("step", "all_reduce")),
+        *(("step", "options with timeout"), ("strict", "all_gather"), ("step", "async"), ("strict", "barrier")),
+        *(("strict", "wait(timeout)"), ("step", "wait(timeout)"), ("step", "all_reduce")),
+        ("strict", "monitored_barrier(timeout)"),
     ],
 )
 
@@ -160,6 +159,16 @@ def test_guards_own_limit_does_not_lengthen_that_of_the_group(mode: GuardMode) -
     caught, _ = run_ranks(stays_away, 2, mode, "async", 1, True, guard_sec=12.0, timeout_sec=60).values()
     assert (caught[0], caught[2]) == ("RuntimeError", "nothing"), caught
     assert caught[1] < LIMIT_SEC + LATE_SEC
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_all_ranks_that_wait_catch_torchs_own_timeout(mode: GuardMode) -> None:
+    *waiting, absent = run_ranks(stays_away, 3, mode, "all_reduce", 2, True, timeout_sec=60).values()
+    for caught in waiting:
+        assert (caught[0], caught[2]) == ("RuntimeError", "nothing"), caught
+        assert caught[1] < LIMIT_SEC + LATE_SEC
+    assert absent == ("nothing", 0.0, "nothing")
 
 
 @pytest.mark.parametrize("mode", tiers(["strict"], ["step"]))
