@@ -65,8 +65,8 @@ class UnansweredComm:
         if self._has_met:
             wait_in_slices(self._sleep, timeout_sec, self.watch)
         self._has_met = True
-        other = payload[:-PROCESS_ID_BYTES] + self._process.pack()
-        return [payload, *[other] * (len(self.ranks) - 1)]
+        answer = payload[:-PROCESS_ID_BYTES] + self._process.pack()
+        return [payload, *[answer] * (len(self.ranks) - 1)]
 
     def all_reduce(self, op: str, tensor: torch.Tensor, timeout_sec: float) -> None:
         if self._reduced_sec is None:
@@ -84,7 +84,7 @@ class UnansweredComm:
 
 
 class LonelyGroup:
-    """What a reducer takes for a process group, seen by its first rank: the others have come if ``came``, and no more.
+    """A process group for a reducer, seen by its first rank: the others have come if ``came``, and never call.
 
     ``ranks``: their global ranks. ``process``: which process each of the others is, this one by default.
     ``came_sec``: when they come. ``reduced_sec``: as of `UnansweredComm`.

@@ -1,4 +1,4 @@
-"""Which process another one is, as its rank would say, and when it has ended."""
+"""The id of another process, as its rank would send it, and its state."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Calls = Mapping[str, Callable[[], Any]]
 
 
 class Attempt(NamedTuple):
-    """What a call raised, and after how long. ``raised``: the class of a ddpstats error, or another one's repr."""
+    """The outcome of a call. ``raised``: the name of a ddpstats error's class, or the repr of another class."""
 
     raised: str | None
     text: str
@@ -34,7 +34,7 @@ class Attempt(NamedTuple):
 
 
 class Survivor(NamedTuple):
-    """What the calls raised on a rank, the same calls again, and the threads of the store that are left at the end."""
+    """One rank's outcomes of the calls and of the same calls again, and the store's threads left at the end."""
 
     first: dict[str, Attempt]
     again: dict[str, Attempt]
@@ -56,13 +56,13 @@ def reductions() -> Calls:
     """Return a call of each kind, on groups of their own, so that none knows of another's failure."""
     groups = {name: dist.new_group() for name in ("reduce_stats", "start", "any_rank", "recursive_average")}
     reducer = ddpstats.StatsReducer(group=groups["start"])
-    one = torch.tensor(1.0)
+    ones = torch.tensor(1.0)
     return {
         "reduce_stats": lambda: ddpstats.reduce_stats({"a": 1.0}, group=groups["reduce_stats"]),
         "start": lambda: reducer.start({"a": 1.0}).result(),
         "any_rank": lambda: ddpstats.any_rank(True, group=groups["any_rank"]),
         "recursive_average": lambda: ddpstats.recursive_average(
-            {"a": one}, one, True, group=groups["recursive_average"]
+            {"a": ones}, ones, True, group=groups["recursive_average"]
         ),
     }
 

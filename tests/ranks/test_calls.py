@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats import Max, Min, StatsReducer, Sum, all_ranks, any_rank, reduce_stats
+from ddpstats import Max, Min, StatsReducer, all_ranks, any_rank, reduce_stats
 from ddpstats.errors import ConfigError, InvalidStats, NonFiniteStat, ProtocolMismatch, SchemaConflict
 from ddpstats.testing import RankPool, count_collectives
 
@@ -24,92 +24,58 @@ def workers() -> int:
     return sum(thread.name == "ddpstats" for thread in threading.enumerate())
 
 
-class Recording:
-    """A leaf that knows which thread read it."""
-
-    def __init__(self, value: float, seen: list[int]) -> None:
-        self.value, self.seen = value, seen
-
-    def __float__(self) -> float:
-        self.seen.append(threading.get_ident())
-        return self.value
-
-
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
 def mixed_order() -> list[Any]:
-    """Pending ones and direct ones in turn, each under a name of its own: any other order is a ProtocolMismatch."""
-    rank = float(dist.get_rank())
-    group = dist.new_group()
-    reducers = [StatsReducer(group=group, name=f"n{i}", timeout_sec=TIMEOUT_SEC) for i in range(6)]
-    found: list[Any] = []
+    """Make pending and direct calls in turn, each with its own name: any other order is a ProtocolMismatch."""
+    rank, group = float(dist.get_rank()), dist.new_group()
+    reducers = [StatsReducer(group=group, name=f"n{i}", timeout_sec=TIMEOUT_SEC) for i in range(4)]
+    results: list[Any] = []
     for step in range(5):
-        a = reducers[0].start({"v": rank})
-        b = reducers[1].start({f"new{step}": rank + 1})
-        direct = reducers[2]({"v": rank + 2})
-        found.append(a.done() and b.done())  # it waited behind them
-        c = reducers[3].start({"v": rank + 3})
+        first = reducers[0].start({f"new{step}": rank + 1})
+        direct = reducers[1]({"v": rank + 2})
+        results.append(first.done())  # the direct call waited behind it
+        second = reducers[2].start({"v": rank + 3})
         decided = any_rank(rank == 1, group=group)
-        found.append(c.done())
-        d = reducers[4].start({"v": Max(rank)})
-        e = reducers[5].start({"v": Sum(1)})
-        values = [one.result().values for one in (e, d, c, b, a)]  # asked for in another order
-        found += [direct.values, decided, *values]
-        assert all(one.done() for one in (a, b, c, d, e))
+        third = reducers[3].start({"v": Max(rank)})
+        values = [pending.result().values for pending in (third, second, first)]  # asked for in another order
+        results += [direct.values, decided, *values]
     for reducer in reducers:
         reducer.close()
-    return found
+    return results
 
 
 def test_pending_and_direct_calls_keep_one_order(two_ranks: RankPool) -> None:
     expected: list[Any] = []
     for step in range(5):
-        expected += [True, True, {"v": 2.5}, True]
-        expected += [{"v": 2.0}, {"v": 1.0}, {"v": 3.5}, {f"new{step}": 1.5}, {"v": 0.5}]
+        expected += [True, {"v": 2.5}, True, {"v": 1.0}, {"v": 3.5}, {f"new{step}": 1.5}]
     assert two_ranks.run(mixed_order, timeout_sec=LIMIT_SEC).values() == [expected] * 2
 
 
-def crossed_groups() -> list[float]:
-    """Each rank starts the two groups' first reductions in another order, which is legal: order is kept per group."""
-    groups = [dist.new_group(), dist.new_group()]
-    reducers = [StatsReducer(group=group, timeout_sec=TIMEOUT_SEC) for group in groups]
-    pending: dict[int, Any] = {}
-    for place in (0, 1) if dist.get_rank() == 0 else (1, 0):
-        pending[place] = [reducers[place].start({"v": float(10 * place + step)}) for step in range(3)]
-    found = [one.result().values["v"] for place in (0, 1) for one in pending[place]]
-    for reducer in reducers:
-        reducer.close()
-    return found
-
-
-def test_groups_have_no_order_among_each_other(two_ranks: RankPool) -> None:
-    assert two_ranks.run(crossed_groups, timeout_sec=LIMIT_SEC).values() == [[0.0, 1.0, 2.0, 10.0, 11.0, 12.0]] * 2
-
-
 def many_threads() -> list[list[float]]:
-    """One thread per group, all at once in one process."""
+    """Use four groups at once, each by its own thread: no order holds between groups."""
     groups = [dist.new_group() for _ in range(4)]
-    found: list[list[float]] = [[] for _ in groups]
+    results: list[list[float]] = [[] for _ in groups]
 
-    def work(place: int) -> None:
-        with StatsReducer(group=groups[place], timeout_sec=TIMEOUT_SEC) as reducer:
+    def work(number: int) -> None:
+        with StatsReducer(group=groups[number], timeout_sec=TIMEOUT_SEC) as reducer:
             for step in range(30):
-                stats = {f"v{(step + dist.get_rank()) % 3}": 1.0, "v": float(place * 100 + step)}
+                stats = {f"v{(step + dist.get_rank()) % 3}": 1.0, "v": float(number * 100 + step)}
                 pending = reducer.start(stats) if step % 2 else None
                 result = reducer(stats) if pending is None else pending.result()
-                found[place].append(result.values["v"])
+                results[number].append(result.values["v"])
 
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(4)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LIMIT_SEC)
-    return found
+    return results
 
 
 def test_groups_may_be_used_by_threads_of_their_own(two_ranks: RankPool) -> None:
-    expected = [[float(place * 100 + step) for step in range(30)] for place in range(4)]
+    expected = [[float(number * 100 + step) for step in range(30)] for number in range(4)]
     assert two_ranks.run(many_threads, timeout_sec=LIMIT_SEC).values() == [expected] * 2
 
 
@@ -170,52 +136,36 @@ def errors_at_result() -> list[Any]:
     group = dist.new_group()
     reducer = StatsReducer(group=group, name="e", timeout_sec=TIMEOUT_SEC)
     strict = StatsReducer(group=group, name="s", nonfinite="raise", timeout_sec=TIMEOUT_SEC)
-    other = StatsReducer(group=group, name=f"rank {rank}", timeout_sec=TIMEOUT_SEC)
+    renamed = StatsReducer(group=group, name=f"rank {rank}", timeout_sec=TIMEOUT_SEC)
     pending = [
         reducer.start({"v": object() if rank else 1.0}),
         reducer.start({"v": 1.0}),
         reducer.start({"v": [1.0] if rank else 1.0}),
         strict.start({"v": float("nan") if rank else 1.0}),
-        other.start({"v": 1.0}),
+        renamed.start({"v": 1.0}),
         reducer.start({"v": 2.0}),
     ]
-    found: list[Any] = []
-    for one in pending:
+    results: list[Any] = []
+    for reduction in pending:
         for _ in range(2):  # the same each time
             try:
-                found.append(one.result().values)
+                results.append(reduction.result().values)
             except (InvalidStats, SchemaConflict, NonFiniteStat, ProtocolMismatch) as error:
-                found.append((type(error), str(error), error.ranks))
-    for used in (reducer, strict, other):
+                results.append((type(error), str(error), error.ranks))
+    for used in (reducer, strict, renamed):
         used.close()
-    return found
+    return results
 
 
 def test_an_error_surfaces_at_result_on_every_rank(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(errors_at_result, timeout_sec=LIMIT_SEC).values()
     assert first == second
     assert first[::2] == first[1::2]
-    kinds = [one if isinstance(one, dict) else one[0] for one in first[::2]]
+    kinds = [result if isinstance(result, dict) else result[0] for result in first[::2]]
     assert kinds == [InvalidStats, {"v": 1.0}, SchemaConflict, NonFiniteStat, ProtocolMismatch, {"v": 2.0}]
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
-
-
-def threads_that_read() -> bool:
-    """Return whether values are read by the calling thread alone, and a direct call starts no thread."""
-    seen: list[int] = []
-    before = workers()
-    reducer = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC)
-    reducer({"v": Recording(1.0, seen)})
-    is_direct = workers() == before
-    reducer.start({"v": Recording(2.0, seen)}).result()
-    reducer.close()
-    return is_direct and set(seen) == {threading.get_ident()}
-
-
-def test_direct_call_starts_no_thread_and_values_are_read_by_the_caller(two_ranks: RankPool) -> None:
-    assert two_ranks.run(threads_that_read, timeout_sec=LIMIT_SEC).values() == [True] * 2
 
 
 def threads_left() -> list[int]:
@@ -242,7 +192,7 @@ def threads_left() -> list[int]:
     del fourth  # never closed
     gc.collect()
     deadline = time.monotonic() + 20
-    while workers() > before and time.monotonic() < deadline:  # nobody waits for it: it ends by itself
+    while workers() > before and time.monotonic() < deadline:  # it ends by itself
         time.sleep(0.01)
     counts.append(workers())
     return [count - before for count in counts]
@@ -259,17 +209,15 @@ def shared_layout() -> list[Any]:
     group = dist.new_group()
     first = StatsReducer(group=group, name="train", timeout_sec=TIMEOUT_SEC)
     second = StatsReducer(group=group, name="train", timeout_sec=TIMEOUT_SEC)
-    other = StatsReducer(group=group, name="valid", timeout_sec=TIMEOUT_SEC)
+    renamed = StatsReducer(group=group, name="valid", timeout_sec=TIMEOUT_SEC)
     stats = {f"v{dist.get_rank()}": 1.0, "v": [1.0, 2.0]}
     first(stats)
     second(stats)
     reduce_stats(stats, group=group, name="train")
-    other(stats)
+    renamed(stats)
     first(stats)
-    return [
-        [(found.calls, found.renegotiations) for found in (first.counters, second.counters, other.counters)],
-        second.counters.collectives,
-    ]
+    counters = [reducer.counters for reducer in (first, second, renamed)]
+    return [[(counts.calls, counts.renegotiations) for counts in counters], second.counters.collectives]
 
 
 def test_reducers_of_one_name_share_what_was_agreed(two_ranks: RankPool) -> None:
@@ -280,8 +228,8 @@ def test_reducers_of_one_name_share_what_was_agreed(two_ranks: RankPool) -> None
 
 
 def counted(reducer: StatsReducer, *calls: Any) -> list[dict[str, int]]:
-    """The collectives of each call, as the process group saw them; our own counters must say the same."""
-    found = []
+    """Return the collectives of each call, as the process group saw them; our own counters must say the same."""
+    counts = []
     for stats in calls:
         before = reducer.counters
         with count_collectives() as seen:
@@ -290,8 +238,8 @@ def counted(reducer: StatsReducer, *calls: Any) -> list[dict[str, int]]:
         assert after.calls == before.calls + 1
         assert after.collectives - before.collectives == seen.total
         assert after.payload_bytes - before.payload_bytes == sum(seen.bytes_by_op.values())
-        found.append(dict(seen.by_op))
-    return found
+        counts.append(dict(seen.by_op))
+    return counts
 
 
 STEADY = {"allreduce": 1}
@@ -309,8 +257,7 @@ def steady_state() -> list[Any]:
 
 
 def test_one_all_reduce_per_call_whatever_keys_are_present(three_ranks: RankPool) -> None:
-    found = three_ranks.run(steady_state, timeout_sec=LIMIT_SEC).values()
-    for counts in found:
+    for counts in three_ranks.run(steady_state, timeout_sec=LIMIT_SEC).values():
         assert counts[6:] == [STEADY] * 31
         assert max(sum(count.values()) for count in counts[:6]) <= 4  # where None turned up for the first time
 
@@ -331,23 +278,6 @@ def test_minima_and_maxima_share_a_second_all_reduce_in_calls_that_hold_one(thre
     assert three_ranks.run(with_extremes, timeout_sec=LIMIT_SEC).values() == [expected] * 3
 
 
-def new_paths() -> list[Any]:
-    rank = dist.get_rank()
-    reducer = StatsReducer(group=dist.new_group(), name="new", timeout_sec=TIMEOUT_SEC)
-    reducer({"v": 1.0})
-    found = counted(reducer, {"v": 1.0, "new": 1.0}, {"v": 1.0, "new": 1.0})
-    found += counted(reducer, {"v": 1.0} | ({"rank 1": 1.0} if rank == 1 else {}), {"rank 1": 1.0})
-    found += counted(reducer, {f"of {rank}": {f"{i}": 1.0 for i in range(2000)}}, {f"of {rank}": {"0": 1.0}})
-    return [*found, reducer.counters.renegotiations]
-
-
-def test_a_new_path_costs_one_exchange_once(three_ranks: RankPool) -> None:
-    """An all_reduce that tells of it, lengths and digests, what ranks hold where they differ, and the sum again."""
-    same, differing = {"allreduce": 2, "allgather": 1}, {"allreduce": 2, "allgather": 2}
-    expected = [same, STEADY, differing, STEADY, differing, STEADY, 4]
-    assert three_ranks.run(new_paths, timeout_sec=LIMIT_SEC).values() == [expected] * 3
-
-
 def decisions() -> list[Any]:
     group = dist.new_group()
     rank = dist.get_rank()
@@ -363,31 +293,13 @@ def test_a_decision_is_one_all_reduce(three_ranks: RankPool) -> None:
     assert three_ranks.run(decisions, timeout_sec=LIMIT_SEC).values() == [expected] * 3
 
 
-def pending_count() -> list[Any]:
-    reducer = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC)
-    reducer({"v": 1.0})
-    with count_collectives() as seen:
-        pending = [reducer.start({"v": float(step)}) for step in range(10)]
-        while not all(one.done() for one in pending):
-            time.sleep(0.001)
-        done = dict(seen.by_op)
-        for one in pending:
-            one.result()
-    reducer.close()
-    return [done, dict(seen.by_op)]
-
-
-def test_done_and_result_issue_no_collective(two_ranks: RankPool) -> None:
-    assert two_ranks.run(pending_count, timeout_sec=LIMIT_SEC).values() == [[{"allreduce": 10}] * 2] * 2
-
-
 def sequence_number(group: Any) -> int:
-    """How many collectives this group has seen."""
+    """Return how many collectives this group has seen."""
     return int(group._get_sequence_number_for_group())
 
 
 def payloads() -> list[Any]:
-    """Bytes of a call whatever this rank holds, and of another name's on the same group; calls on the user's group."""
+    """Return the bytes of calls of two names on one group, and how many collectives the user's group saw."""
     rank, group, own = dist.get_rank(), dist.group.WORLD, dist.new_group()
     large = StatsReducer(group=own, name="large", timeout_sec=TIMEOUT_SEC)
     small = StatsReducer(group=own, name="small", timeout_sec=TIMEOUT_SEC)
@@ -404,12 +316,12 @@ def payloads() -> list[Any]:
 
 
 def test_the_size_is_that_of_the_largest_layout_and_the_users_group_carries_nothing(three_ranks: RankPool) -> None:
-    found = three_ranks.run(payloads, timeout_sec=LIMIT_SEC).values()
-    (first, *others), on_the_users_group = found[0]
+    by_rank = three_ranks.run(payloads, timeout_sec=LIMIT_SEC).values()
+    (first, *later), on_the_users_group = by_rank[0]
     assert first["allreduce"] >= 300 * 24
-    assert others == [first] * 3
+    assert later == [first] * 3
     assert on_the_users_group == 0
-    assert found == [found[0]] * 3
+    assert by_rank == [by_rank[0]] * 3
 
 
 # -- alone -------------------------------------------------------------------------------------------------------------

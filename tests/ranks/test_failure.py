@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import threading
@@ -32,9 +31,6 @@ from ddpstats.testing.threads import in_process
 from tests.programs import Program
 from tests.ranks.clock import Clock
 from tests.ranks.processes import LINUX, id_of, state_of, wait_until_ended
-
-ELSEWHERE = ProcessId(b"another machine!", 1, 1)
-
 
 # -- what backends say ------------------------------------------------------------------------------------------------
 
@@ -122,24 +118,15 @@ def membership(store: BoundedStore, rank: int) -> Membership:
     return Membership(store, rank, range(4))
 
 
-def test_ranks_that_joined_are_known_and_garbage_is_not() -> None:
-    store = in_process(HashStore())
-    for rank in (1, 2):
-        membership(store, rank).join()
-    store.set(f"processes/{ProcessId.mine().machine.hex()}/2", "2 abc")
-    first = membership(store, 0)
-    assert not first.learn()
-    assert first.peers == {1: ProcessId.mine()}
-    assert first.absent() == [0, 3]
-
-
 def test_ranks_that_join_later_are_learnt_and_then_the_store_is_not_asked() -> None:
     store = in_process(HashStore())
+    store.set(f"processes/{ProcessId.mine().machine.hex()}/3", "3 abc")  # garbage
     first = membership(store, 0)
     first.join()
     for rank in range(1, 4):
         assert not first.learn()
-        assert set(first.peers) == set(range(1, rank))
+        assert first.peers == dict.fromkeys(range(1, rank), ProcessId.mine())
+        assert first.absent() == list(range(rank, 4))
         membership(store, rank).join()
     assert first.learn()
     assert set(first.peers) == {1, 2, 3}
@@ -165,18 +152,6 @@ def test_rank_that_died_while_it_joined_hides_no_other() -> None:
     first = membership(store, 0)
     first.learn()
     assert set(first.peers) == {1}
-
-
-@LINUX
-def test_only_ranks_of_this_host_are_known_to_be_alive_or_dead(child: Program) -> None:
-    first = membership(in_process(HashStore()), 0)
-    first.set_processes({0: ProcessId.mine(), 1: id_of(child.pid), 2: ELSEWHERE, 3: ELSEWHERE})
-    assert (first.alive(), first.dead()) == ([0, 1], set())
-    os.kill(child.pid, signal.SIGKILL)
-    wait_until_ended(child.pid)
-    assert (first.alive(), first.dead()) == ([0], {1})
-    assert first.dead([1, 2]) == {1}
-    assert first.dead([2, 3]) == set()
 
 
 HERE = ProcessId.mine()
@@ -242,11 +217,8 @@ ANSWERS: list[tuple[dict[int, Answer], bool, tuple[int, ...] | None]] = [
     ({0: Answer(5, ()), 1: Answer(5, ()), 2: Answer(5, ())}, OVER, (3,)),
     ({0: Answer(5, ()), 1: Answer(6, ()), 2: Answer(10, ())}, OVER, (3,)),  # a later one: it took part in this one
     ({0: Answer(5, ()), 1: Answer(4, ()), 2: Answer(5, ())}, OVER, (1, 3)),
-    (
-        {0: Answer(5, ()), 1: Answer(5, ()), 2: Answer(5, ()), 3: Answer(5, ())},
-        BROKEN,
-        (),
-    ),  # then the connection is what failed
+    # All wait: the connection is what failed.
+    (dict.fromkeys(range(4), Answer(5, ())), BROKEN, ()),
     ({0: Answer(5, ()), 1: Answer(5, ()), 2: Answer(5, ()), 3: Answer(4, ())}, BROKEN, None),
     # A connection broke: no rank of its host sees rank 3 alive.
     ({0: Answer(5, (0, 1)), 1: Answer(5, (0, 1)), 2: Answer(5, (2,))}, BROKEN, (3,)),
@@ -298,41 +270,25 @@ def missing_text(rank: int, after: str, *lines: str, reason: str = "a reason") -
     )
 
 
-def test_verdict_has_one_line_for_each_kind_of_missing_rank(clock: Clock) -> None:
-    verdict = decide(detector(HashStore(), 0, (0, 1, 2)), within_sec=3.0)
-    assert verdict == Verdict((1, 2), missing_text(0, "3.0", "  ranks 1, 2: did not take part"))
-
-
-@pytest.mark.parametrize(("other_waits_in", "missing"), [(2, (0,)), (1, (2,))])
+@pytest.mark.parametrize(("second_waits_in", "missing"), [(2, (0,)), (1, (2,))])
 def test_a_rank_that_had_no_time_left_is_missing_where_another_waits_for_it(
-    clock: Clock, other_waits_in: int, missing: tuple[int, ...]
+    clock: Clock, second_waits_in: int, missing: tuple[int, ...]
 ) -> None:
-    """Also where it judges itself. Where all ranks are late in the same way, it is the one that says nothing."""
-    store, ranks = HashStore(), (0, 1) if other_waits_in == 2 else (0, 1, 2)
+    """This holds also where it judges itself. Where all ranks are late, the one that never answers is missing."""
+    store, ranks = HashStore(), (0, 1) if second_waits_in == 2 else (0, 1, 2)
     first, second = detector(store, 0, ranks), detector(store, 1, ranks)
-    answer(second, other_waits_in)
+    answer(second, second_waits_in)
     assert decide(first, 1, 1.0, is_own=True).missing == missing
-
-
-@pytest.mark.parametrize("message", ["", "two\nlines", "\0 \ud800 \U0001f600", 'quote " and \\', "x" * 10_000], ids=len)
-def test_any_text_may_be_in_a_verdict(message: str) -> None:
-    assert Verdict.unpack(Verdict((0,), message).pack()) == Verdict((0,), message)
 
 
 GARBAGE = [
     b"",
     b"\xff\xfe\x00",
-    b"{",
     b"[" * 60_000,
-    b"null",
     b"[1]",
     b'{"missing": [1]}',
     b'{"message": "x"}',
-    b'{"message": 1, "missing": []}',
-    b'{"message": "x", "missing": 1}',
     b'{"message": "x", "missing": [true]}',
-    b'{"message": "x", "missing": [1.0]}',
-    b'{"message": "x", "missing": ["1"]}',
     b'{"message": "x", "missing": [' + b"1" * 5000 + b"]}",
     b'{"message": "' + b"x" * (1 << 20) + b'", "missing": []}',
 ]
@@ -353,20 +309,7 @@ def test_garbage_in_the_store_is_no_verdict(clock: Clock, garbage: bytes) -> Non
     assert len(verdict.message) < 1000
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        b"",
-        b"soon",
-        b"5",
-        b"[5, []]",
-        b'{"seq": 5}',
-        b'{"seq": 5, "alive": 1}',
-        b'{"seq": 5, "alive": ["1"]}',
-        b'{"seq": "5", "alive": []}',
-        b'{"seq": 5.0, "alive": []}',
-    ],
-)
+@pytest.mark.parametrize("garbage", [b"", b"soon", b"5", b'{"seq": 5}', b'{"seq": 5.0, "alive": ["1"]}'])
 def test_garbage_is_no_answer(clock: Clock, garbage: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         Answer.unpack(garbage)
@@ -374,13 +317,6 @@ def test_garbage_is_no_answer(clock: Clock, garbage: bytes) -> None:
     first = detector(store, 0)
     StoreLog(first.store, "report").append(1, garbage)
     assert decide(first).missing == ()
-
-
-@given(st.binary(max_size=200) | st.text(max_size=50).map(lambda text: json.dumps({"message": text}).encode()))
-def test_random_bytes_are_refused_by_valueerror_alone(payload: bytes) -> None:
-    for kind in (Verdict, Answer):
-        with pytest.raises(ValueError, match=r"."):
-            kind.unpack(payload)
 
 
 @given(st.lists(st.integers(0, 100_000), max_size=20).map(tuple), st.text(max_size=100))
@@ -417,16 +353,6 @@ def test_late_rank_gets_the_verdict_at_once(clock: Clock) -> None:
     assert decide(late, 3, 60.0) == first
     assert late.rendezvous(clock.now + 60, 1) == first
     assert clock.now - decided < 0.1
-
-
-def test_rank_that_leaves_names_itself() -> None:
-    store = HashStore()
-    left = detector(store, 1).leave("KeyboardInterrupt")
-    text = "the test was not completed:\n  rank 1: left in the middle of it (KeyboardInterrupt)\nThe group is closed."
-    assert left == Verdict((1,), text)
-    other = detector(store, 0)
-    assert other.poll() == "another rank has given up"
-    assert decide(other, 1, 60.0) == left
 
 
 def test_note_of_a_missing_rank_is_in_the_verdict_until_it_is_taken_back(clock: Clock) -> None:
@@ -466,16 +392,6 @@ def test_no_rank_is_missing_where_all_wait_and_a_connection_broke(clock: Clock) 
     line = "  no rank is known to be missing; the connection between ranks failed"
     assert verdict == Verdict((), missing_text(0, "2.5", line))
     assert clock.now < 4.0
-
-
-def test_ranks_that_waited_in_earlier_collectives_do_not_count_as_waiting(clock: Clock) -> None:
-    store, ranks = HashStore(), (0, 1, 2)
-    detectors = [detector(store, rank, ranks) for rank in ranks]
-    for each in detectors:
-        each.poll()  # all waited, in a collective that then succeeded
-    with mock.patch.object(BoundedStore, "read_present", wraps=detectors[0].store.read_present) as read:
-        assert decide(detectors[0], 5, 10.0).missing == (1, 2)
-    assert read.call_count == 2  # answers and notes at the deadline, and not again and again
 
 
 def test_broken_connection_names_the_rank_that_no_other_sees_alive(clock: Clock) -> None:
@@ -525,30 +441,7 @@ def test_rank_that_serves_the_store_does_not_stay_for_a_rank_that_never_reads(cl
     assert clock.now < 13.0
 
 
-# -- meeting ---------------------------------------------------------------------------------------------------------
-
-
-def test_ranks_meet_in_any_order() -> None:
-    store, ranks = HashStore(), tuple(range(6))
-
-    def meet(rank: int) -> Verdict | None:
-        time.sleep(0.05 * rank)
-        return detector(store, rank, ranks).rendezvous(time.monotonic() + 30, 0.2)
-
-    with ThreadPoolExecutor(6) as threads:
-        assert list(threads.map(meet, ranks)) == [None] * 6
-
-
-def test_rank_that_never_comes_is_missing_at_the_timeout_and_raises_that_when_it_comes(clock: Clock) -> None:
-    store, ranks = HashStore(), (0, 1, 2)
-    Membership(bounded(store), 1, ranks).join()
-    verdict = detector(store, 0, ranks).rendezvous(10.0, 0.1)
-    assert verdict is not None
-    assert verdict.missing == (2,)
-    assert "  rank 2: did not take part\n" in verdict.message
-    assert 10.0 <= clock.now < 10.6
-    assert detector(store, 2, ranks).rendezvous(clock.now + 30.0, 1.0) == verdict
-    assert clock.now < 11.2
+# -- the first use ---------------------------------------------------------------------------------------------------
 
 
 @LINUX
@@ -612,15 +505,6 @@ def test_without_the_store_no_rank_is_named_and_the_text_says_why(clock: Clock, 
         assert lines[3].startswith("The store, which could say which rank is missing, does not answer: ")
         assert len(lines) == 4
     assert clock.now < 10.0
-
-
-@LINUX
-def test_dead_peer_is_still_seen_without_the_store(lost_store: Any, child: Program) -> None:
-    first = detector(lost_store, 0, peers={1: id_of(child.pid)})
-    os.kill(child.pid, signal.SIGKILL)
-    wait_until_ended(child.pid)
-    assert first.poll() == "the process of rank 1 is gone"
-    assert decide(first, 1, 60.0).missing == (1,)
 
 
 def test_conclusion_without_the_store_is_the_verdict_of_the_rank_that_was_stopped_and_served_it() -> None:

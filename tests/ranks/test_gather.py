@@ -65,13 +65,6 @@ def test_tensors_survive_the_wire(dtype: torch.dtype, shape: tuple[int, ...]) ->
         (),
         {"a": 1, 2: [True, None, 2.5, "x"], "": {"\ud800": -(1 << 70)}},
         [float("inf"), float("-inf"), float("nan"), -0.0, 5e-324],
-        {
-            "one of a row": torch.arange(4.0).reshape(1, 4)[:, 1],
-            "expanded": torch.zeros(()).expand(1),
-            "column": torch.ones(1, 3)[:, :1],
-        },
-        {"every other": torch.arange(2, dtype=torch.int16)[::2], "to three": torch.zeros(()).expand(3)},
-        {"t": torch.arange(12).reshape(3, 4).t(), "view": torch.arange(10)[::3], "one": torch.tensor(3.5)},
         [torch.tensor(1j).conj(), torch.tensor([1j]).conj().imag, torch.ones(2, requires_grad=True) * 2],
         [torch.empty(0, 2**30, 2**30), torch.ones([1] * 64), torch.ones(2, 0, dtype=torch.complex128)],
         [torch.nn.Parameter(torch.ones(2)), [torch.arange(4)[1:]] * 2],
@@ -79,8 +72,7 @@ def test_tensors_survive_the_wire(dtype: torch.dtype, shape: tuple[int, ...]) ->
     ids=lambda tree: str(tree)[:40],
 )
 def test_trees_survive_the_wire(tree: Any) -> None:
-    back = decode(encode(tree))
-    assert same(back, tree)
+    assert same(decode(encode(tree)), tree)
 
 
 def test_tensors_have_memory_of_their_own() -> None:
@@ -98,19 +90,14 @@ def test_tensors_have_memory_of_their_own() -> None:
         torch.arange(24)[::2],
         torch.arange(3).expand(4, 3),
         torch.empty(0, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.arange(1).as_strided((1, 1), (7, 9)),
         torch.arange(6).as_strided((1, 2, 3), (2**62, 1, 2)),
-        torch.arange(3).as_strided((1, 3), (2**62, 1)),
     ],
-    ids=[
-        *("channels last", "transposed", "cut", "every other", "expanded", "empty", "one element"),
-        *("transposed, a stride without limit", "a stride without limit"),
-    ],
+    ids=["channels last", "transposed", "cut", "every other", "expanded", "empty", "a stride without limit"],
 )
 def test_tensors_of_any_strides_travel_in_row_major_order(tensor: torch.Tensor) -> None:
-    found = decode(encode({"t": tensor, "after": torch.ones(3)}))
-    assert same(found, {"t": tensor, "after": torch.ones(3)})
-    assert found["t"].stride() == torch.empty(tensor.shape).stride()
+    received = decode(encode({"t": tensor, "after": torch.ones(3)}))
+    assert same(received, {"t": tensor, "after": torch.ones(3)})
+    assert received["t"].stride() == torch.empty(tensor.shape).stride()
 
 
 @pytest.mark.parametrize(
@@ -142,24 +129,17 @@ def test_cyclic_and_deep_trees_are_refused() -> None:
     [
         '["tensor", "none"]',
         '["tensor", "json"]',
-        '["tensor", ["t"]]',
         '["tensor", 0]',
-        '["tensor"]',
         '["tensor", "t", [3]]',
         '["list", [["tensor", "t"], ["tensor", "t"]]]',
         '["complex", "t"]',
         '["list", ["one tensor too many"]]',
         '["dict", ["a", "a"], [1, ["tensor", "t"]]]',
         '["dict", ["a"], [1, ["tensor", "t"]]]',
-        '["dict", ["a", "b"], [["tensor", "t"]]]',
         '["dict", [1, true], [1, ["tensor", "t"]]]',
-        '["dict", [1.5], [["tensor", "t"]]]',
-        '["dict", "a", ["tensor", "t"]]',
         '["dict", [["a"]], [["tensor", "t"]]]',
-        '["list", 3]',
         '["list", "ab"]',
         '["object", 1]',
-        '{"list": 1, "tuple": 2}',
         "{}",
         "",
         "[" * 2000,
@@ -177,22 +157,13 @@ def test_hostile_trees_are_refused(tree: str) -> None:
     [
         ("F32", "[4611686018427387904, 4]", "[0, 16]"),
         ("F32", "[0, 4611686018427387904, 4611686018427387904]", "[0, 0]"),
-        ("F32", "[0, 2147483648, 2147483648, 4]", "[0, 0]"),
         ("F32", "[18446744073709551615, 0]", "[0, 0]"),
-        ("F32", "[" + "9" * 4000 + "]", "[0, 16]"),
         ("F32", "[-4]", "[0, 16]"),
-        ("F32", "[true]", "[0, 4]"),
         ("F32", "[5]", "[0, 20]"),
         ("F32", "[3]", "[0, 16]"),
-        ("F32", "[2]", "[0, 8]"),
-        ("F32", "[4]", "[16, 0]"),
-        ("F32", "[4]", "[4, 20]"),
         ("F32", "[4]", "[-4, 12]"),
-        ("F32", "{}", "[0, 16]"),
         ("F8_E8M0", "[16]", "[0, 16]"),
         ("Storage", "[4]", "[0, 16]"),
-        ("float32", "[4]", "[0, 16]"),
-        ("", "[4]", "[0, 16]"),
     ],
 )
 def test_hostile_headers_are_refused(dtype: str, shape: str, data_offsets: str) -> None:
@@ -227,11 +198,14 @@ def test_tensors_come_to_the_cpu_whatever_the_default_device_is(device: str) -> 
 # -- on threads and real ranks ----------------------------------------------------------------------------------------
 
 
+SIZES = (1, 2, 1000, 5000, 3, 3, 0, 9000, 9000)
+
+
 def growing_and_shrinking() -> list[tuple[int, list[int]]]:
-    """Per call: collectives, and the number of elements that came from each rank."""
+    """Return for each call its collectives, and the number of elements that came from each rank."""
     rank, seen = dist.get_rank(), []
     gather_trees(None, name="the first use")
-    for size in (1, 2, 1000, 5000, 3, 3, 0, 9000, 9000):
+    for size in SIZES:
         with count_collectives() as counted:
             trees = gather_trees([torch.arange(size * rank)], name="sizes")
         assert all(torch.equal(tree[0], torch.arange(size * r)) for r, tree in enumerate(trees))
@@ -241,38 +215,31 @@ def growing_and_shrinking() -> list[tuple[int, list[int]]]:
 
 def handed_out(owner: int, size: int) -> int:
     """Return how many bytes this rank receives where one rank alone has something large."""
-    mine = torch.zeros(size, dtype=torch.uint8) if dist.get_rank() == owner else None
+    tree = torch.zeros(size, dtype=torch.uint8) if dist.get_rank() == owner else None
     with count_collectives() as seen:
-        trees = gather_trees(mine, name="handed out")
+        trees = gather_trees(tree, name="handed out")
     assert trees[owner].numel() == size
     received = {"allgather": dist.get_world_size(), "broadcast": 1}
     return sum(seen.bytes_by_op[op] * times for op, times in received.items())
 
 
-def own_tree_comes_back() -> bool:
-    mine = {"x": torch.ones(2, requires_grad=True)}
-    return gather_trees(mine, name="own")[dist.get_rank()] is mine
-
-
 def errors_then_success() -> list[str]:
-    """What each call raised; a last one that works."""
-    rank, found = dist.get_rank(), []
+    """Return what each call raised. The last one works."""
+    rank, endings = dist.get_rank(), []
 
     def attempt(call: Any) -> None:
         try:
             call()
-            found.append("fine")
+            endings.append("fine")
         except ddpstats.DdpstatsError as error:
-            found.append(f"{type(error).__name__} {error.ranks} {error.path}: {error}")
+            endings.append(f"{type(error).__name__} {error.ranks} {error.path}: {error}")
 
     attempt(lambda: gather_trees({"a": [1, object() if rank == 1 else 2]}, name="x"))
-    attempt(lambda: gather_trees([torch.ones(2).to_sparse() if rank == 1 else 2], name="x"))
     attempt(lambda: gather_trees(lambda: 1 / rank, name="x"))
     attempt(lambda: gather_trees(1, name="x" if rank == 0 else "y"))
     attempt(lambda: gather_trees(1, name="x") if rank == 0 else ddpstats.reduce_stats({"a": 1.0}))
-    attempt(lambda: gather_trees(1, name="x") if rank == 0 else ddpstats.any_rank(True))
     attempt(lambda: gather_trees({"rank": rank}, name="x"))
-    return found
+    return endings
 
 
 def test_thirty_threads_hold_different_trees() -> None:
@@ -281,16 +248,15 @@ def test_thirty_threads_hold_different_trees() -> None:
         tree = {f"only{rank}": torch.full((rank,), rank), "all": [rank] * (rank % 3)}
         return [gather_trees(tree, name="x", group=group) for _ in range(2)][1]
 
-    found = run_threads(body, 30).values()
-    for gathered in found:
+    by_rank = run_threads(body, 30).values()
+    for gathered in by_rank:
         assert [list(tree) for tree in gathered] == [[f"only{rank}", "all"] for rank in range(30)]
-        assert all(same(a, b) for a, b in zip(gathered, found[0], strict=True))
+        assert all(same(a, b) for a, b in zip(gathered, by_rank[0], strict=True))
 
 
 def test_gather_takes_three_collectives_whatever_the_sizes(two_ranks: RankPool) -> None:
     for seen in two_ranks.run(growing_and_shrinking).values():
-        sizes = (1, 2, 1000, 5000, 3, 3, 0, 9000, 9000)
-        assert seen == [(2 if size == 0 else 3, [0, size]) for size in sizes]  # 2: all ranks hold the same
+        assert seen == [(2 if size == 0 else 3, [0, size]) for size in SIZES]  # 2: all ranks hold the same
 
 
 @pytest.mark.parametrize("pool", ["two_ranks", pytest.param("four_ranks", marks=pytest.mark.slow)])
@@ -310,18 +276,12 @@ def test_gathers_of_many_names_leave_little_behind() -> None:
     assert all(kept <= 1024 for kept in run_threads(body, 2).values())
 
 
-def test_own_tree_keeps_its_graph(two_ranks: RankPool) -> None:
-    assert two_ranks.run(own_tree_comes_back).values() == [True, True]
-
-
 def test_every_rank_gets_the_same_error_and_goes_on(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(errors_then_success).values()
     assert first == second
-    unsendable, sparse, unmade, names, reduction, decision, fine = first
+    unsendable, unmade, names, reduction, fine = first
     assert unsendable.startswith("InvalidStats (1,) a[1]: ")
     assert "type object" in unsendable
-    assert sparse.startswith("InvalidStats (1,) [0]: ")
-    assert "a tensor (torch.sparse_coo, torch.float32, on cpu)" in sparse
     assert unmade.startswith(
         "InvalidStats (0,) None: x: values that cannot be gathered:\n  rank 0: ZeroDivisionError: "
     )
@@ -329,5 +289,4 @@ def test_every_rank_gets_the_same_error_and_goes_on(two_ranks: RankPool) -> None
     assert "rank 0: x" in names
     assert "rank 1: y" in names
     assert "rank 1: reduce_stats" in reduction
-    assert "rank 1: any_rank()" in decision
     assert fine == "fine"

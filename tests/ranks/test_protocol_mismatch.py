@@ -1,4 +1,4 @@
-"""What ranks cannot reduce together is the same error on every rank, with rank and path, and the group goes on.
+"""Ranks that cannot reduce together raise the same error, with rank and path, and the group goes on.
 
 The ranks of the tables are threads; one case of each class of errors runs over gloo.
 """
@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ddpstats
-from ddpstats import All, Max, Mean, Min, StatsReducer, Sum, any_rank
+from ddpstats import All, Mean, Min, StatsReducer, Sum, any_rank
 from ddpstats._ranks import calls
 from ddpstats._ranks.exchange import PROTOCOL_VERSION, Call, Failure, Status, decode_status, encode_status
 from ddpstats._reduction.flatten import Structure, decode, flatten
@@ -35,7 +35,7 @@ TIMEOUT_SEC = 30.0  # of one reduction: nothing here may come near it
 
 
 class Refused(NamedTuple):
-    """What one call raised, and what the next call of the same reducer gave and cost."""
+    """The error of one call, and the result and cost of the reducer's next call."""
 
     kind: type
     text: str
@@ -50,12 +50,13 @@ MakeCall = Callable[[StatsReducer, int, Any], Any]
 
 
 def refused(group: Any, call: MakeCall, **policy: Any) -> Refused:
-    """Run on a rank: the reducer makes a good call, this one, which raises, and another good one."""
+    """Make a good call on this rank, then ``call``, which raises, and another good one."""
     rank = dist.get_rank() if group is None else group.rank
     reducer = StatsReducer(group=group, name="same", timeout_sec=TIMEOUT_SEC, **policy)
     assert reducer({"good": float(rank)}).values == {"good": 1.0}
     with pytest.raises(DdpstatsError) as caught:
         call(reducer, rank, group)
+    assert caught.value.group == ("3 threads" if group is not None else "the default group of 3 ranks")
     before = reducer.counters.collectives
     value = reducer({"good": float(rank)}).values["good"]
     counted = reducer.counters.collectives - before
@@ -124,62 +125,41 @@ def call_by(how: str, group: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "mine_text", "theirs_text"),
+    ("odd", "usual", "odd_text", "usual_text"),
     [
         ("train|skip", "valid|skip", "name='train', nonfinite='skip'", "name='valid', nonfinite='skip'"),
         ("None|skip", "|skip", "reduce_stats, without a name, nonf", "name='', nonfinite='skip'"),
         ("a|skip", "a|raise", "nonfinite='skip'", "nonfinite='raise'"),
-        ("a|propagate", "a|skip", "nonfinite='propagate'", "nonfinite='skip'"),
         ("a\0|skip", "a|skip", r"name='a\x00'", "name='a'"),
         ("\ud800|skip", "\udfff|skip", r"name='\ud800'", r"name='\udfff'"),
         ("x" * 100_000 + "|skip", "y|skip", "name='xxx", "name='y'"),
         ("any_rank", "a|skip", "any_rank()", "reduce_stats, name='a'"),
         ("any_rank", "all_ranks", "any_rank()", "all_ranks()"),
         ("recursive_sum", "recursive_average", "recursive_sum()", "recursive_average()"),
-        ("recursive_sum", "None|propagate", "recursive_sum()", "without a name"),
         ("recursive_average|skip", "recursive_average", "recursive_average(), nonfinite='skip'", "recursive_average()"),
     ],
     ids=lambda text: ascii(text[:30]).replace("\\", "_"),
 )
-def test_calls_that_do_not_belong_together(mine: str, theirs: str, mine_text: str, theirs_text: str) -> None:
-    error = refused_by_all(lambda reducer, rank, group: call_by(mine if rank == 1 else theirs, group))
+def test_calls_that_do_not_belong_together(odd: str, usual: str, odd_text: str, usual_text: str) -> None:
+    error = refused_by_all(lambda reducer, rank, group: call_by(odd if rank == 1 else usual, group))
     assert (error.kind, error.ranks, error.path) == (ProtocolMismatch, (0, 1, 2), None)
     first, second, third, advice = error.text.split("\n")
     assert first == "ranks of 3 threads take part in one collective with different calls:"
     assert second.startswith("  ranks 0, 2: ")
-    assert theirs_text in second
+    assert usual_text in second
     assert third.startswith("  rank 1: ")
-    assert mine_text in third
+    assert odd_text in third
     assert advice.startswith("All ranks must make the same calls in the same order.")
-
-
-def test_one_call_more_is_caught_where_calls_have_names() -> None:
-    def call(group: ThreadGroup) -> list[Any]:
-        train, valid = (group.reducer(name=name, timeout_sec=TIMEOUT_SEC) for name in ("train", "valid"))
-        seen: list[Any] = []
-        for reducer in [train, train, valid] if group.rank == 1 else [train, valid, valid]:
-            try:
-                seen.append(reducer({"good": float(group.rank)}).values)
-            except ProtocolMismatch as error:
-                seen.append(str(error))
-        return seen
-
-    results = run_threads(call, 3).values()
-    assert results == [results[0]] * 3
-    first, second, third = results[0]
-    assert (first, third) == ({"good": 1.0}, {"good": 1.0})
-    assert "  ranks 0, 2: reduce_stats, name='valid'" in second
-    assert "  rank 1: reduce_stats, name='train'" in second
-    assert "A rank with one call more or less than the others" in second
+    assert "A rank with one call more or less than the others" in advice
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------
 
 
 def with_version(name: str, value: Any) -> list[str]:
-    """Twice with another version on rank 1, then with the same everywhere."""
+    """Reduce twice with another version on rank 1, then with the same version everywhere."""
     reducer, installed = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC), vars(calls)[name]
-    said = []
+    texts = []
     try:
         if dist.get_rank() == 1:
             vars(calls)[name] = value
@@ -187,10 +167,10 @@ def with_version(name: str, value: Any) -> list[str]:
             with pytest.raises(ProtocolMismatch) as caught:
                 reducer({"loss": 1.0})
             assert caught.value.ranks == (0, 1, 2)
-            said.append(str(caught.value))
+            texts.append(str(caught.value))
     finally:
         vars(calls)[name] = installed
-    return [*said, str(reducer({"loss": 1.0}).values)]
+    return [*texts, str(reducer({"loss": 1.0}).values)]
 
 
 @pytest.mark.parametrize(
@@ -202,9 +182,9 @@ def with_version(name: str, value: Any) -> list[str]:
     ids=["library", "protocol"],
 )
 def test_versions_that_differ_meet_in_a_handshake(three_ranks: RankPool, name: str, value: Any, text: str) -> None:
-    found = three_ranks.run(with_version, name, value, timeout_sec=LIMIT_SEC).values()
-    assert found[0] == found[1] == found[2]
-    first, second, after = found[0]
+    answers = three_ranks.run(with_version, name, value, timeout_sec=LIMIT_SEC).values()
+    assert answers[0] == answers[1] == answers[2]
+    first, second, after = answers[0]
     assert first == second
     head, *lines = first.split("\n")
     assert head.endswith("of 3 ranks run different versions:")
@@ -274,44 +254,31 @@ def cyclic_list() -> Any:
 
 # What rank 1 passes, in place of {"good": ...} or of the weight 1.0; the path; what the text says.
 BAD_STATS: dict[str, tuple[Callable[[], Any], str | None, str]] = {
-    "str": (lambda: {"good": "0.5"}, "good", "str is not a leaf"),
     "object": (lambda: {"a": [1.0, {"b": object()}]}, "a[1]/b", "object is not a leaf"),
     "unprintable": (lambda: {"good": Unprintable()}, "good", "Unprintable is not a leaf"),
     "in a dataclass": (lambda: Losses(1.0, "x"), "second", "str is not a leaf"),
     "marker in a marker": (lambda: {"good": Sum(Mean(1.0))}, "good", "Mean is not a leaf"),
     "complex": (lambda: {"good": 1j}, "good", "complex is not a leaf"),
-    "complex tensor": (lambda: {"good": torch.tensor(1j)}, "good", "a complex tensor"),
-    "complex numpy": (lambda: {"good": np.complex64(1j)}, "good", "dtype complex64, which is not a number"),
     "matrix": (lambda: {"good": torch.ones(2, 2)}, "good", "a tensor of shape (2, 2)"),
     "vector": (lambda: {"good": torch.ones(3)}, "good", "a 1-d tensor of 3 elements, while the weight is a single"),
     "no element": (lambda: {"good": torch.ones(0)}, "good", "a 1-d tensor of 0 elements"),
-    "numpy matrix": (lambda: {"good": np.ones((2, 2))}, "good", "an array of shape (2, 2)"),
-    "numpy text": (lambda: {"good": np.array("x")}, "good", "which is not a number"),
-    "meta": (lambda: {"good": torch.ones((), device="meta")}, "good", "meta"),
     "distributed": (
         lambda: {"good": torch.ones(()).as_subclass(LooksDistributed)},
         "good",
         "a DTensor; pass .full_tensor()",
     ),
     "raises": (lambda: {"a": {"b": Unreadable()}}, "a/b", "cannot be read: ZeroDivisionError: this one never works"),
-    "huge int": (lambda: {"good": 10**400}, "good", "int too large to convert to float"),
     "no flag": (lambda: {"good": ddpstats.Any(2)}, "good", "2.0, which is not a flag"),
     "own weight": (lambda: {"good": Mean(1.0, -1)}, "good", "a Mean for which the weight is -1"),
     "minimum of nothing": (lambda: {"good": Min(torch.ones(0))}, "good", "empty, and has no min"),
     "fake": (lambda: {"a": [fake(())]}, "a[0]", "the value is a FakeTensor, which has a shape but no value; pass a"),
     "fake, 1-d": (lambda: {"a": Sum(fake((3,)))}, "a", "the value is a FakeTensor, which has a shape but no value"),
-    "meta, 1-d": (
-        lambda: {"a": torch.ones(3, device="meta")},
-        "a",
-        "meta",
-    ),
     "weight too large": (
         lambda: {"a": {"x": Mean(torch.ones(2), weight=too_large())}},
         "a/x",
         "a weight is 0, or between 1e-100 and 1e+100; only the ratios of weights count in a mean",
     ),
     "float key": (lambda: {"a": {1.0: 1.0}}, "a/1.0", "the key 1.0 is of type float"),
-    "None key": (lambda: {None: 1.0}, "None", "the key None is of type NoneType"),
     "tuple key": (lambda: {("a", "b"): 1.0}, "('a', 'b')", "is of type tuple"),
     "numpy key": (lambda: {np.int64(3): 1.0}, "np.int64(3)", "is of type numpy.int64"),
     "endless int key": (lambda: {"a": {10**5000: 1.0}}, "a", "an int key of 16610 bits"),
@@ -332,10 +299,13 @@ BAD_WEIGHTS: dict[str, tuple[Callable[[], Any], str]] = {
     "too large": (too_large, "a weight is 0, or between"),
     "fake": (lambda: fake((2,)), "the weight is a FakeTensor, which has a shape but no value; it is a real number or"),
     "None": (lambda: None, "the weight is of type NoneType, which is not a number"),
-    "str": (lambda: "8", "the weight is of type str, which is not a number"),
     "list": (lambda: [1.0, 2.0], "the weight is of type list, which is not a number"),
     "complex": (lambda: 1j, "the weight is complex"),
-    "marker": (lambda: Sum(1.0), "the weight is of type Sum, which is not a number"),
+    "masked": (lambda: np.ma.masked, "the weight is"),
+    "duration": (
+        lambda: np.timedelta64(3, "ns"),
+        "the weight is of type timedelta64, dtype timedelta64[ns], which is not a number",
+    ),
     "raises": (Unreadable, "ZeroDivisionError: this one never works"),
     "meta": (lambda: torch.ones((), device="meta"), "meta"),
 }
@@ -360,20 +330,6 @@ def test_bad_weight_of_one_rank_is_refused_on_all(case: str) -> None:
     assert (error.kind, error.ranks, error.path) == (InvalidStats, (1,), None)
     assert error.text.split("\n")[1].startswith("  rank 1: ")
     assert text in error.text
-
-
-def test_bad_stats_in_the_first_call_leave_the_reducer_working() -> None:
-    """No layout is known yet, and the other ranks hold new paths of their own."""
-
-    def call(group: ThreadGroup) -> list[Any]:
-        reducer = group.reducer(timeout_sec=TIMEOUT_SEC)
-        with pytest.raises(InvalidStats) as caught:
-            reducer({f"of rank {group.rank}": object() if group.rank == 1 else 1.0})
-        return [str(caught.value), reducer({f"of rank {group.rank}": 1.0}).values]
-
-    for text, values in run_threads(call, 3).values():
-        assert "  rank 1 at 'of rank 1': object is not a leaf" in text
-        assert values == {"of rank 0": 1.0, "of rank 1": 1.0, "of rank 2": 1.0}
 
 
 def test_every_bad_rank_is_named() -> None:
@@ -401,9 +357,7 @@ CONFLICTS: dict[str, tuple[Any, Any, str, str, str]] = {
     "list or dict": ({"a": [1.0]}, {"a": {"0": 1.0}}, "a", "a list with 1 entry (0)", "a dict with 1 entry ('0')"),
     "tuple or dict": ({"a": (1.0,)}, {"a": {0: 1.0}}, "a", "a tuple with 1 entry (0)", "a dict with 1 entry (0)"),
     "mean or sum": ({"a": 1.0}, {"a": Sum(1.0)}, "a", "a leaf (mean)", "a leaf (sum)"),
-    "min or max": ({"a": Min(1.0)}, {"a": Max(1.0)}, "a", "a leaf (min)", "a leaf (max)"),
     "any or all": ({"a": ddpstats.Any(1)}, {"a": All(1)}, "a", "a leaf (any)", "a leaf (all)"),
-    "sum or list": ({"a": Sum(1.0)}, {"a": [1.0]}, "a", "a leaf (sum)", "a list with 1 entry (0)"),
     "deep down": ({"x": [0.0, {"y": 1.0}]}, {"x": [0.0, {"y": [1.0]}]}, "x[1]/y", "a leaf (mean)", "a list with 1"),
     "the whole": (1.0, {"a": 1.0}, "", "a leaf (mean)", "a dict with 1 entry ('a')"),
     "dataclass or list": (Losses(1.0, 2.0), [1.0], "", "a dict with 2 entries ('first', 'second')", "a list with 1"),
@@ -412,14 +366,14 @@ CONFLICTS: dict[str, tuple[Any, Any, str, str, str]] = {
 
 @pytest.mark.parametrize("case", CONFLICTS)
 def test_stats_that_do_not_fit_together(case: str) -> None:
-    mine, theirs, path, mine_text, theirs_text = CONFLICTS[case]
-    error = refused_by_all(lambda reducer, rank, group: reducer(mine if rank == 1 else theirs))
+    odd, usual, path, odd_text, usual_text = CONFLICTS[case]
+    error = refused_by_all(lambda reducer, rank, group: reducer(odd if rank == 1 else usual))
     assert (error.kind, error.ranks, error.path) == (SchemaConflict, (0, 1, 2), path or None)
     head, first, second, advice = error.text.split("\n")
     what = f"different things under {path!r}" if path else "different stats"
     assert head == f"ranks of 3 threads hold {what}:"
-    assert first.startswith(f"  ranks 0, 2: {theirs_text}")
-    assert second.startswith(f"  rank 1: {mine_text}")
+    assert first.startswith(f"  ranks 0, 2: {usual_text}")
+    assert second.startswith(f"  rank 1: {odd_text}")
     assert advice.endswith("Nothing was reduced.")
 
 
@@ -432,57 +386,21 @@ def test_long_list_of_conflicts_is_cut() -> None:
     assert len(error.text) < 1000
 
 
-def test_conflict_leaves_no_trace_in_the_layout() -> None:
-    """The layout of before is neither lost nor polluted by what was refused."""
-
-    def call(group: ThreadGroup) -> list[Any]:
-        reducer = group.reducer(timeout_sec=TIMEOUT_SEC)
-        reducer({"good": 1.0})
-        with pytest.raises(SchemaConflict):
-            reducer({"good": 1.0, "new": 1.0 if group.rank else [1.0]})
-        before = reducer.counters
-        values = [reducer({"good": 1.0}).values, reducer({"good": 1.0, "new": Sum(1.0)}).values]
-        after = reducer.counters
-        return [values, after.collectives - before.collectives, after.renegotiations - before.renegotiations]
-
-    # one collective; then the new path: an all_reduce, lengths and digests, which are equal, and an all_reduce
-    assert run_threads(call, 3).values() == [[[{"good": 1.0}, {"good": 1.0, "new": 3.0}], 1 + 3, 1]] * 3
-
-
-def test_keys_that_are_only_spelled_the_same_are_no_conflict() -> None:
-    def call(group: ThreadGroup) -> list[Any]:
-        reducer = group.reducer(timeout_sec=TIMEOUT_SEC)
-        mixed = [{1: 10.0}, {"1": 20.0}, {True: 30.0}][group.rank]
-        beside_none = [{"a": None}, {"a": {"b": 1.0}}, {"a": {}}][group.rank]
-        return [reducer(mixed).values, reducer(mixed).flat(), reducer(beside_none).values]
-
-    expected = [{1: 20.0, "1": 20.0}, {"1": 20.0, "\\1": 20.0}, {"a": {"b": 1.0}}]
-    assert run_threads(call, 3).values() == [expected] * 3
-
-
 # -- values that are not finite ----------------------------------------------------------------------------------------
 
 
-def not_finite(count: int) -> Refused:
-    def call(reducer: StatsReducer, rank: int, group: Any) -> Any:
-        stats = {"good": 1.0, "a": {"b": [0.0, (1.0, math.nan, -math.inf)[rank]]}, "c": math.nan if rank == 2 else 0.0}
-        return reducer(stats | {f"k{i}": math.inf if rank == 1 else 0.0 for i in range(count)})
-
-    return refused_by_all(call, nonfinite="raise")
-
-
 def test_value_that_is_not_finite_is_named_with_its_ranks() -> None:
-    error = not_finite(0)
+    def call(reducer: StatsReducer, rank: int, group: Any) -> Any:
+        last, third = ((1.0, 0.0), (math.nan, 0.0), (-math.inf, math.nan))[rank]
+        return reducer({"good": 1.0, "a": {"b": [0.0, last]}, "c": third})
+
+    error = refused_by_all(call, nonfinite="raise")
     assert (error.kind, error.ranks, error.path) == (NonFiniteStat, (1, 2), "a/b[1]")
     assert error.text.split("\n") == [
         "non-finite stats (nonfinite='raise') on 3 threads:",
         "  'a/b[1]': ranks 1, 2",
         "  'c': rank 2",
     ]
-
-
-def test_long_list_of_values_that_are_not_finite_is_cut() -> None:
-    assert not_finite(100).text.endswith("\n  and 92 more paths")
 
 
 # -- bytes from a peer -------------------------------------------------------------------------------------------------
@@ -496,36 +414,20 @@ statuses = st.builds(
     agreed=st.binary(min_size=8, max_size=8),
     body=st.text(max_size=8),
 )
-DAMAGE = ("truncated", "extended", "flipped", "huge number", "spliced")
+DAMAGE = ("truncated", "flipped", "spliced")
 
 
 def damaged(payload: bytes, how: str, data: st.DataObject) -> bytes:
     at = data.draw(st.integers(0, max(0, len(payload) - 1)))
     if how == "truncated":
         return payload[:at]
-    if how == "extended":
-        return payload + data.draw(st.binary(min_size=1, max_size=8))
     if how == "flipped":
         return payload[:at] + bytes([payload[at] ^ (1 << data.draw(st.integers(0, 7)))]) + payload[at + 1 :]
-    if how == "huge number":
-        return payload[:at] + b"\xff\xff\xff\xff" + payload[at + 4 :]
     return payload[:at] + payload[data.draw(st.integers(0, len(payload))) :]
 
 
-def read_or_refuse(payload: bytes, read: Callable[[bytes], Any]) -> None:
-    """Whatever is read can be used; anything else is a ProtocolMismatch."""
-    started, refusal = time.monotonic(), "a peer sent nothing wrong"
-    try:
-        read(payload)
-    except ProtocolMismatch as error:
-        refusal = str(error)
-    assert refusal.startswith("a peer sent ")
-    assert len(refusal) < 2000
-    assert time.monotonic() - started < 5.0
-
-
 def used(payload: str | bytes) -> Structure:
-    """What another rank holds, of which a layout is made and written as this rank's own."""
+    """Make a layout of what another rank holds, and write that as this rank's own."""
     structure = decode(payload)
     layout = agree([(structure, (0, 1))], Layout(), "the group")
     assert place(structure, layout) is not None
@@ -547,19 +449,21 @@ def test_what_ranks_send_survives_the_way_there_and_back(
 @settings(max_examples=150)
 @given(uneven_stats(1), st.sampled_from(DAMAGE), st.data())
 def test_damaged_schemas_are_refused(ranks: list[RankStats], how: str, data: st.DataObject) -> None:
-    read_or_refuse(damaged(flatten(ranks[0].stats).structure.encoded.encode(), how, data), used)
-
-
-@settings(max_examples=150)
-@given(statuses, st.sampled_from(DAMAGE), st.data())
-def test_damaged_statuses_are_refused(status: Status, how: str, data: st.DataObject) -> None:
-    read_or_refuse(damaged(encode_status(status), how, data), decode_status)
+    """A damaged schema that is still readable can be used."""
+    started, refusal = time.monotonic(), "a peer sent nothing wrong"
+    try:
+        used(damaged(flatten(ranks[0].stats).structure.encoded.encode(), how, data))
+    except ProtocolMismatch as error:
+        refusal = str(error)
+    assert refusal.startswith("a peer sent ")
+    assert len(refusal) < 2000
+    assert time.monotonic() - started < 5.0
 
 
 def test_bytes_that_are_not_what_was_announced_are_rank_missing_and_close_the_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One byte of what rank 1 tells of its keys is another when it arrives, also on rank 1 itself."""
+    """One byte of what rank 1 sends about its keys arrives changed, also on rank 1 itself."""
     gather = ThreadComm.all_gather
 
     def damage(comm: ThreadComm, payload: bytes | bytearray, timeout_sec: float) -> Any:
@@ -586,19 +490,15 @@ def test_bytes_that_are_not_what_was_announced_are_rank_missing_and_close_the_gr
     "schema",
     [
         '[[[[],"list"]],[[[-1],"mean"]]]',
-        '[[[[],"list"]],[[[1099511627776],"mean"]]]',
         '[[[[],"tuple"]],[[["0"],"mean"]]]',
         '[[[[],"dict"]],[[["a"],"mean"],[["a"],"sum"]]]',
         '[[[[],"dict"]],[[[true],"mean"]]]',
-        '[[[[],"dict"]],[[[1.5],"mean"]]]',
         '[[[[],"dict"],[[],"list"]],[[["a"],"mean"]]]',
         '[[[[],"OrderedDict"]],[[["a"],"mean"]]]',
-        '[[],[[["a"],"mean"]]]',
         '[[[[],"dict"]],[[[],"mean"]]]',
         '[[[[],"dict"]],[[["a"],"median"]]]',
         '[[[[],"dict"],[["a"],"int8"]],[[["a"],"mean"]]]',
         '[[[[],"dict"]],[[["a"],["mean"]]]]',
-        '[[],[["a","mean"]]]',
         '[[],[[[],"mean"',
         "[]",
         '{"a": NaN}',

