@@ -1,4 +1,4 @@
-"""What a reduction must give, exactly, in plain Python: path by path, without buffers, layouts or collectives."""
+"""The exact result of a reduction in plain Python: path by path, without buffers, layouts or collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Path = tuple[tuple[str, Any], ...]
 
 
 class Exact(NamedTuple):
-    """What a reduction computes, and so rounds. ``value``: None is NaN; ``scale``: of the magnitudes it is made of."""
+    """A number that a reduction computes, and so rounds. ``value``: None is NaN; ``scale``: of its magnitudes."""
 
     value: Fraction | None
     scale: Fraction
@@ -32,15 +32,15 @@ class Computed(Fraction):
 
 
 def expected_of_window(by_rank: Sequence[Sequence[RankStats]], nonfinite: str = "propagate") -> dict[str, Any]:
-    """What `Reduced` must say of all adds of all ranks: nested values, weights, present and non-finite ranks."""
+    """Return the columns of `Reduced` for all adds of all ranks: values, weights, present and non-finite ranks."""
     entries, kinds = _entries([add for adds in by_rank for add in adds], nonfinite)
     of_ranks = [_entries(adds, nonfinite)[0] for adds in by_rank]
     columns: dict[str, dict[Path, tuple[Any, ...]]] = {"values": {}, "weights": {}, "present": {}, "nonfinite": {}}
     for path, (value, weight, *_) in entries.items():
-        here = [found[path] for found in of_ranks if path in found]
+        held = [entries_of_rank[path] for entries_of_rank in of_ranks if path in entries_of_rank]
         columns["values"][path], columns["weights"][path] = (value,), (Exact(Fraction(weight), Fraction(weight)),)
-        columns["present"][path] = (sum(entry[2] > 0 for entry in here),)
-        columns["nonfinite"][path] = (sum(entry[3] > 0 for entry in here),)
+        columns["present"][path] = (sum(entry[2] > 0 for entry in held),)
+        columns["nonfinite"][path] = (sum(entry[3] > 0 for entry in held),)
     return {name: _nest(column, (), kinds) for name, column in columns.items()}
 
 
@@ -52,7 +52,7 @@ def _entries(ranks: Sequence[RankStats], nonfinite: str) -> tuple[dict[Path, tup
             held.setdefault(path, []).append((leaf, rank.weight))
     entries: dict[Path, tuple[Any, ...]] = {}
     for path, leaves in held.items():
-        below = any(other[: len(path)] == path and len(other) > len(path) for other in held)
+        below = any(longer[: len(path)] == path and len(longer) > len(path) for longer in held)
         values = [(leaf, weight) for leaf, weight in leaves if not _is_none(leaf)]
         if values:
             entries[path] = _entry(values, nonfinite)
@@ -94,19 +94,19 @@ def _number(value: Any) -> float | Fraction:
 
 
 def _leaves(value: Any, path: Path, kinds: dict[Path, set[type]]) -> Iterator[tuple[Path, Any]]:
-    found: list[tuple[Path, Any]] = []
+    leaves: list[tuple[Path, Any]] = []
     if isinstance(value, dict):
         for key, child in value.items():
-            found += _leaves(child, (*path, ("key", key)), kinds)
+            leaves += _leaves(child, (*path, ("key", key)), kinds)
     elif isinstance(value, list | tuple):
         for position, child in enumerate(value):
-            found += _leaves(child, (*path, ("position", position)), kinds)
+            leaves += _leaves(child, (*path, ("position", position)), kinds)
     else:
         yield path, value
         return
-    if found or not path:
+    if leaves or not path:
         kinds.setdefault(path, set()).add(type(value))
-    yield from found
+    yield from leaves
 
 
 def _is_none(leaf: Any) -> bool:
@@ -140,9 +140,8 @@ def _value(op: str, rows: list[tuple[Any, Fraction]]) -> Any:
     if op == "all":
         return all(numbers)
     if op == "sum":
-        return Exact(
-            sum(map(Fraction, numbers), Fraction(0)), sum((abs(Fraction(one)) for one in numbers), Fraction(0))
-        )
+        exact = list(map(Fraction, numbers))
+        return Exact(sum(exact, Fraction(0)), sum(map(abs, exact), Fraction(0)))
     if any(map(math.isnan, numbers)):
         return math.nan
     return min(numbers) if op == "min" else max(numbers)
@@ -152,9 +151,9 @@ def _nest(entries: dict[Path, tuple[Any, ...]], path: Path, kinds: dict[Path, se
     if path in entries:
         return entries[path][0]
     children: dict[Any, Any] = {}
-    for other in entries:
-        if other[: len(path)] == path and len(other) > len(path):
-            step = other[len(path)]
+    for longer in entries:
+        if longer[: len(path)] == path and len(longer) > len(path):
+            step = longer[len(path)]
             children.setdefault(step, None)
     nested = {step: _nest(entries, (*path, step), kinds) for step in children}
     types = kinds.get(path, {dict})
@@ -166,7 +165,7 @@ def _nest(entries: dict[Path, tuple[Any, ...]], path: Path, kinds: dict[Path, se
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal structures, types and numbers, NaN equal to NaN; the order of keys does not count here.
+    """Compare structures, types and numbers, NaN equal to NaN; the order of keys does not count.
 
     Where ``right`` has an `Exact`, ``left`` has it up to rounding.
     """
@@ -184,7 +183,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def exact_mean(held: Sequence[tuple[Any, Any]]) -> tuple[Fraction | None, Fraction]:
-    """(the mean of the (value, weight), or None where the weight is 0; the same mean of the absolute values)."""
+    """Return the mean of the (value, weight), None where the weight is 0, and the mean of the absolute values."""
     rows = [(Fraction(value), scale_of(value), Fraction(weight)) for value, weight in held]
     total = sum((weight for *_, weight in rows), Fraction(0))
     if not total:
@@ -193,10 +192,11 @@ def exact_mean(held: Sequence[tuple[Any, Any]]) -> tuple[Fraction | None, Fracti
     return summed / total, sum((scale * weight for _, scale, weight in rows), Fraction(0)) / total
 
 
-def is_near(found: float, exact: Fraction | None, scale: Fraction) -> bool:
-    """Whether it is within 2**-49 of ``scale``, which is not smaller than ``exact``, or within 1e-200: a product of a
-    value and a weight below 1e-308 counts as 0.
+def is_near(number: float, exact: Fraction | None, scale: Fraction) -> bool:
+    """Return whether the number is within 2**-49 of ``scale``, or within 1e-200, of the exact one.
+
+    ``scale`` is not smaller than ``exact``. A product of a value and a weight below 1e-308 counts as 0.
     """
     if exact is None:
-        return math.isnan(found)
-    return math.isfinite(found) and abs(Fraction(found) - exact) <= scale / 2**49 + Fraction(1e-200)
+        return math.isnan(number)
+    return math.isfinite(number) and abs(Fraction(number) - exact) <= scale / 2**49 + Fraction(1e-200)

@@ -16,10 +16,10 @@ from ddpstats import StatsReducer
 from ddpstats.errors import NonFiniteStat
 from ddpstats.testing import RankPool, ThreadGroup, run_threads
 from tests.reduction.oracle import expected_by_rank, same
-from tests.reduction.window_pairs import Draw, Reduction, as_scalars, check, told
+from tests.reduction.window_pairs import Draw, Reduction, as_scalars, check, columns_of
 
 Runner = Callable[[range], Sequence[Sequence[Any]]]
-"""Takes seeds; what `_reduced` gives, of each rank."""
+"""Reduces what the seeds draw; returns for each rank what `reduced` gives."""
 OF_A_SEED = 12
 
 
@@ -29,12 +29,12 @@ def drawn_by(seed: int, ranks: int, count: int = OF_A_SEED) -> Iterator[Reductio
 
 @functools.lru_cache(maxsize=1)
 def drawn_by_all(seeds: range, ranks: int) -> list[tuple[int, Reduction]]:
-    """(seed, reduction) of these seeds: threads need not draw what all of them know."""
+    """Return the (seed, reduction) of these seeds: they are drawn once for all threads."""
     return [(seed, drawn) for seed in seeds for drawn in drawn_by(seed, ranks)]
 
 
 def on_this_rank(seeds: range, name: str) -> list[tuple[Any, Any]]:
-    """Reduce with reducers that are kept: under one name they meet layouts of all kinds."""
+    """Reduce with reducers that are kept: under one name they have layouts of all kinds."""
     return [one_on_this_rank(drawn, name) for _, drawn in drawn_by_all(seeds, dist.get_world_size())]
 
 
@@ -54,14 +54,14 @@ def on_this_thread(group: ThreadGroup, seeds: range) -> list[tuple[Any, Any]]:
 
 
 def reduced(reduce: Callable[..., ddpstats.Reduced], rank: int, drawn: Reduction) -> tuple[Any, Any]:
-    """What it tells this rank, or the error's text; and what it tells of single ranks."""
+    """Return the result or the error's text, and the values of single ranks."""
     policy, per_rank, adds = drawn
     stats, weight = adds[rank]
     try:
-        found = reduce(stats, weight, nonfinite=policy, per_rank=per_rank)
+        answer = reduce(stats, weight, nonfinite=policy, per_rank=per_rank)
     except NonFiniteStat as error:
         return str(error), None
-    return told(found), _unwrapped(found.by_rank)
+    return columns_of(answer), _unwrapped(answer.by_rank)
 
 
 def _unwrapped(nested: Any) -> Any:
@@ -77,9 +77,9 @@ def _unwrapped(nested: Any) -> Any:
 def check_many(run: Runner, ranks: int, seeds: range) -> None:
     """Raises AssertionError, which begins with the seed, at the first reduction that is not as the oracle has it."""
     drawn = drawn_by_all(seeds, ranks)  # before the threads ask for it
-    for (seed, one), *told_by_ranks in zip(drawn, *run(seeds), strict=True):
+    for (seed, reduction), *answers in zip(drawn, *run(seeds), strict=True):
         try:
-            check_one(one, told_by_ranks)
+            check_one(reduction, answers)
         except AssertionError as error:
             raise AssertionError(f"seed {seed} on {ranks} ranks: {error}") from None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -15,15 +15,3 @@ class Point(NamedTuple):
 class Scores:
     loss: Any
     extra: Any = None
-
-
-@dataclass(frozen=True)
-class Checked:
-    """A constructor that would refuse what a reduction returns."""
-
-    value: Any
-    doubled: Any = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.value, int):
-            raise TypeError("only integers")

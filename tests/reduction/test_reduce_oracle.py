@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import ddpstats
-from ddpstats.testing import RankPool, ThreadGroup, run_threads
+from ddpstats.testing import RankPool
 from ddpstats.testing.strategies import RankStats, uneven_stats
 from tests.reduction import reduce_pairs, window_pairs
 from tests.reduction.window_pairs import POLICIES, Reduction
@@ -36,11 +36,6 @@ def test_random_reductions_on_real_ranks_are_exact(ranks: int, request: pytest.F
 
 def test_random_windows_on_two_ranks_are_exact(two_ranks: RankPool) -> None:
     assert window_pairs.check_many(two_ranks, 2, range(150), "pairs") > 700
-
-
-@pytest.mark.nightly
-def test_random_windows_on_three_ranks_are_exact(three_ranks: RankPool) -> None:
-    assert window_pairs.check_many(three_ranks, 3, range(1000, 1060), "pairs") > 500
 
 
 def test_random_windows_without_tensors_are_exact(two_ranks: RankPool) -> None:
@@ -77,21 +72,6 @@ def test_drawn_stats_without_a_process_group_are_reduced_exactly(
     assert not dist.is_initialized()
     reduction = reduction_of(ranks, policy, per_rank)
     reduce_pairs.check_one(reduction, [reduce_pairs.reduced(ddpstats.reduce_stats, 0, reduction)])
-
-
-def reduce_in_thread(group: ThreadGroup, reduction: Reduction) -> tuple[Any, Any]:
-    def reduce(stats: Any, weight: Any, **options: Any) -> ddpstats.Reduced:
-        return group.reducer(timeout_sec=60, **options)(stats, weight)
-
-    return reduce_pairs.reduced(reduce, group.rank, reduction)
-
-
-@pytest.mark.slow
-@settings(max_examples=8, suppress_health_check=SLOW_EXAMPLES)
-@given(ranks=uneven_stats(64, max_depth=2), policy=st.sampled_from(POLICIES))
-def test_drawn_stats_on_64_threads_are_reduced_exactly(ranks: list[RankStats], policy: str) -> None:
-    reduction = reduction_of(ranks, policy, per_rank=True)
-    reduce_pairs.check_one(reduction, run_threads(reduce_in_thread, 64, reduction).values())
 
 
 # -- the comparison ---------------------------------------------------------------------------------------------------

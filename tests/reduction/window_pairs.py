@@ -145,7 +145,7 @@ class Draw:
         return MARKERS[op](self.number_leaf())
 
     def whole(self) -> bool:
-        """Whether a leaf has one element for each of a 1-d weight."""
+        """Draw whether a leaf has one element for each element of a 1-d weight."""
         return bool(self.elements) and self.shape.random() < 0.6
 
     def number(self) -> float:
@@ -163,7 +163,7 @@ class Draw:
             return self.tensor(number)
         if math.isfinite(number) and self.random.random() < 0.2:
             return int(number)
-        if self.random.random() < 0.15 and not 3e38 < abs(number) < math.inf:  # else numpy warns
+        if self.random.random() < 0.15 and not 3e38 < abs(number) < math.inf:  # otherwise numpy warns
             return self.random.choice(OTHER_KINDS)(number)
         return number
 
@@ -209,7 +209,7 @@ def _scalars(stats: Any, elements: list[float] | None) -> Any:
     return stats
 
 
-def told(reduced: ddpstats.Reduced) -> dict[str, Any]:
+def columns_of(reduced: ddpstats.Reduced) -> dict[str, Any]:
     return {
         "values": reduced.values,
         "weights": reduced.weights,
@@ -224,7 +224,7 @@ _kept: dict[str, StatsWindow] = {}
 
 
 def flushed(adds: Sequence[Add], policy: Any, name: str | None = None) -> dict[str, Any] | str:
-    """What one window says of these adds; a kept one under ``name``."""
+    """Return the columns of one window's flush of these adds, or its error; under ``name`` the window is kept."""
     window = _kept.get(f"{name}{policy}") or StatsWindow(name=name, nonfinite=policy, timeout_sec=60)
     if name is not None:
         _kept[f"{name}{policy}"] = window
@@ -232,7 +232,7 @@ def flushed(adds: Sequence[Add], policy: Any, name: str | None = None) -> dict[s
         window.add(stats, weight)
     assert window.adds == len(adds)
     try:
-        return told(window.flush())
+        return columns_of(window.flush())
     except NonFiniteStat as error:
         return str(error)
     finally:
@@ -260,16 +260,16 @@ def check(by_rank: Sequence[Sequence[Add]], answers: Sequence[Any], policy: str)
 
 def _numbers(nested: Any) -> list[Any]:
     if isinstance(nested, dict):
-        return [one for value in nested.values() for one in _numbers(value)]
+        return [number for value in nested.values() for number in _numbers(value)]
     if isinstance(nested, list | tuple) and not isinstance(nested, Exact):
-        return [one for value in nested for one in _numbers(value)]
+        return [number for value in nested for number in _numbers(value)]
     return [nested] if nested is not None else []
 
 
 def check_many(pool: RankPool, ranks: int, seeds: Sequence[int], name: str, tensors: float = 0.6) -> int:
     """Draw a window for each seed, flush it on real ranks, and compare; return how many adds there were."""
     drawn = [Draw(seed, tensors, wild=0.1).window(ranks) for seed in seeds]
-    told = pool.run(many_flushed, PerRank([[(p, w[rank]) for p, w in drawn] for rank in range(ranks)]), name).values()
-    for (policy, by_rank), *answers in zip(drawn, *told, strict=True):
+    flushes = pool.run(many_flushed, PerRank([[(p, w[rank]) for p, w in drawn] for rank in range(ranks)]), name)
+    for (policy, by_rank), *answers in zip(drawn, *flushes.values(), strict=True):
         check(by_rank, answers, policy)
     return sum(len(adds) for _, by_rank in drawn for adds in by_rank)

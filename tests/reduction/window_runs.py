@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_window`."""
+"""The functions that run on the ranks of `test_window`."""
 
 from __future__ import annotations
 
@@ -68,59 +68,59 @@ def train(window: StatsWindow, device: str, weight: Any = 8.0) -> None:
 
 
 def counted() -> Any:
-    """Collectives of adds and of flushes, by c10d's count and by ours."""
-    found: dict[str, Any] = {"add": 0, "flush": [], "with a minimum": []}
+    """Count the collectives of adds, by c10d, and of flushes, by the window."""
+    counts: dict[str, Any] = {"add": 0, "flush": [], "with a minimum": []}
     window = StatsWindow(name="counted")
     for extra, what in (({}, "flush"), ({"low": Min(1.0)}, "with a minimum")):
         for _ in range(4):
             with count_collectives() as seen:
                 for step in range(50):
                     window.add({"loss": t([float(step)]), **extra}, weight=2)
-            found["add"] += seen.total
+            counts["add"] += seen.total
             before = window.counters
             window.flush()
-            found[what].append(window.counters.collectives - before.collectives)
+            counts[what].append(window.counters.collectives - before.collectives)
     window.close()
-    return found
+    return counts
 
 
 def uneven() -> Any:
-    """Rank 1 adds nothing in the first window, and rank 0 nothing in the second; in the third nobody does."""
-    window, found = StatsWindow(name="uneven"), []
+    """Add on rank 0 alone, then on rank 1 alone, then on no rank."""
+    window, results = StatsWindow(name="uneven"), []
     for adder in (0, 1, None):
         if dist.get_rank() == adder:
             window.add({"a": [1.0, 2.0]}, weight=3)
             window.add({"a": [5.0]}, weight=1)
         reduced = window.flush()
-        found.append((reduced.values, reduced.weights, reduced.present_ranks, reduced.total_weight))
+        results.append((reduced.values, reduced.weights, reduced.present_ranks, reduced.total_weight))
     window.close()
-    return found
+    return results
 
 
 def faults() -> list[Any]:
-    """What each flush says, after which a window goes on working."""
-    found: list[Any] = []
+    """Return the result or error of each flush; the window goes on working."""
+    results: list[Any] = []
     first = dist.get_rank() == 0
     window = StatsWindow(name="faults")
-    for mine in (
+    for value in (
         Sum(1.0) if first else 2.0,  # ranks hold two reduce ops
         t(2e200, dtype=torch.float64) if first else 1.0,  # too large, as only a device knows
     ):
         for _ in range(2):
             with tensors_off_host():
-                window.add({"a": mine, "b": 1.0})
+                window.add({"a": value, "b": 1.0})
         try:
-            found.append(window.flush().values)
+            results.append(window.flush().values)
         except DdpstatsError as error:
-            found.append((type(error).__name__, str(error), error.path, error.ranks))
-        found.append(window.adds)
+            results.append((type(error).__name__, str(error), error.path, error.ranks))
+        results.append(window.adds)
     window.add({"a": 4.0})
-    found.append(window.flush().values)
-    return found
+    results.append(window.flush().values)
+    return results
 
 
 def out_of_step() -> tuple[str, int]:
-    """Rank 0 flushes where rank 1 reduces."""
+    """Flush on rank 0 while rank 1 reduces."""
     window = StatsWindow(name="x")
     window.add({"a": 1.0})
     try:
@@ -133,22 +133,8 @@ def out_of_step() -> tuple[str, int]:
     return "no error", window.adds
 
 
-def failed_add() -> Any:
-    """Rank 1's add fails; it flushes what it has."""
-    window = StatsWindow(name="failed")
-    window.add({"a": 1.0})
-    if dist.get_rank() == 1:
-        for bad in ({"a": 1j}, {"a": Sum(1.0)}):
-            try:
-                window.add(bad)
-            except DdpstatsError:
-                continue
-            raise AssertionError(bad)
-    return window.flush().values
-
-
 def closed() -> list[str]:
-    """A window whose reducer cannot work says so before anything is sent, and keeps what it has."""
+    """Flush a window whose group is gone: an error before anything is sent, and the window keeps its adds."""
     group: Any = dist.new_group()
     window = StatsWindow(group=group, name="gone")
     window.add({"a": 1.0})
@@ -157,18 +143,18 @@ def closed() -> list[str]:
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    said = ["group is kept" if kept() is not None else "group is gone"]
+    texts = ["group is kept" if kept() is not None else "group is gone"]
     try:
         window.flush()
     except ConfigError as error:
-        said.append(str(error))
-    said.append(str(window.adds))
+        texts.append(str(error))
+    texts.append(str(window.adds))
     window.close()
-    return said
+    return texts
 
 
 def threads() -> Any:
-    """Four threads of each rank add; none of theirs is lost."""
+    """Add in four threads of each rank."""
     window = StatsWindow(name="threads")
 
     def add(number: int) -> None:
@@ -185,7 +171,7 @@ def threads() -> Any:
 
 
 class Marked(torch.autograd.Function):
-    """Its node in the graph holds an object whose end can be seen."""
+    """A function whose node in the graph holds an object, so that the end of the graph can be seen."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, mark: Any) -> torch.Tensor:
@@ -197,15 +183,11 @@ class Marked(torch.autograd.Function):
         return grad[0], None
 
 
-class Mark:
-    pass
-
-
 def traces() -> Any:
-    """What a window leaves behind: nothing in torch's state, no thread, no graph."""
+    """Return what a window leaves behind in torch's state, in threads and of the graph."""
     state = torch.get_rng_state()
     weight = torch.ones(2, requires_grad=True)
-    mark = Mark()
+    mark = nn.Module()  # any object that takes a weak reference
     kept = weakref.ref(mark)
     with StatsWindow(name="traces") as window:
         output: torch.Tensor = Marked.apply(weight.sum(), mark)  # type: ignore[no-untyped-call]
@@ -223,16 +205,16 @@ def traces() -> Any:
 
 
 def by_rank() -> tuple[Any, ...]:
-    """What each rank's own adds come to: as asked for, then as not; then where only one rank asks."""
+    """Flush with each rank's own values, then without; then where one rank alone asks for them."""
     rank = dist.get_rank()
     with StatsWindow(name="by rank") as window:
         for step in range(3):
-            stats: dict[str, Any] = {"loss": float(rank + step), "n": Sum(2), "hot": AnyFlag(step == 2 and rank == 1)}
-            stats |= {"best": Min(t(float(rank - step))), "whole": All(step != 1 or rank == 1)}
+            stats: dict[str, Any] = {"loss": float(rank + step), "hot": AnyFlag(step == 2 and rank == 1)}
+            stats["best"] = Min(t(float(rank - step)))
             if rank == 1:
                 stats["own"] = [Mean(1e200, weight=4.0), math.nan]
             window.add(stats, weight=1.0 + step)
-        found = window.flush(per_rank=True)
+        reduced = window.flush(per_rank=True)
         window.add({"loss": 1.0})
         plain = window.flush()
         window.add({"loss": 1.0})
@@ -240,6 +222,6 @@ def by_rank() -> tuple[Any, ...]:
             window.flush(per_rank=rank == 0)
         except DdpstatsError as error:
             text = f"{type(error).__name__}: {error}"
-        assert found.by_rank is not None
-        values = {path: own.values for path, own in found.flat_by_rank().items()}
-        return values, found.by_rank["loss"].max_rank, found.values["best"], plain.by_rank, text
+        assert reduced.by_rank is not None
+        values = {path: own.values for path, own in reduced.flat_by_rank().items()}
+        return values, reduced.by_rank["loss"].max_rank, reduced.values["best"], plain.by_rank, text
