@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_espnet`: espnet's own trainers on tiny models whose stats follow a script.
+"""The functions that run on the ranks of `test_espnet`: espnet's trainers on tiny models whose stats follow a script.
 
 espnet is imported inside functions only: some tests need to install before that, and the parent process never needs it.
 """
@@ -10,7 +10,7 @@ import importlib.util
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -56,13 +56,13 @@ def _own(stats: dict[str, Any]) -> dict[str, float]:
 
 
 def train(script: Script, install: bool) -> Trained:
-    """espnet's real `Trainer.run` on this rank's script."""
+    """Run espnet's real `Trainer.run` on this rank's script."""
     with installed(espnet, install):
         return _train(script)
 
 
 def install_then_import(script: Script) -> tuple[Trained, bool, bool]:
-    """Install before any trainer is imported; whether the trainers then got ours, and have espnet's own after all."""
+    """Install before any trainer is imported; return whether trainers then had ours, and have espnet's own again."""
     assert not [name for name in sys.modules if name.startswith("espnet2.train")]
     with installed(espnet):
         trained = _train(script)
@@ -96,8 +96,8 @@ def consumers(install: bool) -> dict[str, tuple[str, str]]:
 
     def bound() -> dict[str, str]:
         modules = {name: module for name, module in sys.modules.items() if name.startswith("espnet2.")}
-        found = {name: getattr(module, "recursive_average", None) for name, module in modules.items()}
-        return {name: one.__module__ for name, one in found.items() if one is not None}
+        functions = {name: getattr(module, "recursive_average", None) for name, module in modules.items()}
+        return {name: function.__module__ for name, function in functions.items() if function is not None}
 
     with installed(espnet, install):
         during = bound()
@@ -175,7 +175,7 @@ def options_of(options_class: Any, folder: str, script: Script, **more: Any) -> 
 
 
 def batches(script: Sequence[Sequence[Step]]) -> Any:
-    """A batch carries its epoch and step, by which the model finds what the script says of it."""
+    """Return a factory of batches that carry their epoch and step, by which the model finds its stats."""
     from espnet2.iterators.abs_iter_factory import AbsIterFactory
 
     class Factory(AbsIterFactory):  # type: ignore[misc]  # espnet has no types
@@ -193,7 +193,7 @@ def _epoch_of(script: Sequence[Sequence[Step]], epoch: int) -> Sequence[Step]:
 
 
 def _gathered(loss: torch.Tensor, stats: dict[str, Any], size: int) -> Any:
-    """What every espnet model does to its results: numbers become tensors of one element, integers stay integers."""
+    """Change results as every espnet model does: numbers become tensors of one element, integers stay integers."""
     from espnet2.torch_utils.device_funcs import force_gatherable
 
     return force_gatherable((loss, stats, size), loss.device)
@@ -223,68 +223,15 @@ def scripted_model(script: Script) -> Any:
 # -- the other trainers -----------------------------------------------------------------------------------------------
 
 
-def epoch_of_uasr(train: Sequence[Step], valid: Sequence[Step], install: bool) -> tuple[dict[str, float], ...]:
-    """The real `train_one_epoch` and `validate_one_epoch` of `UASRTrainer`.
+def counts_of_uasr(stats: dict[str, Any], size: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """Average the counts of a validation step as `UASRTrainer` does; return them, and what a Reporter registers."""
+    from espnet2.torch_utils import recursive_op
+    from espnet2.train.reporter import SubReporter
 
-    Without DistributedDataParallel, which does not pass on the `is_discriminative_step` that the trainer calls.
-    """
-    import espnet2.train.uasr_trainer as uasr_trainer
-    from espnet2.train.distributed_utils import DistributedOption
-
-    class Model(torch.nn.Module):
-        kenlm = True
-        vocab_size = 4
-
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.linear = torch.nn.Linear(3, 1)
-
-        def is_discriminative_step(self) -> bool:
-            return False
-
-        def get_optim_index(self) -> int:
-            return 0
-
-        def forward(self, at: torch.Tensor, do_validation: bool = False, print_hyp: bool = False) -> Any:
-            stats, size = (valid if do_validation else train)[int(at)]
-            loss, stats, weight = _gathered((self.linear(torch.ones(size, 3)) ** 2).mean(), stats, size)
-            return loss, stats, weight, torch.ones(4, dtype=torch.bool)
-
-    model = Model()
-    script = Script([train], [valid])
-
-    options = options_of(uasr_trainer.UASRTrainerOptions, "unused", script, generator_first=False, max_num_warning=1)
-    distributed = DistributedOption(distributed=True, dist_backend="gloo", ngpu=0)
-
-    def train_one(reporter: Any, batches: Any) -> None:
-        uasr_trainer.UASRTrainer.train_one_epoch(
-            model=model,
-            iterator=batches,
-            optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)],
-            schedulers=[None],
-            scaler=None,
-            reporter=reporter,
-            summary_writer=None,
-            options=options,
-            distributed_option=distributed,
-        )
-
-    def validate_one(reporter: Any, batches: Any) -> None:
-        uasr_trainer.UASRTrainer.validate_one_epoch(
-            model=model, iterator=batches, reporter=reporter, options=options, distributed_option=distributed
-        )
-
-    with installed(espnet, install):
-        return _epoch(train_one, len(train)), _epoch(validate_one, len(valid))
-
-
-def _epoch(run: Callable[[Any, Any], None], steps: int) -> dict[str, float]:
-    """What a Reporter says after one epoch."""
-    from espnet2.train.reporter import Reporter
-
-    reporter = Reporter()
-    reporter.set_epoch(1)
-    with reporter.observe("phase") as sub_reporter:
-        run(sub_reporter, [(["utt"], {"at": torch.tensor(step)}) for step in range(steps)])
-    return _own(reporter.stats[1]["phase"])
+    with installed(espnet):
+        averaged, weight = recursive_op.recursive_average(stats, torch.tensor([float(size)]), True)
+        reporter = SubReporter("valid", 1, 0)
+        reporter.register(averaged, weight)
+        reporter.next()
+        registered = {name: values[0].weight for name, values in reporter.stats.items()}
+    return {name: float(value) for name, value in averaged.items()}, registered

@@ -1,6 +1,6 @@
-"""What runs on the ranks of `test_lightning`: real trainers on a tiny model that logs what a script says.
+"""The functions that run on the ranks of `test_lightning`: trainers on a tiny model that logs what a script says.
 
-Of ``lightning.pytorch``; of ``pytorch_lightning`` where `PACKAGE` says so in the environment.
+The trainers are those of ``lightning.pytorch``, or of ``pytorch_lightning`` where `PACKAGE` in the environment says so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Logs = Callable[[int, int], list[tuple[str, Any, dict[str, Any]]]]
 
 
 class Logging(pl.LightningModule):  # type: ignore[misc]  # a class found at run time
-    """Calls `self.log` in each step as the script says."""
+    """A module that calls `self.log` in each step as the script says."""
 
     def __init__(self, script: dict[str, Logs]) -> None:
         super().__init__()
@@ -73,11 +73,10 @@ class Logging(pl.LightningModule):  # type: ignore[misc]  # a class found at run
 
 
 class Scripted(Logging):
-    """Also in the hooks at the end of a batch or an epoch, and looks there at what it finds."""
+    """A module that logs, and looks at the metrics, in the hooks at the end of a batch or an epoch, too."""
 
     def look(self, where: str) -> None:
-        found = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        self.seen.append((where, found))
+        self.seen.append((where, {name: float(value) for name, value in self.trainer.callback_metrics.items()}))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
         self.look("on_train_batch_end")
@@ -112,8 +111,8 @@ class Kept(pl.loggers.Logger):  # type: ignore[misc]  # a class found at run tim
         """None here."""
 
 
-def loader(batches: int, size: int = 1) -> DataLoader[Any]:
-    return DataLoader([torch.ones(1) for _ in range(batches * size)], batch_size=size)  # type: ignore[arg-type]
+def loader(batches: int) -> DataLoader[Any]:
+    return DataLoader([torch.ones(1) for _ in range(batches)])  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -145,7 +144,7 @@ def trainer_of(root: str, callbacks: list[Any], **settings: Any) -> Any:
         "default_root_dir": root,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "enable_checkpointing": any(isinstance(one, ModelCheckpoint) for one in callbacks),
+        "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         "num_sanity_val_steps": 0,
         "max_epochs": 1,
         "log_every_n_steps": 1,
@@ -169,7 +168,6 @@ def fit(
     callbacks: list[Any] | None = None,
     plateau: str | None = None,
     kind: type[Logging] = Scripted,
-    size: int = 1,
     **settings: Any,
 ) -> Found:
     """``Trainer.fit`` on this rank; ``val`` batches on this rank, per dataloader where it is a list."""
@@ -178,7 +176,7 @@ def fit(
         model = kind(script)
         model.plateau = plateau
         trainer = trainer_of(root, [*extra, *(callbacks or [])], **settings)
-        loaders = None if val == 0 else loader(val, size) if isinstance(val, int) else [loader(n) for n in val]
+        loaders = None if val == 0 else loader(val) if isinstance(val, int) else [loader(n) for n in val]
         trainer.fit(model, loader(train), loaders)
         return {
             "seen": model.seen,
@@ -268,7 +266,6 @@ SCRIPTS: dict[str, dict[str, Logs]] = {
             ("k", 1.0 + rank, ({**STEP, "logger": False}, {**STEP, "prog_bar": True})[rank])
         ]
     },
-    "once, late": {"on_train_batch_end": lambda rank, i: [("late", 1.0 + rank, STEP)] if i == 2 else []},
     "uneven": {"validation_step": lambda rank, i: [("y", float(i), BOTH)]},
     "watched": {"validation_step": lambda rank, i: [("watched", 1.0, EPOCH)] if rank == 1 else []},
     "ten keys": {
@@ -284,12 +281,6 @@ def play(name: str, how: str, **settings: Any) -> Found:
     return fit(SCRIPTS[name], how, **settings)
 
 
-def play_sizes(how: str) -> Found:
-    """Lightning finds the batch sizes itself: 1 on rank 0 and 3 on rank 1."""
-    script: dict[str, Logs] = {"validation_step": lambda rank, i: [("mean", 2.0 * rank + i, {"batch_size": None})]}
-    return fit(script, how, val=3, size=1 + 2 * dist.get_rank())
-
-
 def play_watched(how: str, kind: str) -> tuple[Found, Any]:
     """Rank 1 alone logs the key that decides: "stop", "checkpoint" or "plateau"."""
     with tempfile.TemporaryDirectory() as root:
@@ -298,7 +289,7 @@ def play_watched(how: str, kind: str) -> tuple[Found, Any]:
             "checkpoint": [ModelCheckpoint(root, monitor="watched", filename="{watched:.1f}")],
             "plateau": [],
         }
-        found = fit(
+        run = fit(
             SCRIPTS["watched"],
             how,
             val=2,
@@ -306,7 +297,7 @@ def play_watched(how: str, kind: str) -> tuple[Found, Any]:
             plateau="watched" if kind == "plateau" else None,
             max_epochs=5,
         )
-        return found, sorted(path.name for path in pathlib.Path(root).iterdir())
+        return run, sorted(path.name for path in pathlib.Path(root).iterdir())
 
 
 def play_stages(how: str) -> list[Any]:
@@ -317,9 +308,8 @@ def play_stages(how: str) -> list[Any]:
     with quietly(), installed(how) as extra, tempfile.TemporaryDirectory() as root:
         trainer = trainer_of(root, extra)
         model = Scripted(script)
-        one, two = (trainer.validate, loader(2)), (trainer.test, loader(2))
-        several = (trainer.validate, [loader(2), loader(1)])
-        return [run(model, loaders, verbose=False) for run, loaders in (one, two, several)]
+        stages = [(trainer.validate, loader(2)), (trainer.test, loader(2)), (trainer.validate, [loader(2), loader(1)])]
+        return [run(model, loaders, verbose=False) for run, loaders in stages]
 
 
 def raised(name: str, *args: Any, **settings: Any) -> tuple[str, str, tuple[int, ...]]:
@@ -377,9 +367,9 @@ class Adding(Logging):
         self.window, self.batches = window, iter(range(200))
 
     def training_step(self, batch: Any, index: int) -> Any:
-        one = added(dist.get_rank(), next(self.batches))
-        if one is not None:
-            self.window.add(*one)
+        stats = added(dist.get_rank(), next(self.batches))
+        if stats is not None:
+            self.window.add(*stats)
         return super().training_step(batch, index)
 
 
@@ -399,11 +389,13 @@ def windowed(how: str) -> Found:
             trainer = trainer_of(root, extra, **settings)
             loggers.write_window(trainer, window)
             trainer.fit(model, loader(34), loader(1))
-            found = {"rows": trainer.logger.rows, "seen": model.seen, "end": trainer.callback_metrics}
-        found["end"] = {name: float(value) for name, value in found["end"].items()}
+            end = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            rows = trainer.logger.rows
         with_window, without = (_trained(how, window, attached) for attached in (True, False))
         window.flush()  # of the run without
-        return {**found, "collectives": with_window - without, "left": window.adds}
+        return {
+            "rows": rows, "seen": model.seen, "end": end, "collectives": with_window - without, "left": window.adds,
+        }  # fmt: skip
 
 
 def _trained(how: str, window: ddpstats.StatsWindow, attached: bool) -> int:
@@ -417,18 +409,6 @@ def _trained(how: str, window: ddpstats.StatsWindow, attached: bool) -> int:
         return seen.total
 
 
-def windows_at_other_steps(folder: pathlib.Path) -> None:
-    """Rank 0 logs each second step and rank 1 each third. A rank that misses the other says so and ends as a script."""
-    with quietly(), ddpstats.StatsWindow(name="trainer") as window, tempfile.TemporaryDirectory() as root:
-        trainer = trainer_of(root, [], log_every_n_steps=2 + dist.get_rank())
-        loggers.write_window(trainer, window)
-        try:
-            trainer.fit(Adding(window), loader(6))
-        except ddpstats.RankMissing as error:
-            (folder / f"rank{dist.get_rank()}").write_text(f"misses {error.missing_ranks}")
-            os._exit(1)
-
-
 class Peeking(Logging):
     """Looks for the key right after it was logged."""
 
@@ -439,7 +419,7 @@ class Peeking(Logging):
 
 
 def peeked(how: str) -> list[dict[str, float]]:
-    """What stands in callback_metrics between logging and the next point, in each step: ranks log different numbers."""
+    """Return callback_metrics between logging and the next point, in each step; ranks log different numbers."""
     script: dict[str, Logs] = {"training_step": lambda rank, i: [("k", 10.0 * i + rank, STEP)]}
     return [metrics for _, metrics in fit(script, how, train=3, kind=Peeking)["seen"]]
 
@@ -461,18 +441,6 @@ def one_is_late(how: str) -> tuple[str, str, tuple[int, ...]]:
 def play_uneven(how: str, sanity: int) -> Found:
     """Rank 0 validates five batches and rank 1 two, twice."""
     return play("uneven", how, val=5 - 3 * dist.get_rank(), max_epochs=2, num_sanity_val_steps=sanity)
-
-
-def validate_two_loaders(how: str) -> list[dict[str, float]]:
-    """Return what ``Trainer.validate`` does; each loader's step logs a name of its own."""
-    plain = {"add_dataloader_idx": False}
-    script: dict[str, Logs] = {
-        "validation_step": lambda rank, i: [("first", float(rank), plain), ("both", 1.0, {})],
-        "validation_step1": lambda rank, i: [("second", 2.0 + rank, plain), ("both", 2.0, {})],
-    }
-    with quietly(), installed(how) as extra, tempfile.TemporaryDirectory() as root:
-        found: list[dict[str, float]] = trainer_of(root, extra).validate(Scripted(script), [loader(2), loader(3)])
-    return found
 
 
 def validate_without_sizes(how: str) -> dict[str, float]:
@@ -525,7 +493,7 @@ def close(left: Any, right: Any) -> bool:
 
 
 def left_by_callback() -> tuple[bool, bool]:
-    """Whether Lightning is as before after a run with the callback, also one that raised."""
+    """Return whether Lightning is as before after a run with the callback, and after one that raised."""
     (library,) = (library for library in LIBRARIES if library.package == ROOT.partition(".")[0])
     before = library.objects()
     play("different keys", "callback")
@@ -568,8 +536,8 @@ def without_batches(how: str, several: bool) -> tuple[dict[str, float], int]:
     }
     val: Any = [2, 2 - 2 * rank] if several else 2 - 2 * rank
     stop = EarlyStopping("v/dataloader_idx_0" if several else "v", patience=1)
-    found = fit(script, how, val=val if several else [val], kind=Model, callbacks=[stop], max_epochs=5)
-    return dict(found["callback"]), found["epoch"]
+    run = fit(script, how, val=val if several else [val], kind=Model, callbacks=[stop], max_epochs=5)
+    return dict(run["callback"]), run["epoch"]
 
 
 def one_trainer_twice(first: str, second: str) -> list[dict[str, float]]:

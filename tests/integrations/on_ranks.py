@@ -1,4 +1,4 @@
-"""What the programs on ranks share: an argument for each rank, installed integrations, documented lines, one group."""
+"""Helpers of the programs on ranks: an argument for each rank, installed integrations, documented lines, one group."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ import pytest
 
 from ddpstats import ConfigError
 from ddpstats.integrations import Installed, install, uninstall
-from tests import programs
 from tests.needs import imported, needs
 
 pytestmark = [
@@ -212,7 +211,7 @@ def test_unknown_version_with_all_that_is_relied_on_is_patched(
 
 
 @pytest.mark.parametrize(
-    ("library", "target", "other", "warning"),
+    ("library", "target", "replacement", "warning"),
     [
         pytest.param(library, *difference, id=f"{library}-{index}")
         for library in LIBRARIES
@@ -220,16 +219,16 @@ def test_unknown_version_with_all_that_is_relied_on_is_patched(
     ],
 )
 def test_a_library_with_a_difference_is_left_with_a_warning_that_names_it(
-    library: Library, target: str, other: Any, warning: str, monkeypatch: pytest.MonkeyPatch
+    library: Library, target: str, replacement: Any, warning: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs(library.package)
     library.objects()  # imports it
     call_itself_untested(library, monkeypatch)
     owner, _, name = target.replace(":", ":.").rpartition(".")
-    if other is NOT_THERE:
+    if replacement is NOT_THERE:
         monkeypatch.delattr(resolve(owner), name)
     else:
-        monkeypatch.setattr(resolve(owner), name, other)
+        monkeypatch.setattr(resolve(owner), name, replacement)
     before = library.objects()
     with pytest.warns(UserWarning, match=rf"{library.name} 99\.0 {warning}.* is left unpatched") as caught:
         done = install(library.name)
@@ -251,14 +250,3 @@ def test_a_library_that_is_not_installed_is_an_error_with_the_command(
             monkeypatch.setitem(sys.modules, each.package, None)
     with pytest.raises(ConfigError, match=rf"pip install 'ddpstats\[{library.module or library.name}\]'"):
         integration.install()
-
-
-def test_importing_an_integration_imports_no_library() -> None:
-    """Lightning's has a callback, which is a class of Lightning's, and imports it."""
-    names = [library.name for library in LIBRARIES if not library.module]
-    code = (
-        f"import importlib, sys\nfor name in {names}: importlib.import_module(f'ddpstats.integrations.{{name}}')\n"
-        f"print({ {library.package for library in LIBRARIES} } & set(sys.modules))"
-    )
-    done = programs.run(["-c", code], fresh=True)
-    assert done.stdout == "set()\n", done.stderr

@@ -36,9 +36,9 @@ def foreign_warnings() -> Iterator[None]:
         yield
 
 
-def same(found: dict[str, float], expected: dict[str, float]) -> bool:
-    return found.keys() == expected.keys() and all(
-        found[name] == value or (math.isnan(value) and math.isnan(found[name])) for name, value in expected.items()
+def same(logged: dict[str, float], expected: dict[str, float]) -> bool:
+    return logged.keys() == expected.keys() and all(
+        logged[name] == value or (math.isnan(value) and math.isnan(logged[name])) for name, value in expected.items()
     )
 
 
@@ -100,13 +100,13 @@ def test_mlflow_has_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with mlflow.start_run() as run:
             pass
         write("MLflow, a run of your own", run=run, **names)
-        found = [mlflow.get_run(each.info.run_id).data.metrics for each in (active, run)]
+        logged = [mlflow.get_run(each.info.run_id).data.metrics for each in (active, run)]
     spelled = {name.replace("[", ".").replace("]", ""): value for name, value in FLAT.items()}
-    assert all(same(metrics, spelled) for metrics in found)
+    assert all(same(metrics, spelled) for metrics in logged)
     with ddpstats.StatsWindow() as window:
-        for other in (run, mlflow):
+        for no_trainer in (run, mlflow):
             with pytest.raises(ConfigError, match="is not known; legal: a Trainer of"):
-                loggers.write_window(other, window)
+                loggers.write_window(no_trainer, window)
 
 
 @pytest.mark.library

@@ -37,7 +37,7 @@ def test_keys_and_conflicts_are_as_with_the_other_package(ranks: RankPool, how: 
     lightning.test_keys_that_differ_between_ranks_are_on_every_rank(ranks, how)
     lightning.test_callbacks_agree_on_a_key_of_one_rank(ranks, how)
     lightning.test_ranks_may_validate_different_numbers_of_batches(ranks, how, 2)
-    lightning.test_conflicts_are_the_same_error_on_every_rank(ranks, "two reductions", {}, "loss", how)
+    lightning.test_conflicts_are_the_same_error_on_every_rank(ranks, "two reductions", 0, how)
 
 
 @pytest.mark.parametrize(("hidden", "there"), [("lightning", "pytorch_lightning"), ("pytorch_lightning", "lightning")])

@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_torcheval`: torcheval's own toolkit on metrics whose states differ between ranks."""
+"""The functions that run on the ranks of `test_torcheval`: torcheval's toolkit on states that differ between ranks."""
 
 from __future__ import annotations
 
@@ -99,12 +99,9 @@ def documented() -> dict[str, Metric[Any]]:
         "mean": metrics.Mean().update(rand(5), weight=rand(5)),
         "sum": metrics.Sum().update(rand(3)),
         "max": metrics.Max().update(rand(3)),
-        "min": metrics.Min().update(rand(3)),
         "cat": metrics.Cat().update(rand(2 + dist.get_rank())),
         "accuracy": metrics.MulticlassAccuracy(num_classes=4, average=None).update(rand(30, 4), label(4, 30)),
-        "confusion": metrics.MulticlassConfusionMatrix(3).update(label(3, 20), label(3, 20)),
         "auroc": metrics.BinaryAUROC(),
-        "mse": metrics.MeanSquaredError(multioutput="raw_values").update(rand(6, 2), rand(6, 2)),
         "throughput": metrics.Throughput().update(64 + dist.get_rank(), 1.5 + dist.get_rank() / 3),
         "window": metrics.WindowedMeanSquaredError(max_num_updates=3),
     }
@@ -131,22 +128,22 @@ def results_of_documented(install: bool) -> dict[str, Any]:
 
 
 def dict_keys_differ(install: bool) -> tuple[Any, Any]:
-    """{a, b} on rank 0, {a, c} on rank 1: alone and in a collection."""
-    mine = {"a": 1.0, "b": 2.0} if dist.get_rank() == 0 else {"a": 10.0, "c": 30.0}
+    """Sync {a, b} on rank 0 and {a, c} on rank 1: alone and in a collection."""
+    totals = of_this_rank({"a": 1.0, "b": 2.0}, {"a": 10.0, "c": 30.0})
     with installed(torcheval, install):
-        together = toolkit.sync_and_compute_collection({"x": Totals(**mine)})
-        return toolkit.sync_and_compute(Totals(**mine)), together["x"]
+        together = toolkit.sync_and_compute_collection({"x": Totals(**totals)})
+        return toolkit.sync_and_compute(Totals(**totals)), together["x"]
 
 
 def members_differ(install: bool) -> dict[str, float]:
     rank = dist.get_rank()
-    mine = {"loss": mean(1.0 + 2 * rank), f"acc_{'ab'[rank]}": mean(10.0 + 10 * rank)}
+    members = {"loss": mean(1.0 + 2 * rank), f"acc_{'ab'[rank]}": mean(10.0 + 10 * rank)}
     with installed(torcheval, install):
-        return {name: float(value) for name, value in toolkit.sync_and_compute_collection(mine).items()}
+        return {name: float(value) for name, value in toolkit.sync_and_compute_collection(members).items()}
 
 
 def members_of_others() -> dict[str, Any]:
-    """What ranks get of members that they lack."""
+    """Sync collections of which a rank lacks members."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     members: dict[str, Any] = {"mean": mean(float(rank))}
     if rank == last:
@@ -187,7 +184,7 @@ def _steady(members: dict[str, Any]) -> int:
 
 
 def members_that_give_nothing() -> list[Any]:
-    """The last rank's member raises, or gives what cannot be sent; then a call that works."""
+    """Sync where the last rank's member raises, or gives what cannot be sent; then a call works."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
 
     class Raising(Holder):
@@ -202,14 +199,14 @@ def members_that_give_nothing() -> list[Any]:
         def merge_state(self, others: Any) -> Any:
             raise ZeroDivisionError("mine")
 
-    found: list[Any] = []
+    errors: list[Any] = []
     with installed(torcheval):
         for kind in (Raising, Odd, Unmergeable):
             try:
                 toolkit.sync_and_compute_collection({"only": kind(1.0)} if rank == last else {})
             except ddpstats.InvalidStats as error:
-                found.append((type(error).__name__, error.ranks, error.path, str(error)))
-        return [*found, float(toolkit.sync_and_compute(mean(float(rank))))]
+                errors.append((type(error).__name__, error.ranks, error.path, str(error)))
+        return [*errors, float(toolkit.sync_and_compute(mean(float(rank))))]
 
 
 def states_that_differ() -> dict[str, Any]:
@@ -265,7 +262,6 @@ def conflicts() -> dict[str, Failure]:
     tensor, vector = torch.tensor(1.0), torch.ones(2)
     cases: dict[str, Any] = {
         "tensor, list": Holder(of_this_rank(tensor, [tensor])),
-        "tensor, number": Holder(of_this_rank(tensor, 1)),
         "list, dict": Holder(of_this_rank([tensor], {"k": tensor})),
         "shape": {"acc": Holder(of_this_rank(torch.ones(2), torch.ones(3))), "fine": mean(1.0)},
         "classes": {"acc": metrics.MulticlassConfusionMatrix(of_this_rank(3, 4))},
@@ -275,24 +271,23 @@ def conflicts() -> dict[str, Failure]:
         "metric": {"loss": of_this_rank(metrics.Mean, metrics.Sum)()},
         "states": {"w": metrics.WindowedMeanSquaredError(enable_lifetime=bool(rank))},
         "key": Totals().update({(frozenset({1}) if rank else "k"): 1.0}),
-        "name": {(1.5 if rank else "x"): mean(1.0)},
         "own error": of_this_rank(Holder, Refusing)(tensor),
         "other call": of_this_rank({"x": mean(1.0)}, mean(1.0)),
         "afterwards": mean(float(rank)),
     }
     with installed(torcheval):
-        return {case: failure_of(_sync, given) for case, given in cases.items()}
+        return {case: failure_of(_sync, metric) for case, metric in cases.items()}
 
 
-def _sync(given: Any) -> Any:
+def _sync(metric: Any) -> Any:
     """Sync a metric, or a collection."""
-    if isinstance(given, dict):
-        return toolkit.sync_and_compute_collection(given)
-    return float(toolkit.sync_and_compute(given))
+    if isinstance(metric, dict):
+        return toolkit.sync_and_compute_collection(metric)
+    return float(toolkit.sync_and_compute(metric))
 
 
 def _int_mean() -> Any:
-    """As a program leaves it that assigns to a state."""
+    """Return a metric as a program leaves it that assigns to a state."""
     metric: Any = metrics.Mean()
     metric.weighted_sum = torch.tensor(3)
     return metric
@@ -302,7 +297,7 @@ def _int_mean() -> Any:
 
 
 def counts(install: bool) -> list[tuple[int, int]]:
-    """Collectives in all, and on the user's own group: for 1 and for 40 members, each synced twice before."""
+    """Count collectives, all and those on the user's group, for 1 and for 40 members, each synced twice before."""
     user = dist.group.WORLD
     seen = []
     with installed(torcheval, install):

@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_torchmetrics`: real torchmetrics on states that differ between ranks."""
+"""The functions that run on the ranks of `test_torchmetrics`: torchmetrics on states that differ between ranks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def spread(stacked: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """To compare bit for bit: (dtype, device, values), in dicts and lists."""
+    """Return (dtype, device, values) of tensors, in dicts and lists, to compare them bit for bit."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), str(value.device), value.tolist()
     if isinstance(value, dict):
@@ -121,16 +121,12 @@ def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 CLASSES: dict[str, Any] = {"num_classes": 3}
 BUILDERS: dict[str, Callable[..., Any]] = {
     "mean": tm.MeanMetric,
-    "max": tm.MaxMetric,
     "cat": tm.CatMetric,
     "running mean": lambda **k: Running(tm.MeanMetric(**k), window=2),
     "held mean": lambda **k: Holder(torch.zeros(2), "mean", **k),
-    "held none": lambda **k: Holder(torch.zeros(2), None, **k),
     "held custom": lambda **k: Holder(torch.zeros(2), spread, **k),
     "held cat": lambda **k: Holder(torch.zeros(2), "cat", **k),
     "held list": lambda **k: Holder([], None, **k),
-    "held custom list": lambda **k: Holder([], spread, **k),
-    "accuracy": lambda **k: MulticlassAccuracy(**CLASSES, **k),
     "auroc": lambda **k: MulticlassAUROC(**CLASSES, **k),
     "classwise": lambda **k: ClasswiseWrapper(MulticlassAccuracy(average=None, **CLASSES, **k)),
     "pearson": tm.PearsonCorrCoef,
@@ -142,7 +138,7 @@ def inputs(name: str, step: int) -> tuple[Any, ...]:
     preds, target = batches(step)
     if name.startswith("held"):
         return (list(preds[:2, :2]) if "list" in name else preds[0, :2],)
-    if name in ("mean", "max", "cat", "running mean"):
+    if name in ("mean", "cat", "running mean"):
         return (preds[0],)
     if name in ("pearson", "sum of two"):
         return preds[:, 0], preds[:, 1] + preds[:, 0]
@@ -150,15 +146,15 @@ def inputs(name: str, step: int) -> tuple[Any, ...]:
 
 
 def every_metric(install: bool) -> dict[str, Any]:
-    """What each metric gives in each way of using it, on inputs that differ between ranks but fit together."""
-    found: dict[str, Any] = {}
+    """Return what each metric gives in each way of using it, on inputs that differ but fit together."""
+    results: dict[str, Any] = {}
     options: list[dict[str, Any]] = [{}, {"sync_on_compute": False}, {"dist_sync_on_step": True}]
     with installed(torchmetrics, install):
         for name, build in BUILDERS.items():
             for option in options:
-                found[f"{name} {option}"] = _used(name, build(**option))
-        found["manual"] = _manual_sync()
-    return found
+                results[f"{name} {option}"] = _used(name, build(**option))
+        results["manual"] = _manual_sync()
+    return results
 
 
 def _used(name: str, metric: Any) -> list[Any]:
@@ -244,7 +240,7 @@ def every_collection(install: bool) -> list[Any]:
 
 
 def members_differ(install: bool) -> list[Any]:
-    """{loss: 1, aa: 100} on rank 0, {loss: 1, zz: 100} on rank 1."""
+    """Compute {loss: 1, aa: 100} on rank 0, {loss: 1, zz: 100} on rank 1."""
     with installed(torchmetrics, install):
         name = "zz" if dist.get_rank() else "aa"
         several = tm.MetricCollection({"loss": mean_of(1.0), name: mean_of(100.0)})
@@ -252,15 +248,15 @@ def members_differ(install: bool) -> list[Any]:
 
 
 def steps_differ(install: bool) -> list[Any]:
-    """The same in `forward`; the members' order differs too."""
+    """Step collections whose members, and their order, differ; then compute them."""
     with installed(torchmetrics, install):
         rank = dist.get_rank()
         several = tm.MetricCollection([tm.SumMetric(dist_sync_on_step=True)])
         several.add_metrics({"only" + str(rank): tm.MaxMetric(dist_sync_on_step=True)})
         for member in [tm.MeanMetric, tm.MinMetric][:: -1 if rank else 1]:
             several.add_metrics([member(dist_sync_on_step=member is tm.MeanMetric)])
-        found = [{key: float(value) for key, value in several(10.0**step + rank).items()} for step in range(2)]
-        return [*found, {key: float(value) for key, value in several.compute().items()}]
+        steps = [{key: float(value) for key, value in several(10.0**step + rank).items()} for step in range(2)]
+        return [*steps, {key: float(value) for key, value in several.compute().items()}]
 
 
 def uneven() -> dict[str, Any]:
@@ -274,55 +270,39 @@ def uneven() -> dict[str, Any]:
     metrics = {
         "none": held([], None, items),
         "cat": held([], "cat", items),
-        "custom": held([], spread, items),
         "some empty": held([], None, items[: 2 * (rank == 1)]),
         "some empty cat": held([], "cat", [torch.ones(2, 3, dtype=torch.int32)] * (rank == 1)),
         "all empty": held([], None, []),
         "all empty cat": held([], "cat", []),
-        "all empty custom": held([], spread, []),
         "scalars": held([], "cat", [torch.tensor(1.0 + rank)] * rank),
-        "other shapes": held([], None, [torch.full((rank, 2), rank)]),
         "retrieval": retrieval,
     }
     bad = held([], "cat", [torch.ones(2, 2), torch.ones(2, 3)] if rank == 1 else [torch.ones(1, 2)])
-    mine = torch.ones(3, requires_grad=True)
+    values = torch.ones(3, requires_grad=True)
     with installed(torchmetrics):
         results: dict[str, Any] = {name: metric.compute() for name, metric in metrics.items()}
         results["sizes that do not fit on one rank"] = outcome(bad.compute)[0]
-        for metric in (held(torch.zeros(3), "sum", mine * 2), held([], "cat", [mine * 2, mine * 3])):
+        for metric in (held(torch.zeros(3), "sum", values * 2), held([], "cat", [values * 2, values * 3])):
             metric.sync()
             metric.state.sum().backward()
-    return {name: plain(value) for name, value in {**results, "grad": mine.grad, "size": size}.items()}
+    return {name: plain(value) for name, value in {**results, "grad": values.grad, "size": size}.items()}
 
 
-def members_of_all_kinds() -> dict[str, Any]:
-    """Compute collections of which only some ranks hold wrappers, any member, or a cached result."""
-    rank = dist.get_rank()
-    results: dict[str, Any] = {}
-
+def results_cached_on_rank_0() -> list[float]:
+    """Compute a collection again whose result rank 0 alone has cached; twice."""
     with installed(torchmetrics):
-        members: dict[str, Any] = {"loss": mean_of(float(rank))}
-        if rank == 1:
-            minmax = MinMaxMetric(tm.SumMetric())
-            minmax.update(3.0)
-            members |= {"a minmax": minmax, "a product": mean_of(5.0) * 2}
-        results["wrappers"] = tm.MetricCollection(members, compute_groups=False).compute()
-        results["empty"] = tm.MetricCollection({"only": mean_of(7.0)} if rank == 1 else {}).compute()
-        sums = tm.MetricCollection({"sum": tm.SumMetric(), "other": tm.MeanMetric()}, compute_groups=False)
+        sums = tm.MetricCollection({"sum": tm.SumMetric(), "mean": tm.MeanMetric()}, compute_groups=False)
         sums.update(1.0)
         sums.compute()
-        if rank:
+        if dist.get_rank():
             sums.update(1.0)
-        results["cached on rank 0"] = [sums.compute()["sum"], sums.compute()["sum"]]
-        by_itself = held([], None, list(torch.ones(1 + rank)), of=ByItself)
-        results["by itself"] = tm.MetricCollection({"it": by_itself, "loss": mean_of(1.0)}).compute()
-    return {name: plain(value) for name, value in results.items()}
+        return [float(sums.compute()["sum"]) for _ in range(2)]
 
 
 def members_of_others() -> dict[str, Any]:
-    """What ranks get of members that they lack."""
+    """Compute collections of which a rank lacks members."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with installed(torchmetrics):
         mean: dict[str, Any] = {"mean": mean_of(float(rank))}
         if rank == last:
@@ -332,21 +312,21 @@ def members_of_others() -> dict[str, Any]:
 
             mean["it"] = held([], None, [torch.tensor(1.0), torch.tensor(2.0)], of=Mine)
         several = tm.MetricCollection(mean, prefix="my_", compute_groups=False)
-        found["own class"] = [several.compute(), several.compute()]
-        found["left as it was"] = set(several.keys(keep_base=True)) == set(mean)
-        found["order"] = list(several.compute())
+        results["own class"] = [several.compute(), several.compute()]
+        results["left as it was"] = set(several.keys(keep_base=True)) == set(mean)
+        results["order"] = list(several.compute())
         of_two = {"two": _summed(5.0 * rank)} if rank else {}
-        found["of the others"] = tm.MetricCollection({"all": _summed(1.0), **of_two}).compute()
-        found["names"] = [
+        results["of the others"] = tm.MetricCollection({"all": _summed(1.0), **of_two}).compute()
+        results["names"] = [
             list(_of_dicts(_all_names(), sync_on_compute=False).compute()),
             list(_of_dicts([_all_names(), _all_names()[:1]][rank != last]).compute()),
         ]
         alike = tm.MetricCollection({"a": _summed(1.0)})
-        found["collectives"] = [_steady(alike.compute), _steady(several.compute)]
+        results["collectives"] = [_steady(alike.compute), _steady(several.compute)]
         several.reset()
         several.update(torch.ones(2)) if rank != last else several["mean"].update(torch.ones(2))
-        found["again"] = several.compute()
-    return {name: plain(value) for name, value in found.items()}
+        results["again"] = several.compute()
+    return {name: plain(value) for name, value in results.items()}
 
 
 def _all_names() -> list[str]:
@@ -378,7 +358,7 @@ def _steady(call: Callable[[], Any]) -> int:
 
 
 def members_that_give_nothing() -> dict[str, Any]:
-    """The last rank's member raises, or gives what cannot be sent."""
+    """Compute where the last rank's member raises, or gives what cannot be sent."""
     last = dist.get_rank() == dist.get_world_size() - 1
 
     class Raising(Holder):
@@ -389,25 +369,25 @@ def members_that_give_nothing() -> dict[str, Any]:
         def compute(self) -> Any:
             return {"x": object()}
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with installed(torchmetrics), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # compute before update
         for name, kind in {"raises": Raising, "odd result": Odd}.items():
             only: dict[str, Any] = {"only": held(torch.zeros(1), "sum", torch.ones(1), of=kind)} if last else {}
             several = tm.MetricCollection({"mean": mean_of(1.0), **only}, compute_groups=False)
-            found[name] = outcome(several.compute)
+            results[name] = outcome(several.compute)
         stepping: dict[str, Any] = {"only": Odd(torch.zeros(1), "sum", dist_sync_on_step=True)} if last else {}
         steps = tm.MetricCollection({"mean": tm.MeanMetric(dist_sync_on_step=True), **stepping}, compute_groups=False)
-        found["step"] = outcome(lambda: steps(torch.ones(1)))
-        found["afterwards"] = plain(tm.MetricCollection({"mean": mean_of(1.0)}).compute())
-    return found
+        results["step"] = outcome(lambda: steps(torch.ones(1)))
+        results["afterwards"] = plain(tm.MetricCollection({"mean": mean_of(1.0)}).compute())
+    return results
 
 
 # -- conflicts --------------------------------------------------------------------------------------------------------
 
 
 def conflicts() -> dict[str, Any]:
-    """What each call raises; the last one works."""
+    """Return what each call raises; the last one works."""
     rank = dist.get_rank()
     last = rank == dist.get_world_size() - 1
     some = torch.ones(3) if last else torch.ones(2)
@@ -415,7 +395,7 @@ def conflicts() -> dict[str, Any]:
     words.update(["a"])
     metrics: dict[str, Any] = {
         f"shape {reduction}": held(torch.zeros(1), spread if reduction == "spread" else reduction, some)
-        for reduction in ("sum", "max", None, "spread")
+        for reduction in ("sum", "spread")
     }
     metrics["tensor and list"] = held([] if last else torch.zeros(2), None, [some] if last else some)
     metrics["reduction"] = held(torch.zeros(2), "max" if last else "min", torch.ones(2))
@@ -424,32 +404,31 @@ def conflicts() -> dict[str, Any]:
     collections: dict[str, dict[str, Any]] = {
         "member's shape": {"loss": mean_of(1.0), "acc": MulticlassConfusionMatrix(num_classes=3 + last)},
         "member's class": {"a": mean_of(1.0), "b": held(torch.zeros(2), "sum", some, OtherHolder if last else Holder)},
-        "by itself": {"a": mean_of(1.0)} | ({"b": held([], None, [], ByItself)} if last else {}),
         "words": {"a": mean_of(1.0)} | ({"b": words} if last else {}),
     }
-    metrics |= {name: tm.MetricCollection(one, compute_groups=False) for name, one in collections.items()}
+    metrics |= {name: tm.MetricCollection(members, compute_groups=False) for name, members in collections.items()}
     stepping = {"dist_sync_on_step": True}
     steps = tm.MetricCollection({"a": tm.SumMetric(**stepping) if last else tm.MaxMetric(**stepping)})
     metrics["other metric"] = tm.SumMetric() if last else tm.MeanMetric()
     metrics["afterwards"] = mean_of(float(rank))
     with installed(torchmetrics), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # compute before update
-        found = {"steps": outcome(lambda: steps(1.0))}
+        endings = {"steps": outcome(lambda: steps(1.0))}
         # `compute` is looked up here: the stock one, bound before, would stay the stock one
-        return found | {name: outcome(lambda: one.compute()) for name, one in metrics.items()}  # noqa: B023
+        return endings | {name: outcome(lambda: metric.compute()) for name, metric in metrics.items()}  # noqa: B023
 
 
 # -- groups and collectives --------------------------------------------------------------------------------------------
 
 
 def in_groups() -> list[Any]:
-    """Ranks 0 and 2, then 1 and 2, of three; each rank takes part in what it is a member of."""
+    """Compute in the groups of ranks 0 and 2 and of ranks 1 and 2; each rank takes part in its groups."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 2])]
     rank = dist.get_rank()
     value = 10.0**rank
-    found: list[Any] = []
+    results: list[Any] = []
     with installed(torchmetrics):
-        found.append([float(_summed(value, process_group=group).compute()) for group in groups])
+        results.append([float(_summed(value, process_group=group).compute()) for group in groups])
         members = {f"in {i}": _summed(value, process_group=group) for i, group in enumerate(groups)}
         members["all"] = _summed(value)
         if rank == 2:  # in another order, and one more
@@ -457,10 +436,10 @@ def in_groups() -> list[Any]:
         several = tm.MetricCollection([])
         for name, member in members.items():  # a dict would be sorted
             several.add_metrics({name: member})
-        found.append({name: float(one) for name, one in several.compute().items()})
+        results.append({name: float(value) for name, value in several.compute().items()})
         bad = held(torch.zeros(1), "sum", torch.ones(rank), process_group=groups[1])
-        found.append(outcome(bad.compute)[3:])
-    return found
+        results.append(outcome(bad.compute)[3:])
+    return results
 
 
 def _summed(value: float, **kwargs: Any) -> tm.SumMetric:

@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_loggers`: Hugging Face's Trainer on a tiny model, on the group of the rank."""
+"""The functions that run on the ranks of `test_loggers`: Hugging Face's Trainer on a tiny model."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Model(torch.nn.Module):
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]  # a class found at run time
-    """Tells in each batch what it does, as trainers with numbers of their own do."""
+    """A trainer that calls a function in each batch, as trainers that add numbers do."""
 
-    told: Callable[[Any, Any], None]
+    on_batch: Callable[[Any, Any], None]
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, *args, **kwargs)
-        self.told(self, model)
+        self.on_batch(self, model)
         return loss
 
 
@@ -58,7 +58,7 @@ def _quietly(folder: str) -> Iterator[None]:
         reset_accelerate()
 
 
-def trainer_of(folder: str, told: Callable[[Any, Any], None], **settings: Any) -> Any:
+def trainer_of(folder: str, on_batch: Callable[[Any, Any], None], **settings: Any) -> Any:
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": 1,
         "use_cpu": True,
@@ -71,7 +71,7 @@ def trainer_of(folder: str, told: Callable[[Any, Any], None], **settings: Any) -
     arguments = transformers.TrainingArguments(folder, **{**defaults, **settings})
     data = [{"x": torch.ones(1), "labels": torch.zeros(1)}] * 8
     trainer = Trainer(Model(), arguments, train_dataset=data, eval_dataset=data)
-    trainer.told = told
+    trainer.on_batch = on_batch
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -79,12 +79,12 @@ def trainer_of(folder: str, told: Callable[[Any, Any], None], **settings: Any) -
 def reduced_in_each_step(folder: str) -> list[Row]:
     """Each rank has a key of its own."""
 
-    def told(trainer: Any, model: Any) -> None:
+    def on_batch(trainer: Any, model: Any) -> None:
         reduced = ddpstats.reduce_stats({"l1" if dist.get_rank() == 0 else "snr": 1.0 - 2 * dist.get_rank()})
         write("Hugging Face's Trainer", trainer=trainer, reduced=reduced)
 
     with _quietly(folder):
-        trainer = trainer_of(folder, told, max_steps=2, report_to="tensorboard", logging_strategy="no")
+        trainer = trainer_of(folder, on_batch, max_steps=2, report_to="tensorboard", logging_strategy="no")
         trainer.train()
         return list(trainer.state.log_history)
 
@@ -97,14 +97,14 @@ def windowed(folder: str) -> tuple[list[Row], Row, int, int]:
     with _quietly(folder), ddpstats.StatsWindow(name="trainer") as window:
         batches = iter(range(200))
 
-        def told(trainer: Any, model: Any) -> None:
-            one = added(dist.get_rank(), next(batches)) if model.training else None
-            if one is not None:
-                window.add(*one)
+        def on_batch(trainer: Any, model: Any) -> None:
+            stats = added(dist.get_rank(), next(batches)) if model.training else None
+            if stats is not None:
+                window.add(*stats)
 
         trainer = trainer_of(
             folder,
-            told,
+            on_batch,
             max_steps=34,
             gradient_accumulation_steps=2,
             logging_steps=10,
@@ -114,14 +114,14 @@ def windowed(folder: str) -> tuple[list[Row], Row, int, int]:
         )
         loggers.write_window(trainer, window)
         returned = trainer.train().metrics
-        with_window, without = (_collectives(folder, told, one) for one in (window, None))
+        with_window, without = (_collectives(folder, on_batch, attached) for attached in (window, None))
         window.flush()  # of the run without
         return list(trainer.state.log_history), returned, with_window - without, window.adds
 
 
-def _collectives(folder: str, told: Any, window: ddpstats.StatsWindow | None) -> int:
+def _collectives(folder: str, on_batch: Any, window: ddpstats.StatsWindow | None) -> int:
     reset_accelerate()
-    trainer = trainer_of(folder, told, max_steps=30, logging_steps=10)
+    trainer = trainer_of(folder, on_batch, max_steps=30, logging_steps=10)
     if window is not None:
         loggers.write_window(trainer, window)
     with count_collectives() as seen:
@@ -133,14 +133,14 @@ def a_name_of_the_trainer(folder: str) -> tuple[Row, str]:
     """The window has a loss, too: the row with a prefix, with what single ranks have, and the error without."""
     with _quietly(folder), ddpstats.StatsWindow(name="loss") as window:
 
-        def told(trainer: Any, model: Any) -> None:
+        def on_batch(trainer: Any, model: Any) -> None:
             window.add({"loss": float(dist.get_rank())})
 
-        trainer = trainer_of(folder, told, max_steps=2, logging_steps=2)
+        trainer = trainer_of(folder, on_batch, max_steps=2, logging_steps=2)
         loggers.write_window(trainer, window, prefix="window/", per_rank=True)
         trainer.train()
         reset_accelerate()
-        other = trainer_of(folder, told, max_steps=2, logging_steps=2)
+        other = trainer_of(folder, on_batch, max_steps=2, logging_steps=2)
         loggers.write_window(other, window)
         try:
             other.train()

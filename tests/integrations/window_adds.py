@@ -1,4 +1,4 @@
-"""What the ranks of a training run add to a window, unevenly, and what a flush has to give: computed by another way."""
+"""Uneven adds of a training run's ranks to a window, and the flush that they must give, computed in another way."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def added(rank: int, index: int) -> tuple[dict[str, Any], float] | None:
 
 
 def expected(first: int, end: int) -> dict[str, float]:
-    """Of the batches from ``first`` to before ``end``, of all ranks."""
+    """Return the flush of all ranks' batches from ``first`` to before ``end``."""
     held: dict[str, list[tuple[Any, float]]] = {}
     for index in range(first, end):
         for rank in range(RANKS):
             stats, weight = added(rank, index) or ({}, 0.0)
             for name, value in stats.items():
                 held.setdefault(name, []).append((value, weight))
-    totals = {"tokens": math.fsum(one.value for one, _ in held.pop("tokens"))} if held else {}
+    totals = {"tokens": math.fsum(tokens.value for tokens, _ in held.pop("tokens"))} if held else {}
     means = {
         name: math.fsum(value * weight for value, weight in rows) / math.fsum(weight for _, weight in rows)
         for name, rows in held.items()
@@ -37,7 +37,7 @@ def expected(first: int, end: int) -> dict[str, float]:
     return totals | means
 
 
-def close(found: dict[str, float], wanted: dict[str, float]) -> bool:
-    return found.keys() == wanted.keys() and all(
-        math.isclose(found[name], value, rel_tol=1e-12) for name, value in wanted.items()
+def close(numbers: dict[str, float], wanted: dict[str, float]) -> bool:
+    return numbers.keys() == wanted.keys() and all(
+        math.isclose(numbers[name], value, rel_tol=1e-12) for name, value in wanted.items()
     )
