@@ -24,8 +24,8 @@ Calls = dict[str, Callable[[torch.Tensor], Any]]
 def through_window(window: ddpstats.StatsWindow, y: torch.Tensor) -> float:
     window.add({"a": y.sum()})
     window.add({"a": y.sum()})
-    found: float = window.flush().values["a"]
-    return found
+    total: float = window.flush().values["a"]
+    return total
 
 
 def entry_points(group: Any) -> Calls:
@@ -47,8 +47,8 @@ def entry_points(group: Any) -> Calls:
 
 
 def compiled() -> dict[str, Any]:
-    """Each inside a compiled function, three times; a graph before it and one behind it."""
-    found = {}
+    """Make each call inside a compiled function, three times; a graph comes before it and one after it."""
+    results = {}
     for name, call in entry_points(dist.new_group()).items():
 
         def step(x: torch.Tensor, call: Any = call) -> torch.Tensor:
@@ -62,16 +62,16 @@ def compiled() -> dict[str, Any]:
             graphs.append(module)
             return module.forward
 
-        torch.compiler.reset()  # else Dynamo gives up on ``step``, which has compiled it too often
+        torch.compiler.reset()  # otherwise Dynamo gives up on ``step``, which has compiled it too often
         run: Any = torch.compile(step, backend=backend)
-        found[name] = [run(torch.ones(3)).tolist() for _ in range(3)], len(graphs) >= 2
-    return found
+        results[name] = [run(torch.ones(3)).tolist() for _ in range(3)], len(graphs) >= 2
+    return results
 
 
 @pytest.mark.slow
 def test_calls_in_compiled_code_break_the_graph_and_work(two_ranks: RankPool) -> None:
-    for found in two_ranks.run(compiled, timeout_sec=LIMIT_SEC).values():
-        for name, (values, is_broken) in found.items():
+    for results in two_ranks.run(compiled, timeout_sec=LIMIT_SEC).values():
+        for name, (values, is_broken) in results.items():
             assert values == [[8.0] * 3] * 3, name
             assert is_broken, name
 
@@ -90,14 +90,14 @@ def without_values() -> list[Any]:
 
 
 def test_calls_without_tensor_values_are_refused_and_close_nothing(two_ranks: RankPool) -> None:
-    found = two_ranks.run(without_values, timeout_sec=LIMIT_SEC).values()
-    assert found[0] == found[1]
-    assert found[0][:3] == [3.0, 3.0, 3.0]
-    assert found[0][-1] is True
+    first, second = two_ranks.run(without_values, timeout_sec=LIMIT_SEC).values()
+    assert first == second
+    assert first[:3] == [3.0, 3.0, 3.0]
+    assert first[-1] is True
 
 
 def watchers(directory: str, guard: ddpstats.collective_guard, group: Any) -> dict[str, Callable[[], Any]]:
-    """What judges, compares and records a step."""
+    """Return the calls that judge, compare and record a step."""
     model = torch.nn.Linear(2, 1)
     dump = ddpstats.StatsDump({"level": "L1", "dump_path": f"{directory}/dump", "step": [100]})
     return {
@@ -111,7 +111,7 @@ def watchers(directory: str, guard: ddpstats.collective_guard, group: Any) -> di
 
 
 def watched(directory: str) -> dict[str, Any]:
-    """For each: what a compiled function that calls it three times gave, and whether Dynamo looked into it."""
+    """Return for each call the values of a compiled function that makes it three times, and the number of graphs."""
     with ddpstats.collective_guard("step", timeout_sec=60) as guard:
         return {name: run_compiled(call) for name, call in watchers(directory, guard, dist.new_group()).items()}
 
@@ -137,9 +137,9 @@ def run_compiled(call: Callable[[], Any]) -> Any:
 
 @pytest.mark.slow
 def test_step_checks_in_compiled_code_break_the_graph_and_work(two_ranks: RankPool, tmp_path: Path) -> None:
-    for found in two_ranks.run(watched, str(tmp_path), timeout_sec=LIMIT_SEC).values():
-        assert found == dict.fromkeys(found, ([[3.0] * 3] * 3, 2))
-        assert len(found) == 6
+    for results in two_ranks.run(watched, str(tmp_path), timeout_sec=LIMIT_SEC).values():
+        assert results == dict.fromkeys(results, ([[3.0] * 3] * 3, 2))
+        assert len(results) == 6
 
 
 def watched_without_values(directory: str) -> list[Any]:
@@ -155,8 +155,8 @@ def watched_without_values(directory: str) -> list[Any]:
 
 
 def test_steps_without_tensor_values_are_not_judged(two_ranks: RankPool, tmp_path: Path) -> None:
-    found = two_ranks.run(watched_without_values, str(tmp_path), timeout_sec=LIMIT_SEC).values()
-    assert found == [[(0, True), (1, True)] * 2] * 2
+    verdicts = two_ranks.run(watched_without_values, str(tmp_path), timeout_sec=LIMIT_SEC).values()
+    assert verdicts == [[(0, True), (1, True)] * 2] * 2
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_reductions_do_not_import_dynamo() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "whole"), [("a step function", True), ("a step function", False), ("in place", False)])
 def test_a_capture_leaves_a_compiled_program_as_it_is(tmp_path: Path, how: str, whole: bool) -> None:
-    """Its hook on the forward pass is traced with it."""
+    """The capture's hook on the forward pass is traced with the program."""
     torch.compiler.reset()
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     if how == "in place":

@@ -1,4 +1,4 @@
-"""What runs on ranks: a small model trained under DDP with flipped bits; and the same alone."""
+"""A small model that is trained with flipped bits, under DDP on ranks and alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def train(model: nn.Module, flips: list[BitFlip], steps: int = STEPS, micro_batches: int = 1) -> dict[str, Any]:
-    """Losses and gradients of each step, the parameters at its end, and what was flipped."""
+    """Train; return losses and gradients of each step, the parameters at its end, and the faults applied."""
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     assert isinstance(inner, nn.Module)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -53,7 +53,7 @@ def batch(step: int, rank: int, micro: int) -> Tensor:
 
 
 def refused(flip: BitFlip) -> str:
-    """What the error says; "" without one."""
+    """Return the error's text; "" without an error."""
     try:
         with inject_bit_flips(make_model(), [flip]):
             return ""

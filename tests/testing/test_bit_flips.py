@@ -7,7 +7,7 @@ import io
 import random
 import struct
 import textwrap
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +24,6 @@ WEIGHT, HEAD = "0.weight", "2.weight"
 OPTIONS = [
     pytest.param({}, id="plain"),
     pytest.param({"gradient_as_bucket_view": True}, id="view", marks=pytest.mark.slow),
-    pytest.param({"static_graph": True}, id="static", marks=pytest.mark.slow),
 ]
 
 
@@ -34,26 +33,28 @@ def bits_of(tensor: Tensor) -> list[int]:
     return [int(x) % (1 << 8 * size) for x in tensor.detach().contiguous().view(sizes[size]).flatten().tolist()]
 
 
+def bit_of(value: float, bit: int) -> int:
+    return bits_of(torch.tensor(value))[0] >> bit & 1
+
+
 def flipped_bits(before: Tensor, after: Tensor) -> dict[int, int]:
-    """Flat index -> the bits that differ."""
+    """Return the bits that differ, by the flat index of their element."""
     pairs = enumerate(zip(bits_of(before), bits_of(after), strict=True))
     return {at: a ^ b for at, (a, b) in pairs if a != b}
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 # -- the bits themselves ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8]
-)
-@pytest.mark.parametrize("place", ["lowest", "middle", "sign"])
-def test_exactly_one_bit_of_a_weight_is_flipped(dtype: torch.dtype, place: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+@pytest.mark.parametrize("name", ["lowest", "middle", "sign"])
+def test_exactly_one_bit_of_a_weight_is_flipped(dtype: torch.dtype, name: str) -> None:
     width = 8 * dtype.itemsize
-    bit = {"lowest": 0, "middle": width // 2 + 1, "sign": width - 1}[place]
+    bit = {"lowest": 0, "middle": width // 2 + 1, "sign": width - 1}[name]
     model = nn.Module()
     values = torch.arange(1, 13).reshape(3, 4).to(dtype)
     model.register_parameter("w", nn.Parameter(values.clone(), requires_grad=False))
@@ -74,10 +75,19 @@ def test_before_and_after_are_the_values_that_the_bits_mean() -> None:
     model = runs.make_model()
     (value,) = struct.unpack("I", struct.pack("f", model[0].weight[0, 3].item()))  # type: ignore[index]
     (meant,) = struct.unpack("f", struct.pack("I", value ^ 1 << 30))
-    found = runs.train(model, [BitFlip(WEIGHT, "weight", 3, 30, 0)], steps=1)["applied"][0]
-    assert found.after == meant
-    assert found.index == (0, 3)
-    assert (found.step, found.rank) == (0, 0)
+    fault = runs.train(model, [BitFlip(WEIGHT, "weight", 3, 30, 0)], steps=1)["applied"][0]
+    assert fault.after == meant
+    assert fault.index == (0, 3)
+    assert (fault.step, fault.rank) == (0, 0)
+
+
+def test_a_weight_that_autograd_has_saved_can_be_flipped() -> None:
+    model = runs.make_model()
+    first = model(torch.ones(2, 4)).sum()
+    with inject_bit_flips(model, [BitFlip(HEAD, "weight", 0, 3, 0)]) as faults:
+        model(torch.ones(2, 4))
+    first.backward()
+    assert len(faults.applied) == 1
 
 
 def test_a_buffer_and_a_strided_weight_are_flipped_in_place() -> None:
@@ -92,61 +102,29 @@ def test_a_buffer_and_a_strided_weight_are_flipped_in_place() -> None:
     assert model.w.data_ptr() == where
 
 
-def test_a_weight_that_autograd_has_saved_can_be_flipped() -> None:
-    model = runs.make_model()
-    first = model(torch.ones(2, 4)).sum()
-    with inject_bit_flips(model, [BitFlip(HEAD, "weight", 0, 3, 0)]) as faults:
-        model(torch.ones(2, 4))
-    first.backward()
-    assert len(faults.applied) == 1
-
-
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
 @flips_products
 def test_a_transient_flip_happens_once_in_its_step() -> None:
-    for where in ("weight", "gradient", "reduced_gradient"):
-        found = runs.train(runs.make_model(), [BitFlip(WEIGHT, where, 5, 20, 1)], micro_batches=2)
-        assert [one.step for one in found["applied"]] == [1], where
-    for there in ("activation", "activation_gradient", "matmul"):
-        found = runs.train(runs.make_model(), [BitFlip("0", there, 5, 20, 1)], micro_batches=2)
-        assert [one.step for one in found["applied"]] == [1], there
+    parameters = [BitFlip(WEIGHT, where, 5, 20, 1) for where in ("weight", "gradient", "reduced_gradient")]
+    modules = [BitFlip("0", where, 5, 20, 1) for where in ("activation", "activation_gradient", "matmul")]
+    for flip in parameters + modules:
+        run = runs.train(runs.make_model(), [flip], micro_batches=2)
+        assert [fault.step for fault in run["applied"]] == [1], flip.where
 
 
 def test_a_sticky_bit_keeps_its_value_from_its_step_on() -> None:
     for bit in (0, 22):
         flip = BitFlip(WEIGHT, "weight", 5, bit, 1, sticky=True)
-        found = runs.train(runs.make_model(), [flip], steps=6)["applied"]
-        assert [one.step for one in found] == [1, 2, 3, 4, 5]
-        assert len({bits_of(torch.tensor(one.after))[0] >> bit & 1 for one in found}) == 1
-        assert found[0].before != found[0].after
-        stuck = [
-            one
-            for one in found
-            if bits_of(torch.tensor(one.before))[0] >> bit & 1 == bits_of(torch.tensor(one.after))[0] >> bit & 1
-        ]
-        assert stuck
-        assert all(one.before == one.after for one in stuck)
-
-
-def test_a_sticky_gradient_bit_is_stuck_in_every_pass() -> None:
-    found = runs.train(runs.make_model(), [BitFlip(WEIGHT, "gradient", 5, 30, 1, sticky=True)], micro_batches=2)
-    assert [one.step for one in found["applied"]] == [1, 1, 2, 2]
-
-
-def test_a_flip_without_an_occasion_in_its_step_is_not_in_applied() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
-    model.forward = lambda x: model["used"](x)
-    flips = [BitFlip("idle", "activation", 0, 0, 0), BitFlip("idle.weight", "gradient", 0, 0, 0)]
-    with inject_bit_flips(model, flips) as faults:
-        model(torch.ones(1, 2)).sum().backward()
-        faults.step()
-    assert faults.applied == []
-
-
-def test_another_ranks_flip_is_left_to_it() -> None:
-    assert runs.train(runs.make_model(), [BitFlip(WEIGHT, "weight", 0, 0, 0, rank=3)])["applied"] == []
+        faults = runs.train(runs.make_model(), [flip], steps=6)["applied"]
+        assert [fault.step for fault in faults] == [1, 2, 3, 4, 5]
+        assert faults[0].before != faults[0].after
+        stuck_at = bit_of(faults[0].after, bit)
+        assert {bit_of(fault.after, bit) for fault in faults} == {stuck_at}
+        unchanged = [fault for fault in faults if bit_of(fault.before, bit) == stuck_at]
+        assert unchanged
+        assert all(fault.before == fault.after for fault in unchanged)
 
 
 # -- what follows -----------------------------------------------------------------------------------------------------
@@ -155,16 +133,6 @@ def test_another_ranks_flip_is_left_to_it() -> None:
 @pytest.fixture(scope="module")
 def clean() -> dict[str, Any]:
     return runs.train(runs.make_model(), [])
-
-
-def test_an_activation_changes_the_loss_of_its_step_and_the_weights_only_through_the_update(
-    clean: dict[str, Any],
-) -> None:
-    found = runs.train(runs.make_model(), [BitFlip("1", "activation", 2, 30, 1)])
-    assert found["losses"][0] == clean["losses"][0]
-    assert found["losses"][1] != clean["losses"][1]
-    assert same(found["parameters"][0], clean["parameters"][0])
-    assert not same(found["parameters"][1], clean["parameters"][1])
 
 
 def test_an_activations_gradient_passes_back_unchanged() -> None:
@@ -197,18 +165,18 @@ def test_the_first_floating_point_tensor_of_several_outputs_is_flipped() -> None
 
 
 def test_an_activation_gradient_changes_what_lies_before_it_only(clean: dict[str, Any]) -> None:
-    found = runs.train(runs.make_model(), [BitFlip("0", "activation_gradient", 2, 30, 1)])
-    assert found["losses"][:2] == clean["losses"][:2]
-    changed = {name for name, g in found["gradients"][1].items() if not torch.equal(g, clean["gradients"][1][name])}
+    run = runs.train(runs.make_model(), [BitFlip("0", "activation_gradient", 2, 30, 1)])
+    assert run["losses"][:2] == clean["losses"][:2]
+    changed = {name for name, g in run["gradients"][1].items() if not torch.equal(g, clean["gradients"][1][name])}
     assert changed == {"0.weight", "0.bias"}
 
 
 def test_a_gradient_differs_in_one_bit_of_one_parameter(clean: dict[str, Any]) -> None:
     for where in ("gradient", "reduced_gradient"):
-        found = runs.train(runs.make_model(), [BitFlip(HEAD, where, 4, 17, 1)])
-        ours, theirs = found["gradients"][1], clean["gradients"][1]
+        run = runs.train(runs.make_model(), [BitFlip(HEAD, where, 4, 17, 1)])
+        ours, theirs = run["gradients"][1], clean["gradients"][1]
         assert flipped_bits(ours.pop(HEAD), theirs[HEAD]) == {4: 1 << 17}, where
-        assert same(ours, {name: one for name, one in theirs.items() if name != HEAD})
+        assert same(ours, {name: gradient for name, gradient in theirs.items() if name != HEAD})
 
 
 @flips_products
@@ -218,20 +186,12 @@ def test_a_matmul_is_flipped_in_the_first_product_of_the_module() -> None:
             return x @ x, x @ x @ x
 
     x = torch.randn(3, 3, generator=torch.Generator().manual_seed(1))
-    for given in (x, x.bfloat16(), x.double(), torch.stack([x, x])):
-        model, bit = Twice(), 8 * given.dtype.itemsize - 1
-        with inject_bit_flips(model, [BitFlip("", "matmul", 4, bit, 0)]):
-            first, second = model(given)
-        assert flipped_bits(first, given @ given) == {4: 1 << bit}
-        assert torch.equal(second, given @ given @ given)
-
-
-@flips_products
-def test_several_flips_in_one_matmul_all_happen() -> None:
-    model, x = nn.Linear(3, 3), torch.ones(2, 3)
-    with inject_bit_flips(model, [BitFlip("", "matmul", 0, 31, 0), BitFlip("", "matmul", 5, 31, 0)]):
-        out = model(x)
-    assert flipped_bits(out, model(x)) == {0: 1 << 31, 5: 1 << 31}
+    for factor in (x, x.bfloat16(), x.double(), torch.stack([x, x])):
+        model, bit = Twice(), 8 * factor.dtype.itemsize - 1
+        with inject_bit_flips(model, [BitFlip("", "matmul", 4, bit, 0), BitFlip("", "matmul", 5, bit, 0)]):
+            first, second = model(factor)
+        assert flipped_bits(first, factor @ factor) == {4: 1 << bit, 5: 1 << bit}
+        assert torch.equal(second, factor @ factor @ factor)
 
 
 @flips_products
@@ -253,38 +213,24 @@ class Returning(nn.Module):
         return self.made(self.inner(x))
 
 
-@dataclass
-class Holding:
-    x: Tensor
-
-
 @pytest.mark.parametrize("where", ["activation", "activation_gradient"])
 @pytest.mark.parametrize(
     "made",
     [
         lambda x: None,
-        lambda x: 1.5,
-        lambda x: "text",
-        lambda x: Holding(x),
+        lambda x: SimpleNamespace(x=x),
         lambda x: x.argmax(-1),
-        lambda x: x > 0,
         lambda x: x.to_sparse(),
     ],
-    ids=["none", "float", "str", "dataclass", "integers", "bools", "sparse"],
+    ids=["none", "object", "integers", "sparse"],
 )
 def test_a_module_that_returns_no_floating_point_tensor_is_left_alone(where: Any, made: Any) -> None:
     model = Returning(made)
     expected = model(torch.ones(2, 3))
     with inject_bit_flips(model, [BitFlip("", where, 1, 40, 0)]) as faults:
-        found = model(torch.ones(2, 3))
-    assert repr(found) == repr(expected)
+        output = model(torch.ones(2, 3))
+    assert repr(output) == repr(expected)
     assert faults.applied == []
-
-
-def test_a_generator_that_a_module_returns_is_not_consumed() -> None:
-    model = Returning(lambda x: (y for y in (x, x)))
-    with inject_bit_flips(model, [BitFlip("", "activation", 1, 3, 0)]):
-        assert len(list(model(torch.ones(2, 3)))) == 2
 
 
 @pytest.mark.parametrize("where", ["gradient", "reduced_gradient"])
@@ -295,7 +241,7 @@ def test_of_a_sparse_gradient_a_value_is_flipped(where: Any) -> None:
     assert model.weight.grad is not None
     assert model.weight.grad.to_dense()[2].tolist() == [1, -1, 1, 1]
     assert model.weight.grad.to_dense().sum() == 6
-    assert [(one.index, one.before, one.after) for one in faults.applied] == [((1, 1), 1.0, -1.0)]
+    assert [(fault.index, fault.before, fault.after) for fault in faults.applied] == [((1, 1), 1.0, -1.0)]
 
 
 @flips_products
@@ -308,15 +254,15 @@ def test_a_copy_of_the_model_has_no_faults_and_brings_none(every_kind: list[BitF
         torch.save(model, saved)
         saved.seek(0)
         loaded = torch.load(saved, weights_only=False)
-        for one in (copied, loaded):
-            one(torch.ones(2, 4)).sum().backward()
-            assert same(dict(one.named_parameters()), before)
+        for copy_of_model in (copied, loaded):
+            copy_of_model(torch.ones(2, 4)).sum().backward()
+            assert same(dict(copy_of_model.named_parameters()), before)
         assert faults.applied == []
         assert same(dict(model.named_parameters()), before)
 
 
 @flips_products
-def test_other_modules_and_threads_multiply_as_ever_in_the_block() -> None:
+def test_other_modules_multiply_as_without_the_block() -> None:
     model, x = nn.Sequential(nn.Linear(33, 17), nn.Linear(17, 5)), torch.randn(9, 33)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         model, x = model.to(dtype), x.to(dtype)
@@ -339,7 +285,7 @@ def test_before_the_reduce_both_ranks_get_the_same_corrupted_mean(two_ranks: Ran
     assert same(first["gradients"][0], clean["gradients"][0])
     assert first["gradients"][1][HEAD].flatten()[4] != clean["gradients"][1][HEAD].flatten()[4]
     assert first["applied"] == []
-    assert [one.rank for one in second["applied"]] == [1]
+    assert [fault.rank for fault in second["applied"]] == [1]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -350,29 +296,22 @@ def test_after_the_reduce_only_one_rank_has_it(two_ranks: RankPool, options: dic
     ours, theirs = second["gradients"][step], first["gradients"][step]
     assert flipped_bits(ours.pop(HEAD), theirs.pop(HEAD)) == {4: 1 << 28}
     assert same(ours, theirs)
-    assert [one.step for one in second["applied"]] == [step]
+    assert [fault.step for fault in second["applied"]] == [step]
 
 
-@pytest.mark.parametrize("options", OPTIONS[:2])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_with_accumulation_the_reduced_gradient_is_hit_in_the_pass_that_exchanges(
     two_ranks: RankPool, options: dict[str, Any]
 ) -> None:
     flip = BitFlip(WEIGHT, "reduced_gradient", 4, 28, 1, rank=0, sticky=True)
     first, second = two_ranks.run(runs.train_ddp, [flip], micro_batches=3, **options).values()
-    assert [one.step for one in first["applied"]] == [1, 2]
+    assert [fault.step for fault in first["applied"]] == [1, 2]
     assert flipped_bits(first["gradients"][1][WEIGHT], second["gradients"][1][WEIGHT]) == {4: 1 << 28}
 
 
 def test_a_flip_of_no_rank_is_one_of_every_rank(two_ranks: RankPool) -> None:
-    found = two_ranks.run(runs.train_ddp, [BitFlip(WEIGHT, "weight", 0, 30, 2)]).values()
-    assert [[one.rank for one in each["applied"]] for each in found] == [[0], [1]]
-
-
-def test_a_weight_under_ddp_is_flipped_on_one_rank(two_ranks: RankPool) -> None:
-    flip = BitFlip(WEIGHT, "weight", 0, 30, 2, rank=1)
-    first, second = two_ranks.run(runs.train_ddp, [flip]).values()
-    assert same(first["parameters"][1], second["parameters"][1])
-    assert not same(first["parameters"][2], second["parameters"][2])
+    by_rank = two_ranks.run(runs.train_ddp, [BitFlip(WEIGHT, "weight", 0, 30, 2)]).values()
+    assert [[fault.rank for fault in run["applied"]] for run in by_rank] == [[0], [1]]
 
 
 # -- what cannot be ---------------------------------------------------------------------------------------------------
@@ -386,8 +325,6 @@ def test_a_weight_under_ddp_is_flipped_on_one_rank(two_ranks: RankPool) -> None:
         (BitFlip("0", "gradient", 0, 0, 0), "`0` is not an nn.Parameter"),
         (BitFlip("0.weight", "gradient", 0, 32, 0), r"the bits of torch\.float32 are 0 to 31"),
         (BitFlip("0.weight", "weight", 0, -1, 0), "element, bit, step and rank are whole numbers, 0 or more"),
-        (BitFlip("0.weight", "weight", -1, 0, 0), "element, bit, step and rank"),
-        (BitFlip("0.weight", "weight", 0, 0, -1), "element, bit, step and rank"),
         (BitFlip("0.weight", "weight", 0, 0, 0, rank=-1), "element, bit, step and rank"),
         (BitFlip("0.weight", "weights", 0, 0, 0), "where must be one of weight, activation"),  # type: ignore[arg-type]
     ],
@@ -399,8 +336,8 @@ def test_flip_that_cannot_happen_is_refused_at_once(flip: BitFlip, words: str) -
 
 def test_a_rank_outside_of_the_world_is_refused(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.refused, BitFlip(WEIGHT, "weight", 0, 0, 0, rank=1)).values() == ["", ""]
-    found = two_ranks.run(runs.refused, BitFlip(WEIGHT, "weight", 0, 0, 0, rank=2)).values()
-    assert all("the ranks are 0 to 1" in one for one in found)
+    texts = two_ranks.run(runs.refused, BitFlip(WEIGHT, "weight", 0, 0, 0, rank=2)).values()
+    assert all("the ranks are 0 to 1" in text for text in texts)
 
 
 def test_a_frozen_parameter_has_no_gradient_to_flip() -> None:
@@ -434,16 +371,16 @@ def test_a_bit_beyond_an_activations_dtype_is_refused_when_it_is_applied() -> No
 
 
 def everything_hooked(model: nn.Module) -> list[Any]:
-    found: list[Any] = []
+    hooks: list[Any] = []
     for module in model.modules():
-        found += [
+        hooks += [
             dict(module._forward_hooks),
             dict(module._forward_pre_hooks),
             dict(module._forward_hooks_always_called),
         ]
     for parameter in model.parameters():
-        found += [dict(parameter._backward_hooks or {}), dict(parameter._post_accumulate_grad_hooks or {})]
-    return found
+        hooks += [dict(parameter._backward_hooks or {}), dict(parameter._post_accumulate_grad_hooks or {})]
+    return hooks
 
 
 def registrations() -> list[str]:
@@ -467,37 +404,12 @@ def test_block_leaves_no_hook_and_no_kernel(every_kind: list[BitFlip]) -> None:
         kept = model(torch.ones(1, 4)).sum()
     count = len(faults.applied)
     assert count >= 6
-    assert everything_hooked(model) == hooks
-    assert registrations() == kernels
+    assert (everything_hooked(model), registrations()) == (hooks, kernels)
     kept.backward()  # of a graph that was made inside
     assert len(faults.applied) == count
-
-
-@flips_products
-def test_exception_inside_a_module_leaves_no_hook_and_no_kernel(every_kind: list[BitFlip]) -> None:
-    model = runs.make_model()
-    hooks, kernels = everything_hooked(model), registrations()
     with pytest.raises(RuntimeError, match="shapes"), inject_bit_flips(model, every_kind):
         model(torch.ones(1, 5))
-    assert everything_hooked(model) == hooks
-    assert registrations() == kernels
-
-
-@flips_products
-def test_kernel_is_registered_from_entry_to_end_of_the_block() -> None:
-    kernels = registrations()
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    flips = [BitFlip("0", "matmul", 0, 0, 0), BitFlip("", "matmul", 1, 0, 0)]
-    with inject_bit_flips(model, flips):
-        during = registrations()
-        assert during != kernels
-        with inject_bit_flips(model, flips):
-            model(torch.ones(1, 2))
-        model(torch.ones(1, 2))
-        assert registrations() == during
-    assert registrations() == kernels
-    with inject_bit_flips(model, [BitFlip("0", "activation", 0, 0, 0)]):
-        assert registrations() == kernels
+    assert (everything_hooked(model), registrations()) == (hooks, kernels)
 
 
 @pytest.mark.slow

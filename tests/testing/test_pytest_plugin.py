@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.testing import pytest_plugin
 from tests import programs
 
 pytest_plugins = ("pytester",)
@@ -257,15 +256,12 @@ OF_THE_ENVIRONMENT = """
         dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX if differs and dist.get_rank() else dist.ReduceOp.SUM)
 
     @pytest.mark.ranks(2)
-    @pytest.mark.parametrize("then_skips", [False, True])
-    def test_mismatch_is_caught(then_skips):
+    def test_mismatch_is_caught():
         try:
             reduce(True)
             dist.barrier()
         except ddpstats.CollectiveMismatch:
             print("caught by", dist.get_rank())
-        if then_skips:
-            pytest.skip("no step was taken")
 
     @pytest.mark.ranks(2)
     def test_ranks_agree():
@@ -281,8 +277,8 @@ def test_the_guard_of_the_environment_fails_a_test_as_the_mark_does(
     monkeypatch.setenv("DDPSTATS_GUARD", guard)
     pytester.makepyfile(test_trainer=OF_THE_ENVIRONMENT)
     result = pytester.runpytest_inprocess("-p", PLUGIN, "-rN")  # in a CI the summary says all of it again
-    result.assert_outcomes(passed=1, failed=2)
-    assert str(result.stdout).count("rank 0 failed: ddpstats.errors.CollectiveMismatch: ") == 2
+    result.assert_outcomes(passed=1, failed=1)
+    assert "rank 0 failed: ddpstats.errors.CollectiveMismatch: " in str(result.stdout)
     assert "What differs: the reduce op." in str(result.stdout)
 
 
@@ -318,16 +314,6 @@ def test_relative_imports_find_the_package_of_the_test(
     result.assert_outcomes(passed=len(places))
 
 
-def test_long_output_is_cut_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pytest_plugin, "_SHOWN_BYTES", 4)
-    path = tmp_path / "output0"
-    assert pytest_plugin._end_of(path) == ""
-    path.write_text("four")
-    assert pytest_plugin._end_of(path) == "four"
-    path.write_text("more than four")
-    assert pytest_plugin._end_of(path) == "(10 bytes before this are left out)\nfour"
-
-
 @pytest.mark.slow
 def test_unmarked_tests_do_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "test_plain.py").write_text("def test_plain():\n    pass\n")
@@ -341,7 +327,7 @@ def test_unmarked_tests_do_not_import_torch(tmp_path: Path) -> None:
 
 
 def test_entry_point_has_the_name_of_the_module() -> None:
-    """Else ``-p`` with that name would register the plugin once more, which pytest refuses."""
+    """With another name, ``-p`` and the module's name would register the plugin once more, which pytest refuses."""
     settings = configparser.ConfigParser(delimiters=["="])
     settings.read(ROOT / "setup.cfg")
     assert settings["options.entry_points"]["pytest11"].split() == [PLUGIN, "=", PLUGIN]

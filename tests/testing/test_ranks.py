@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpstats.testing import forkserver, ranks
+from ddpstats.testing import forkserver
 from ddpstats.testing.faults import die
 from ddpstats.testing.outcomes import (
     RankDied,
@@ -67,10 +67,6 @@ def surroundings() -> dict[str, Any]:
         "pid": os.getpid(),
         "cuda": torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
     }
-
-
-def temporary_directory() -> str:
-    return tempfile.gettempdir()
 
 
 def leave_another_environment() -> None:
@@ -150,11 +146,6 @@ class NeedsTwo(Exception):
         super().__init__(f"rank {rank} lacks {key}")
 
 
-class BuildsMessage(Exception):
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank}")
-
-
 class Local(Exception):
     def __reduce__(self) -> NoReturn:
         raise TypeError("no pickle for me")
@@ -162,10 +153,6 @@ class Local(Exception):
 
 def raise_needs_two() -> None:
     raise NeedsTwo(1, key="loss")
-
-
-def raise_builds_message() -> None:
-    raise BuildsMessage(3)
 
 
 def raise_local() -> None:
@@ -179,12 +166,6 @@ def only_rank_0_reduces() -> None:
 
 def leave_group() -> None:
     dist.destroy_process_group()
-
-
-def leave_and_join_again() -> float:
-    dist.destroy_process_group()
-    dist.init_process_group("gloo")
-    return all_reduced(1.0)
 
 
 # The parent's side.
@@ -214,22 +195,22 @@ def children() -> set[int]:
     server = standard_forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # `forkserver` starts one
     parents = {os.getpid(), tracker, server}
-    found = set()
+    pids = set()
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             if int(_fields(stat)[1]) in parents:
-                found.add(int(stat.parent.name))
-    return found - parents
+                pids.add(int(stat.parent.name))
+    return pids - parents
 
 
 def in_session(sid: int) -> set[int]:
-    found = set()
+    pids = set()
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, _, session = _fields(stat)[:4]
             if int(session) == sid and state != "Z":
-                found.add(int(stat.parent.name))
-    return found
+                pids.add(int(stat.parent.name))
+    return pids
 
 
 def _fields(stat: pathlib.Path) -> list[str]:
@@ -261,14 +242,10 @@ def open_fds() -> int:
 def test_values_come_in_rank_order() -> None:
     outcomes = run_ranks(who, 3)
     assert outcomes.values() == [(0, 3), (1, 3), (2, 3)]
-    assert [(one.rank, one.ok, one.error, one.traceback, one.exit_code) for one in outcomes] == [
+    assert [(each.rank, each.ok, each.error, each.traceback, each.exit_code) for each in outcomes] == [
         (rank, True, None, "", 0) for rank in range(3)
     ]
     assert outcomes.errors() == {}
-
-
-def test_one_rank_is_a_group() -> None:
-    assert run_ranks(all_reduced, 1, 2.5).values() == [2.5]
 
 
 def test_ranks_get_environment_session_and_one_thread() -> None:
@@ -286,10 +263,6 @@ def test_ranks_get_environment_session_and_one_thread() -> None:
             "backend": "gloo",
             "cuda": False,
         }
-
-
-def test_ranks_use_the_temporary_directory_of_their_environment(tmp_path: pathlib.Path) -> None:
-    assert run_ranks(temporary_directory, 1, env={"TMPDIR": str(tmp_path)}).values() == [str(tmp_path)]
 
 
 def test_environment_changed_by_a_function_is_restored_for_the_next_run(pool: RankPool) -> None:
@@ -310,7 +283,7 @@ def test_large_arguments_and_values_travel_whole(pool: RankPool) -> None:
     assert pool.run(add, blob, b=PerRank([b"0", b"1"])).values() == [blob + b"0", blob + b"1"]
 
 
-# What the caller gets wrong is told before anything starts.
+# What the caller gets wrong is an error before anything starts.
 
 
 def test_per_rank_of_wrong_length_is_refused() -> None:
@@ -405,7 +378,7 @@ def test_ranks_that_cannot_start_say_why() -> None:
     assert len(outcomes.errors()) == 2
 
 
-@pytest.mark.parametrize("fn", [raise_needs_two, raise_builds_message, raise_local])
+@pytest.mark.parametrize("fn", [raise_needs_two, raise_local])
 def test_exception_that_cannot_be_pickled_keeps_its_traceback(fn: Callable[[], None], pool: RankPool) -> None:
     outcomes = pool.run(fn)
     for rank, error in outcomes.errors().items():
@@ -430,20 +403,6 @@ def test_value_that_cannot_be_pickled_or_unpickled_is_named(pool: RankPool) -> N
 # The time limit.
 
 
-def test_a_large_argument_waits_for_a_rank_that_starts_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = forkserver.Fork.start
-
-    def start_late(fork: forkserver.Fork) -> None:
-        start(fork)
-        assert fork.pid is not None
-        os.kill(fork.pid, signal.SIGSTOP)
-        threading.Timer(3.0, os.kill, (fork.pid, signal.SIGCONT)).start()
-
-    monkeypatch.setattr(forkserver.Fork, "start", start_late)
-    monkeypatch.setattr(ranks, "_STALL_SEC", 1)
-    assert run_ranks(add, 1, b"x" * 4_000_000, b"y").values() == [b"x" * 4_000_000 + b"y"]
-
-
 def test_ranks_past_the_limit_are_killed_and_say_where_they_were() -> None:
     started = time.monotonic()
     outcomes = run_ranks(hang_on_rank_1, 2, 1000, timeout_sec=2)
@@ -455,7 +414,7 @@ def test_ranks_past_the_limit_are_killed_and_say_where_they_were() -> None:
     assert "rank 1 still ran after 2 s and was killed" in str(error)
     assert f'test_ranks.py", line {sleeping} in hang_on_rank_1' in str(error)
     assert f'test_ranks.py", line {first + len(lines) - 1} in hang_on_rank_1' in str(failed(outcomes, 0))
-    assert [one.exit_code for one in outcomes] == [-signal.SIGKILL] * 2
+    assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2
 
 
 @pytest.mark.slow
@@ -496,7 +455,7 @@ def test_nothing_is_left(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before_fds, before_threads = open_fds(), threading.active_count()
     with RankPool(2) as pool:
-        seen = [one["sid"] for one in pool.run(surroundings).values()]
+        seen = [rank["sid"] for rank in pool.run(surroundings).values()]
         assert started() == set(seen), "the ranks and no helper"
         assert all(in_session(sid) for sid in seen)
     assert started() == set()
@@ -644,28 +603,17 @@ def test_a_pool_keeps_its_processes(pool: RankPool) -> None:
 
 
 def unix_sockets() -> list[str]:
-    """The names of this process's sockets on this host: "" for one of a pair, which nobody can reach by a name."""
-    found = []
+    """Return the names of this process's sockets on this host: "" for one of a pair, which no name leads to."""
+    names = []
     for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
-            if one.family == socket.AF_UNIX:
-                found.append(str(one.getsockname()))
-    return found
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+            if duplicate.family == socket.AF_UNIX:
+                names.append(str(duplicate.getsockname()))
+    return names
 
 
 def test_parent_and_ranks_talk_over_sockets_without_a_name() -> None:
     assert run_ranks(unix_sockets, 2).values() == [[""]] * 2
-
-
-@pytest.mark.slow
-def test_call_on_a_pool_takes_less_than_5_ms(pool: RankPool) -> None:
-    pool.run(pid)
-    times_sec = []
-    for _ in range(50):
-        started = time.perf_counter()
-        pool.run(pid)
-        times_sec.append(time.perf_counter() - started)
-    assert sorted(times_sec)[5] < 0.005
 
 
 @pytest.mark.parametrize("fn", [only_rank_0_reduces, leave_group, raise_on_rank_1])
@@ -677,21 +625,11 @@ def test_a_group_out_of_step_is_not_used_again(fn: Callable[[], None], pool: Ran
     assert not set(pool.run(pid).values()) & set(pids)
 
 
-def test_a_function_may_join_again_by_the_environment(pool: RankPool) -> None:
-    assert pool.run(leave_and_join_again).values() == [2.0, 2.0]
-
-
 def test_a_pool_recovers_from_a_death(pool: RankPool) -> None:
     pids = pool.run(pid).values()
     outcomes = pool.run(end_on_rank_1, die)
     assert isinstance(failed(outcomes, 1), RankDied)
     assert not set(pool.run(pid).values()) & set(pids)
-    assert pool.run(all_reduced, 1.0).values() == [2.0, 2.0]
-
-
-@pytest.mark.slow
-def test_a_pool_recovers_from_a_timeout(pool: RankPool) -> None:
-    assert isinstance(failed(pool.run(hang_on_rank_1, 1000, timeout_sec=0.5), 1), RankTimedOut)
     assert pool.run(all_reduced, 1.0).values() == [2.0, 2.0]
 
 

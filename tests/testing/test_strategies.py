@@ -17,12 +17,12 @@ def test_plain_numbers_are_drawn(kind: type) -> None:
 @pytest.mark.parametrize("shape", [(), (1,)], ids=["0-d", "one element"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_float_tensors_are_drawn(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    found = find(
+    tensor = find(
         leaf_values(), lambda value: isinstance(value, torch.Tensor) and (value.dtype, value.shape) == (dtype, shape)
     )
-    assert found.dtype is dtype
+    assert tensor.dtype is dtype
 
 
 def test_whole_tensors_are_drawn() -> None:
-    found = find(leaf_values(), lambda value: isinstance(value, torch.Tensor) and value.dtype is torch.int64)
-    assert found.shape == (1,)
+    tensor = find(leaf_values(), lambda value: isinstance(value, torch.Tensor) and value.dtype is torch.int64)
+    assert tensor.shape == (1,)
