@@ -67,14 +67,8 @@ def _lightning() -> Variant:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
-    extras = (
-        "logger",
-        "enable_checkpointing",
-        "enable_progress_bar",
-        "enable_model_summary",
-        "use_distributed_sampler",
-    )
-    off = dict.fromkeys(extras, False)
+    shown = [f"enable_{what}" for what in ("checkpointing", "progress_bar", "model_summary")]
+    off = dict.fromkeys(("logger", "use_distributed_sampler", *shown), False)
 
     def run(_: int) -> tuple[float, float]:
         model = Model()

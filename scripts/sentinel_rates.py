@@ -1,6 +1,6 @@
 """Measure what the sentinel finds: bits that flip in a small transformer, and steps in which none does.
 
-    scripts/launch.sh dev python scripts/sentinel_rates.py [--dtypes NAME...] [--flips N] [--clean N] [--json PATH]
+    scripts/launch.sh dev python scripts/sentinel_rates.py [--dtypes NAME...] [--flips N] [--clean N]
 
 In each dtype, which all of the model is in (float16 with a GradScaler):
 
@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import random
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -301,10 +299,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=list(dtypes), help="default: all of them")
     parser.add_argument("--flips", type=int, default=5400, metavar="N", help="bits to flip (default 5,400)")
     parser.add_argument("--clean", type=int, default=20_000, metavar="N", help="steps without a fault (default 20,000)")
-    parser.add_argument("--json", metavar="PATH", help="write every flip and what found it")
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(line_buffering=True)  # each part takes minutes
-    rows: list[dict[str, Any]] = []
     for name in args.dtypes:
         dtype = dtypes[name]
         print(f"{name}\n")
@@ -312,9 +308,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             trials, false_alarms = on_ranks(flip_bits, 3, 0, args.flips, dtype)
             print(report(trials, _BITS[dtype]))
             print(f"false alarms in the {args.flips:,} clean steps between: {dict(false_alarms) or 0}\n")
-            rows += [{"dtype": name, **dataclasses.asdict(trial)} for trial in trials]
-        if args.json:
-            Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
         if args.clean:
             alarms = on_ranks(train_cleanly, 2, args.clean, dtype)
             print(f"alarms in {args.clean:,} steps without a fault: { ({layer: alarms[layer] for layer in REACH}) }\n")
