@@ -413,20 +413,6 @@ def test_broadcast_is_not_blamed_for_the_buffers_of_receivers(tmp_path: Path) ->
     assert blamed(step) == []
 
 
-def test_received_nan_is_traced_to_the_sender(tmp_path: Path) -> None:
-    step = two_ranks(
-        tmp_path,
-        {
-            LOG_0: forward(leaf(), out=leaf()),
-            RECV.format(0): collective(out=BAD, src=1),
-            "Torch.mul.0.forward": forward(BAD, out=leaf(NAN, NAN, (9,))),
-        },
-        {LOG_0: forward(leaf(), out=BAD), SEND.format(0): collective(BAD, dst=0)},
-    )
-    assert blamed(step) == [(1, "computation", LOG_0)]
-    assert findings(step)["unmatched"] == []
-
-
 def test_collectives_of_different_groups_are_matched_separately(tmp_path: Path) -> None:
     """Ranks 0 and 1 meet twice in one group; rank 1's number counts a third collective, of another group."""
     of_another_group = collective(FINE, out=FINE, ranks=(1,), group="0000bbbb")
