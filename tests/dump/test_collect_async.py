@@ -142,3 +142,33 @@ def test_error_of_the_device_costs_no_entry(tmp_path: Path, monkeypatch: pytest.
     entries = json.loads((directory / "dump.json").read_text())["data"]
     assert list(entries) == ["Torch.ones.0.forward", "Tensor.exp.0.forward", "Tensor.sin.0.forward"]
     assert entries["Tensor.sin.0.forward"]["output"][0]["shape"] == [3]
+
+
+class BusyStream:
+    """A stream of which no event ends."""
+
+    stream_id, device = 7, torch.device("cpu")
+
+    def wait_stream(self, stream: BusyStream) -> None:
+        pass
+
+    def record_event(self) -> BusyStream:
+        return self
+
+    def query(self) -> bool:
+        return False
+
+
+def test_copies_that_are_measured_beside_the_program_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, side, entered = BusyStream(), BusyStream(), list[BusyStream]()
+    on_a_device(monkeypatch)
+    monkeypatch.setattr("ddpstats.dump.record.leaves.new_stream", lambda device: side)
+    monkeypatch.setattr("ddpstats.dump.record.leaves._COPIED_BYTES", 100)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *device: program)
+    monkeypatch.setattr(torch.accelerator, "set_stream", entered.append)
+    with StatsDump({"dump_path": str(tmp_path), "async_dump": True, "statistics": {"data_mode": ["input"]}}):
+        torch.ones(20).exp()
+        torch.ones(10).exp()  # its copy is too large beside the first
+    assert entered.count(side) == 1
