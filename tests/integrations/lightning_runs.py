@@ -360,7 +360,7 @@ def of_ten_more_validation_batches(how: str) -> list[int]:
 
 
 class Adding(Logging):
-    """Adds what its batches give to a window. Has no hook of its own at the end of a batch."""
+    """A module that adds its batches' stats to a window, without a hook at the end of a batch."""
 
     def __init__(self, window: ddpstats.StatsWindow) -> None:
         super().__init__({"validation_step": lambda rank, i: [("v", 1.0, EPOCH)]})
@@ -502,7 +502,7 @@ def left_by_callback() -> tuple[bool, bool]:
     return clean, all(value is before[name] for name, value in library.objects().items())
 
 
-# -- programs that are not alike on all ranks, or unusual ------------------------------------------------------------
+# -- programs that differ between ranks, or are unusual --------------------------------------------------------------
 
 
 def trainers_of_one_rank() -> Any:

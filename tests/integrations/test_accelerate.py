@@ -143,7 +143,7 @@ def test_the_last_batch_loses_its_copies_but_no_numbers(two_ranks: RankPool) -> 
 
 
 def test_a_result_is_on_the_ranks_device_or_on_the_accelerators() -> None:
-    """What a rank lacked, or passed as a number, is on the accelerator. No public call shows it without a GPU."""
+    """Values that a rank lacked or passed as numbers are on the accelerator; no public call shows it without a GPU."""
     combined = {"own": torch.ones(1), "number": torch.ones(1), "lacked": torch.ones(1)}
     result = accelerate._like({"number": 1, "own": torch.zeros(1)}, combined, torch.device("meta"))
     assert {key: value.device.type for key, value in result.items()} == {

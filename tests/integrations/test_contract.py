@@ -38,7 +38,7 @@ class Library:
 
     Args:
         package: what is imported.
-        replaced: module -> names that `install` binds to something else, at least one in each class that it changes.
+        replaced: module -> names that `install` binds to other objects, at least one in each class that it changes.
         differences: versions of the library that are to be left.
         module: the last part of the integration's name.
     """

@@ -148,7 +148,7 @@ NONE_IN_VALIDATION = [Script(step(A), script.valid) for script in NONE]
     ("scripts", "train"), [(NONE, {**A, "loss": 2.0}), (NONE_IN_VALIDATION, A)], ids=["in both", "in validation"]
 )
 def test_none_on_one_rank_is_absent_there(pool: RankPool, scripts: list[Script], train: dict[str, float]) -> None:
-    """In training the trainers drop None: the ranks hold another number of keys."""
+    """The trainers drop None in training: there the ranks hold another number of keys."""
     ours = installed(pool, scripts)
     assert (ours.train, ours.valid) == ([train], [{"a": 1.0, "loss": 2.0}])
 

@@ -199,7 +199,7 @@ def test_a_trainer_of_one_rank_waits_for_no_other(two_ranks: RankPool) -> None:
 
 
 def test_a_rank_without_batches_has_the_keys_of_the_others(two_ranks: RankPool) -> None:
-    """Also EarlyStopping's decision, which is a collective of its own."""
+    """EarlyStopping's decision, which is another collective, is made there, too."""
     expected = {"v/dataloader_idx_0": 1.5, "v/dataloader_idx_1": 5.0}
     assert two_ranks.run(runs.without_batches, "install", True).values() == [(expected, 2)] * 2
     assert two_ranks.run(runs.without_batches, "install", False).values() == [({"v": 1.0}, 2)] * 2

@@ -40,14 +40,16 @@ def test_keys_and_conflicts_are_as_with_the_other_package(ranks: RankPool, how: 
     lightning.test_conflicts_are_the_same_error_on_every_rank(ranks, "two reductions", 0, how)
 
 
-@pytest.mark.parametrize(("hidden", "there"), [("lightning", "pytorch_lightning"), ("pytorch_lightning", "lightning")])
-def test_one_of_the_two_packages_is_enough_under_either_name(hidden: str, there: str) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "installed"), [("lightning", "pytorch_lightning"), ("pytorch_lightning", "lightning")]
+)
+def test_one_of_the_two_packages_is_enough_under_either_name(hidden: str, installed: str) -> None:
     code = (
         f"import sys, warnings; sys.modules[{hidden!r}] = None; warnings.simplefilter('ignore')\n"
         f"import ddpstats.integrations as ours; print(ours.install({hidden!r}))\n"
         "from ddpstats.integrations.lightning import DdpstatsCallback, DdpstatsNaNCapture\n"
-        f"import {there} as there\n"
-        "callback = getattr(there, 'pytorch', there).Callback\n"
+        f"import {installed} as library\n"
+        "callback = getattr(library, 'pytorch', library).Callback\n"
         "assert issubclass(DdpstatsCallback, callback) and issubclass(DdpstatsNaNCapture, callback)\n"
         "print(ours.uninstall())"
     )

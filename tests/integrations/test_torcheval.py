@@ -135,5 +135,5 @@ def test_conflicts_are_the_same_error_on_every_rank(two_ranks: RankPool) -> None
 
 def test_collectives_do_not_grow_with_the_states(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.counts, True).values() == [[(2, 0), (2, 0)]] * 2
-    for one, forty in two_ranks.run(runs.counts, False).values():
-        assert forty[1] == 40 * one[1] > 0
+    for single, forty in two_ranks.run(runs.counts, False).values():
+        assert forty[1] == 40 * single[1] > 0

@@ -30,8 +30,8 @@ class Totals(Metric[dict[Any, float]]):
         return self
 
     def merge_state(self, others: Iterable[Totals]) -> Totals:
-        for other in others:
-            for key, value in other.totals.items():
+        for metric in others:
+            for key, value in metric.totals.items():
                 self.totals[key] = self.totals[key] + value if key in self.totals else value
         return self
 
@@ -51,8 +51,8 @@ class Holder(Metric[Any]):
         return self
 
     def merge_state(self, others: Iterable[Holder]) -> Holder:
-        for other in others:
-            self.state = self.state + other.state
+        for metric in others:
+            self.state = self.state + metric.state
         return self
 
     def compute(self) -> Any:
@@ -86,7 +86,7 @@ def plain(result: Any) -> Any:
 
 
 def documented() -> dict[str, Metric[Any]]:
-    """One metric per kind of state, updated by this rank with values of its own."""
+    """Return one metric per kind of state, updated by this rank with its values."""
     generator = torch.Generator().manual_seed(dist.get_rank())
 
     def rand(*shape: int) -> torch.Tensor:
@@ -160,14 +160,14 @@ def members_of_others() -> dict[str, Any]:
 
     with installed(torcheval):
         results = toolkit.sync_and_compute_collection(members)
-        found = {
+        answers = {
             "order": list(results),
             "results": results,
             "of the others": toolkit.sync_and_compute_collection(both()),
             "states": toolkit.get_synced_state_dict_collection(both()),
             "collectives": [_steady({"all": mean(1.0)}), _steady(members)],
         }
-    return {name: plain(value) for name, value in found.items()}
+    return {name: plain(value) for name, value in answers.items()}
 
 
 class Pair(Holder):

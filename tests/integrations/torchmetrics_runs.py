@@ -453,7 +453,7 @@ def _five(**kwargs: Any) -> tm.MetricCollection:
 
 
 def collectives() -> list[dict[str, int]]:
-    """Count those of one compute: of stock's collection of five, of ours, and of one metric; all, and the user's."""
+    """Count the collectives, all and the user's, of one compute: of stock's five metrics, of five here, and of one."""
 
     def counted(make: Callable[[], Any]) -> dict[str, int]:
         with count_collectives() as seen, on_group(dist.group.WORLD) as on_users:
@@ -469,7 +469,7 @@ def collectives() -> list[dict[str, int]]:
 
 
 def alone_in_a_group() -> list[Any]:
-    """Return values and collectives of stock and of ours, of each rank in a group of its own."""
+    """Return values and collectives, stock and installed, where each rank is alone in a group."""
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     results = []
     for install in (False, True):

@@ -77,7 +77,7 @@ def trainer_of(folder: str, on_batch: Callable[[Any, Any], None], **settings: An
 
 
 def reduced_in_each_step(folder: str) -> list[Row]:
-    """Each rank has a key of its own."""
+    """Reduce in each step, where each rank has another key."""
 
     def on_batch(trainer: Any, model: Any) -> None:
         reduced = ddpstats.reduce_stats({"l1" if dist.get_rank() == 0 else "snr": 1.0 - 2 * dist.get_rank()})
@@ -140,10 +140,10 @@ def a_name_of_the_trainer(folder: str) -> tuple[Row, str]:
         loggers.write_window(trainer, window, prefix="window/", per_rank=True)
         trainer.train()
         reset_accelerate()
-        other = trainer_of(folder, on_batch, max_steps=2, logging_steps=2)
-        loggers.write_window(other, window)
+        second = trainer_of(folder, on_batch, max_steps=2, logging_steps=2)
+        loggers.write_window(second, window)
         try:
-            other.train()
+            second.train()
         except ddpstats.ConfigError as error:
             return dict(trainer.state.log_history[0]), str(error)
         return dict(trainer.state.log_history[0]), "nothing"

@@ -76,7 +76,7 @@ def _grid(pool: RankPool, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def _grid_of_threads(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Each with gloo groups of its own."""
+    """Call the function in threads, whose grids make their gloo groups."""
     ranks, store = tuple(range(world_size)), dist.HashStore()  # type: ignore[attr-defined]
 
     def play(rank: int) -> Any:

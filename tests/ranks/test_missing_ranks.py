@@ -191,7 +191,7 @@ def interrupt_rank_0() -> tuple[list[float], Missed]:
 
 
 def test_rank_that_is_interrupted_in_a_call_is_missing_and_says_why(two_ranks: RankPool) -> None:
-    """No result contains the numbers that the interrupted rank handed in later."""
+    """Numbers that the interrupted rank handed in later are part of no result."""
     (_, missed_by_rank_0), (values, missed_by_rank_1) = two_ranks.run(interrupt_rank_0, timeout_sec=LIMIT_SEC).values()
     assert set(values) <= {15.0}
     missed = agreed([missed_by_rank_0, missed_by_rank_1])

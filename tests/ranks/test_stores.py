@@ -64,18 +64,18 @@ def test_a_look_writes_nothing_and_finds_what_is_new(kind: str, tmp_path: Path) 
         "tcp": lambda: TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False),
     }
     store = bounded(stores[kind]())
-    mine, theirs = StoreLog(store, "log"), StoreLog(store, "log")
-    assert (mine.unread(), store.counted("log")) == ({}, 0)
+    reader, writer = StoreLog(store, "log"), StoreLog(store, "log")
+    assert (reader.unread(), store.counted("log")) == ({}, 0)
     for number in range(3):
-        theirs.append(number % 2, f"note {number}")
-        assert mine.unread() == {number % 2: f"note {number}".encode()}
+        writer.append(number % 2, f"note {number}")
+        assert reader.unread() == {number % 2: f"note {number}".encode()}
         before = written.read_bytes() if kind == "file" else b""
-        assert (mine.unread(), store.counted("log"), store.counted("nowhere")) == ({}, number + 1, 0)
+        assert (reader.unread(), store.counted("log"), store.counted("nowhere")) == ({}, number + 1, 0)
         assert before == (written.read_bytes() if kind == "file" else b"")
-    assert theirs.unread() == {0: b"note 2", 1: b"note 1"}
+    assert writer.unread() == {0: b"note 2", 1: b"note 1"}
     for foreign in ("", "3", "note 3", "-1 note", "1"):
         store.set(f"log/{store.add('log', 1)}", foreign)
-    assert mine.unread() == {1: b"", 3: b""}
+    assert reader.unread() == {1: b"", 3: b""}
 
 
 def test_a_look_never_waits_for_a_key_that_another_rank_deletes() -> None:

@@ -73,11 +73,11 @@ def all_ready(programs: Sequence[Program], directory: Path) -> Iterator[None]:
 
 def lose_link(hosts: Hosts, ranks: int, directory: Path, function: str, *arguments: str) -> list[list[Attempt] | None]:
     """Take the link down when all ranks are ready, and return what each prints. All ranks but 0 are on the far host."""
-    near, far, here, there = hosts
-    programs = [start_rank(near, here, 0, ranks, directory, function, *arguments)]
-    programs += [start_rank(far, there, rank, ranks, directory, function, *arguments) for rank in range(1, ranks)]
+    near, far, near_link, far_link = hosts
+    programs = [start_rank(near, near_link, 0, ranks, directory, function, *arguments)]
+    programs += [start_rank(far, far_link, rank, ranks, directory, function, *arguments) for rank in range(1, ranks)]
     with all_ready(programs, directory):
-        ip("-n", near, "link", "set", here, "down")
+        ip("-n", near, "link", "set", near_link, "down")
         (directory / "down").touch()
         printed = [program.finish(LIMIT_SEC).stdout for program in programs]
     return [None if not text else [Attempt(*values) for values in json.loads(text)] for text in printed]

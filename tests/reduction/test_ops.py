@@ -39,8 +39,8 @@ class LargestSize(Marker):
 
 def reduced(values: list[float]) -> tuple[Any, ...]:
     stats = {"norm": Norm(torch.tensor(values)), "size": LargestSize(values[0]), "loss": 1.0}
-    found = ddpstats.reduce_stats(stats, per_rank=True)
-    return found.values, found.weights["norm"], found.by_rank["norm"].values, dict(found.entries())["norm"].op
+    result = ddpstats.reduce_stats(stats, per_rank=True)
+    return result.values, result.weights["norm"], result.by_rank["norm"].values, dict(result.entries())["norm"].op
 
 
 def test_marker_from_outside_is_reduced_over_ranks(two_ranks: RankPool) -> None:
@@ -76,7 +76,7 @@ def unregistered() -> Iterator[None]:
 
 
 def test_op_that_a_rank_does_not_know_is_named(unregistered: None) -> None:
-    """Threads share the registry: the op is taken out of it after the stats were taken apart."""
+    """Threads share the registry: the op is removed from it after the stats were flattened."""
     encoded = flatten({"a": Norm(1.0)}).structure.encoded
     del OPS[NORM.name]
     with pytest.raises(ProtocolMismatch, match="a leaf of op 'test norm', which this rank does not know"):

@@ -62,7 +62,7 @@ def agreed(pool: RankPool, stats: list[Any], weight: Any = 1.0, **settings: Any)
     ],
 )
 def test_union_of_keys(two_ranks: RankPool, stats: list[Any], want: Any) -> None:
-    got = agreed(two_ranks, stats, name=f"union of {stats}")  # a layout of its own: keys keep the order of an older one
+    got = agreed(two_ranks, stats, name=f"union of {stats}")  # a new layout: keys keep the order of an older one
     assert got == want
     assert repr(got) == repr(want)
 

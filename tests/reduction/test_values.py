@@ -1,4 +1,4 @@
-"""`reduce_stats` takes real numbers of every library as leaves and weights, and refuses all else."""
+"""`reduce_stats` takes real numbers of every library as leaves and weights, and refuses what is no number."""
 
 from __future__ import annotations
 

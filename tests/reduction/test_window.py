@@ -101,7 +101,7 @@ def test_sums_of_the_largest_values_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("device", ["host", "device"])
 def test_flags_and_weights_that_are_none(device: str, request: pytest.FixtureRequest) -> None:
-    """In host memory they are refused at once, on a device by the flush."""
+    """The add refuses them in host memory, the flush on a device."""
     if device == "device":
         request.getfixturevalue("as_if_on_a_device")
     for stats, weight, where in (
@@ -428,7 +428,7 @@ class Event:
     def synchronize(self) -> None:
         Event.waits += 1
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, end: Event) -> float:
         return 5_000.0
 
     def record(self, stream: Any) -> None:
@@ -515,16 +515,15 @@ def test_cuda_is_not_initialised() -> None:
 
 def test_which_rank_it_was(two_ranks: RankPool) -> None:
     outcomes = two_ranks.run(runs.by_rank).values()
-    values, slowest, best, plain, text = outcomes[0]
+    values, slowest, plain, text = outcomes[0]
     assert repr(outcomes[1]) == repr(outcomes[0])
     own, nan = values.pop("own[0]"), values.pop("own[1]")
     assert values == {
         "loss": ((0 * 1 + 1 * 2 + 2 * 3) / 6, (1 * 1 + 2 * 2 + 3 * 3) / 6),
         "hot": (False, True),
-        "best": (-2.0, -1.0),
     }
     assert own == (None, 1e200)
     assert (nan[0], math.isnan(nan[1])) == (None, True)
-    assert (slowest, best, plain) == (1, -2.0, None)
+    assert (slowest, plain) == (1, None)
     assert text.startswith("ProtocolMismatch")
     assert "per_rank=True" in text

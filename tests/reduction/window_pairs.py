@@ -187,7 +187,7 @@ class Draw:
 
 
 def as_scalars(add: Add) -> RankStats:
-    """One add as the oracle takes it: each leaf of several elements as one mean with a weight of its own."""
+    """Return one add as the oracle takes it: each leaf of several elements is one mean with its own weight."""
     stats, weight = add
     elements = weight.tolist() if isinstance(weight, torch.Tensor) and weight.dim() else None
     return RankStats(_scalars(stats, elements), float(weight.sum() if isinstance(weight, torch.Tensor) else weight))

@@ -210,7 +210,6 @@ def by_rank() -> tuple[Any, ...]:
     with StatsWindow(name="by rank") as window:
         for step in range(3):
             stats: dict[str, Any] = {"loss": float(rank + step), "hot": AnyFlag(step == 2 and rank == 1)}
-            stats["best"] = Min(t(float(rank - step)))
             if rank == 1:
                 stats["own"] = [Mean(1e200, weight=4.0), math.nan]
             window.add(stats, weight=1.0 + step)
@@ -224,4 +223,4 @@ def by_rank() -> tuple[Any, ...]:
             text = f"{type(error).__name__}: {error}"
         assert reduced.by_rank is not None
         values = {path: own.values for path, own in reduced.flat_by_rank().items()}
-        return values, reduced.by_rank["loss"].max_rank, reduced.values["best"], plain.by_rank, text
+        return values, reduced.by_rank["loss"].max_rank, plain.by_rank, text

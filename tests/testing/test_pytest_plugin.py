@@ -301,9 +301,9 @@ def test_relative_imports_find_the_package_of_the_test(
     helper = "VALUE = 'own'\nclass Made:\n    pass"
     files = {"checks/__init__": "", "checks/inner/__init__": "from .. import helper as outer"}
     files |= {"other/checks/__init__": "", "other/checks/helper": "VALUE = 'another'"}
-    places = ["checks", "checks/inner"] + ["plain"] * (mode == "importlib")
-    for place in places:
-        files |= {f"{place}/helper": helper, f"{place}/test_{place.replace('/', '_')}": test}
+    packages = ["checks", "checks/inner"] + ["plain"] * (mode == "importlib")
+    for package in packages:
+        files |= {f"{package}/helper": helper, f"{package}/test_{package.replace('/', '_')}": test}
     for name, text in files.items():
         path = pytester.path / "project" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -311,7 +311,7 @@ def test_relative_imports_find_the_package_of_the_test(
     monkeypatch.setenv("PYTHONPATH", str(pytester.path / "project" / "other"), prepend=os.pathsep)
     what = ["project/checks"] + ["project/plain"] * (mode == "importlib")
     result = pytester.runpytest_subprocess("-p", PLUGIN, f"--import-mode={mode}", "--rootdir=project", *what)
-    result.assert_outcomes(passed=len(places))
+    result.assert_outcomes(passed=len(packages))
 
 
 @pytest.mark.slow
@@ -327,7 +327,7 @@ def test_unmarked_tests_do_not_import_torch(tmp_path: Path) -> None:
 
 
 def test_entry_point_has_the_name_of_the_module() -> None:
-    """With another name, ``-p`` and the module's name would register the plugin once more, which pytest refuses."""
+    """Pytest refuses a plugin that ``-p`` registers once more, under another name."""
     settings = configparser.ConfigParser(delimiters=["="])
     settings.read(ROOT / "setup.cfg")
     assert settings["options.entry_points"]["pytest11"].split() == [PLUGIN, "=", PLUGIN]

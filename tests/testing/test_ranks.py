@@ -116,7 +116,7 @@ def hang_with_child(path: str) -> None:
 
 
 def die_with_forked_child(path: str) -> None:
-    """The child inherits the rank's socket, so that the socket alone does not tell that the rank is gone."""
+    """Die while a child holds the rank's socket: the socket alone does not show that the rank is gone."""
     child = os.fork()
     if child == 0:
         time.sleep(1000)
