@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddpstats import NaNCapture
+from ddpstats._observe.gradients import GradientWatch
 from ddpstats.capture import CaptureVerdict
 from tests.capture.capture_runs import LossOf, captured, planted
 from tests.training import Batch, Net, batch_of, loss_of, make_model, rank
@@ -312,3 +313,16 @@ def with_hooks(dirpath: str, case: str) -> CaptureVerdict:
         1,
         batch_of=planted({(0, member, 0): torch.nan for member in bad_ranks}, "y"),
     ).verdicts[0]
+
+
+def gradients_kept(reduces: bool) -> int | None:
+    """Return how many gradients are kept of a pass with a NaN in each; None where they may not be this rank's own."""
+    module = make_model()
+    hooked(mean_of if reduces else torch.clone, module)
+    watch = GradientWatch(module)
+    watch.begin()
+    (loss_of(module, batch_of(0)) * torch.nan).backward()  # type: ignore[no-untyped-call]
+    watch.end()
+    watch.close()
+    kept = watch.arrivals[-1].own_gradients()
+    return None if kept is None else len(kept)

@@ -105,3 +105,8 @@ def test_a_nan_that_two_of_three_ranks_shared_has_no_culprit(three_ranks: RankPo
     verdict = same(three_ranks.run(runs.with_hooks, str(tmp_path), "shared").values())
     assert (verdict.kind, verdict.culprit_ranks) == ("nonfinite", ())
     assert "gradients are not finite on ranks 1, 2" in verdict.message
+
+
+def test_gradients_that_hooks_may_have_reduced_are_not_kept_as_this_ranks_own(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.gradients_kept, True).values() == [None, None]
+    assert two_ranks.run(runs.gradients_kept, False).values() == [6, 6]
