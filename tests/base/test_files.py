@@ -43,6 +43,12 @@ def test_private_file_can_be_read_by_its_owner_alone_under_any_umask(tmp_path: P
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
 
 
+def test_writing_a_file_leaves_the_umask_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The umask is the whole process's: for a moment, files of other threads would be open to everybody."""
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was set"))
+    replace_file(tmp_path / "file", lambda file: file.write(b""))
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_error_while_writing_leaves_the_old_file_and_no_other(tmp_path: Path, error: BaseException) -> None:
     path = tmp_path / "file"
