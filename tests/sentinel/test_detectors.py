@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 from numpy import float32
 
+from ddpstats._ranks.gather import decode, encode
 from ddpstats.sentinel.thresholds import (
     ERROR,
     NORMAL,
@@ -22,8 +23,10 @@ from ddpstats.sentinel.thresholds import (
     Rule,
     SentinelSettings,
     State,
+    alarm_tree,
     log_lines,
     read_settings,
+    threshold_finding,
 )
 from tests.sentinel import mindspore_log
 
@@ -209,6 +212,16 @@ def test_lines_of_v3_have_the_fields_of_the_host_detector() -> None:
         f"{prefix}A value is normal: {named}, {rest}",
         f"{prefix}upper_thresh1 = [1e+06], upper_thresh2 = [100], min_steps = [10], mode = [2]",
     ]
+
+
+def test_a_nan_of_another_rank_arrives_as_the_value_of_its_alarm() -> None:
+    check = Check(2, "blocks.0.norm", 5, 0, ERROR, NAN, {"pre": NAN, "min": 0.5, "checks": 7.0})
+    finding = threshold_finding({0: None, 2: decode(encode(alarm_tree([check])))})
+    assert finding is not None
+    assert (finding.culprit_ranks, finding.name) == ((2,), "blocks.0.norm")
+    assert finding.value is not None
+    assert math.isnan(finding.value)
+    assert "rank 2: blocks.0.norm, micro-batch 0: value nan after 7 checks (pre nan, min 0.5)" in finding.text
 
 
 # -- sentence by sentence ---------------------------------------------------------------------------------------------
