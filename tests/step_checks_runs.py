@@ -268,6 +268,73 @@ def unlike(dirpath: str, how: str) -> tuple[tuple[str, str], bool]:
         return error, ok
 
 
+def raises_in_its_micro_batch(dirpath: str) -> tuple[str, str]:
+    """Return the error of the second step, where rank 1 raises in its micro-batch."""
+    try:
+        with contextlib.ExitStack() as stack:
+            checks, model = _entered(plan := Plan(dirpath, parts=("capture", "sentinel"), wrap="alone"), stack)
+            assert checks.capture is not None
+            assert checks.together is not None
+            _backward(plan, checks, model, 0)
+            checks.together.step()
+            with checks.capture.micro_batch(batch_of(1, 0)):
+                if rank() == FAULTY_RANK:
+                    raise ValueError("label 17 of 3")
+            return error_of(checks.together.step)
+    except ValueError as error:
+        return _error(error)
+
+
+def scaled(dirpath: str, together: bool) -> list[tuple[str, bool, int]]:
+    """Train under a GradScaler whose scale is too large at first; rank 1 has no batch in the last step.
+
+    Returns for each step the verdict of capture, whether the sentinel's is ok, and how many collectives they took.
+    """
+    model = model_of("alone")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1000)
+    steps: list[tuple[str, bool, int]] = []
+    with (
+        NaNCapture(dirpath, model=model, optimizer=optimizer, scaler=scaler) as capture,
+        Sentinel(model, mode=2, scaler=scaler) as sentinel,
+    ):
+        checks = StepChecks(capture=capture, sentinel=sentinel)
+        for step in range(6):
+            batch = batch_of(step, 0)
+            if step < 5 or rank() != FAULTY_RANK:
+                with capture.micro_batch(batch), sentinel.micro_batch(batch):
+                    scaler.scale(model(batch["x"]).square().sum()).backward()
+            _reduce_gradients(model)
+            scaler.unscale_(optimizer)
+            with count_collectives() as seen:
+                if together:
+                    verdicts = checks.step()
+                    verdict, ok = verdicts.capture, verdicts.sentinel is not None and verdicts.sentinel.ok
+                else:
+                    verdict, ok = capture.check(), sentinel.step().ok
+            assert verdict is not None
+            steps.append((verdict.kind, ok, seen.total))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return steps
+
+
+def _reduce_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(parameter.grad)
+
+
+def other_settings(dirpath: str) -> tuple[str, str]:
+    """Return the error of the first step where capture's ``keep`` differs."""
+    with contextlib.ExitStack() as stack:
+        checks, model = _entered(plan := Plan(dirpath, capture={"keep": 1 + rank()}), stack)
+        assert checks.together is not None
+        _backward(plan, checks, model, 0)
+        return error_of(checks.together.step)
+
+
 def another_mode() -> tuple[str, str]:
     with collective_guard("step" if rank() else "strict", timeout_sec=5) as guard:
         error = error_of(StepChecks(guard=guard).step)
@@ -317,6 +384,35 @@ def warned(dirpath: str) -> tuple[list[str], list[int], int]:
     with training.logged() as lines:
         outcome = train(plan)
     return lines, outcome.collectives, outcome.compared
+
+
+def alternating(dirpath: str) -> tuple[bool, list[int], int, int]:
+    """Take steps by the common call and by the own ones in turn.
+
+    Returns whether all common calls were ok, the steps that capture and sentinel counted, how many collectives the
+    guard saw, and how many it compared.
+    """
+    ok, numbers = True, []
+    with contextlib.ExitStack() as stack:
+        checks, model = _entered(plan := Plan(dirpath, guard={"check_every": 3}), stack)
+        assert checks.together is not None
+        assert checks.capture is not None
+        assert checks.sentinel is not None
+        assert checks.guard is not None
+        for step in range(8):
+            _backward(plan, checks, model, step)
+            if step % 4 < 2:
+                verdicts = checks.together.step()
+                ok = verdicts.ok and ok
+                assert verdicts.capture is not None
+                assert verdicts.sentinel is not None
+                numbers += [verdicts.capture.step, verdicts.sentinel.step]
+            else:
+                checks.guard.step()
+                numbers += [checks.capture.check().step, checks.sentinel.step().step]
+            model.zero_grad()
+        counters = checks.guard.counters
+        return ok, numbers, counters.collectives, counters.compared
 
 
 def comes_late(gave_up: Path) -> tuple[str, float]:

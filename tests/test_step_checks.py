@@ -139,6 +139,26 @@ def test_nothing_more_is_computed_or_read_than_by_the_own_calls(
     assert ("aten._local_scalar_dense.default" in together) == ("capture" in parts)
 
 
+@pytest.mark.slow
+def test_own_calls_may_alternate_with_the_common_one(two_ranks: RankPool, tmp_path: Path) -> None:
+    for ok, numbers, collectives, compared in two_ranks.run(runs.alternating, str(tmp_path)).values():
+        assert ok
+        assert numbers == [step for step in range(8) for _ in range(2)]
+        assert collectives == compared
+
+
+@pytest.mark.slow
+def test_verdicts_under_a_grad_scaler_are_those_of_the_own_calls(two_ranks: RankPool, tmp_path: Path) -> None:
+    together = two_ranks.run(runs.scaled, str(tmp_path), True).values()
+    apart = two_ranks.run(runs.scaled, str(tmp_path), False).values()
+    verdicts = [(kind, ok) for kind, ok, _ in together[0]]
+    assert together[0] == together[1]
+    assert verdicts == [(kind, ok) for kind, ok, _ in apart[0]]
+    assert verdicts[0] == ("scaler_skip", True)
+    assert verdicts[-1] == ("ok", True)
+    assert together[0][-1][2] == 1
+
+
 def test_step_checks_work_without_a_process_group(tmp_path: Path) -> None:
     outcome = runs.train(Plan(str(tmp_path), wrap="alone", faults=("nan",)))
     assert outcome.reports == []
@@ -188,6 +208,22 @@ def test_ranks_that_do_something_else_are_named_on_all(
     assert kind == error
     assert all(line in text for line in lines), text
     assert is_judged_again
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_in_its_micro_batch_is_named_by_the_others(two_ranks: RankPool, tmp_path: Path) -> None:
+    (kind, text), second = two_ranks.run(runs.raises_in_its_micro_batch, str(tmp_path)).values()
+    two_ranks.restart()
+    assert kind == "RankMissing"
+    assert "rank 1 raised in step 1, micro-batch 0: ValueError: label 17 of 3" in text
+    assert second == ("ValueError", "label 17 of 3")
+
+
+def test_settings_that_differ_are_named_at_the_first_step(two_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = two_ranks.run(runs.other_settings, str(tmp_path)).values()
+    assert first == second
+    assert first[0] == "ConfigError"
+    assert "rank 0: keep=1\n  rank 1: keep=2" in first[1]
 
 
 def test_guards_of_different_modes(two_ranks: RankPool) -> None:
