@@ -218,6 +218,17 @@ def test_espnet_beside_install_and_with_a_rank_out_of_batches(two_ranks: RankPoo
     assert torch.equal(same.parameters, clean(two_ranks, "espnet", option=option))
 
 
+@pytest.mark.parametrize("is_off", [False, True], ids=["another loop", "DDPSTATS_DISABLE"])
+def test_espnet_is_left_alone_with_another_loop_or_where_ddpstats_is_disabled(
+    two_ranks: RankPool, tmp_path: Path, is_off: bool
+) -> None:
+    needs("espnet2")
+    for warnings, is_unchanged in two_ranks.run(runs.espnet_left_alone, str(tmp_path), is_off).values():
+        assert is_unchanged
+        assert len(warnings) == (0 if is_off else 1)
+        assert all("has Trainer.train_one_epoch(model, batches) where " in warning for warning in warnings)
+
+
 def test_espnet_with_continue_decides_as_always(two_ranks: RankPool, tmp_path: Path) -> None:
     scenario = Scenario("espnet", str(tmp_path / "continue"), "continue", bad=(1, 1))
     (went_on, _) = trained(two_ranks, scenario)

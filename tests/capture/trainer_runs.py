@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -359,6 +360,26 @@ def _espnet(scenario: Scenario, folder: str) -> _Run:
 def _espnet_attributes() -> tuple[Any, ...]:
     trainers: Any = importlib.import_module("espnet2.train.trainer")
     return vars(trainers.Trainer)["train_one_epoch"], trainers.torch, torch.nn.utils.clip_grad_norm_
+
+
+def espnet_left_alone(dirpath: str, is_off: bool) -> tuple[list[str], bool]:
+    """Return the warnings of `capture`, and whether espnet's trainer is unchanged inside of it.
+
+    ``is_off``: with DDPSTATS_DISABLE=1; otherwise espnet's trainer has another loop.
+    """
+    from ddpstats.integrations import espnet
+
+    trainers: Any = importlib.import_module("espnet2.train.trainer")
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        if is_off:
+            patch.setenv("DDPSTATS_DISABLE", "1")
+        else:
+            patch.setattr(trainers.Trainer, "train_one_epoch", classmethod(lambda cls, model, batches: None))
+        before = _espnet_attributes()
+        with espnet.capture(dirpath):
+            is_unchanged = _espnet_attributes() == before
+    return [str(warning.message) for warning in caught], is_unchanged
 
 
 def espnet_afterwards(dirpath: str) -> tuple[list[bool], bool]:
