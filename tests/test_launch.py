@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -135,6 +136,22 @@ def test_set_ups_add_up_and_print_nothing_when_nothing_is_missing(venv: Path) ->
     assert log.read_text() == asked
     (venv / "set-up-1").write_text("another setup.cfg\n")
     launch("test", DDPSTATS_VENV=str(venv))
+    assert log.read_text() != asked
+
+
+def test_environment_of_an_older_set_up_script_is_made_again(venv: Path, tmp_path: Path) -> None:
+    """A copy of what launch.sh reads is run before and after its set_up.py changes."""
+    for name in ("constraints.txt", "setup.cfg", "scripts/launch.sh", "scripts/set_up.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    log, command = tmp_path / "asked", ["bash", str(tmp_path / "scripts" / "launch.sh"), "test"]
+    subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_SEC)
+    asked = log.read_text()
+    subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_SEC)
+    assert log.read_text() == asked
+    with open(tmp_path / "scripts" / "set_up.py", "a") as file:
+        file.write("# it lists another requirement\n")
+    subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_SEC)
     assert log.read_text() != asked
 
 
