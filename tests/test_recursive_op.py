@@ -409,6 +409,16 @@ def test_reduce_dict_has_the_keys_of_all_ranks_on_every_rank(
     assert {(tensor.dtype, tensor.device.type) for tensor in rank0.values()} <= {(torch.float32, "cpu")}
 
 
+def test_reduce_dict_averages_integers_and_bools_in_the_default_float_dtype(two_ranks: RankPool) -> None:
+    by_rank = [
+        {"count": torch.tensor(1), "is_last": torch.tensor(True)},
+        {"count": torch.tensor(4), "is_last": torch.tensor(False)},
+    ]
+    for result in two_ranks.run(means, PerRank(by_rank)).values():
+        assert plain(result) == {"count": 2.5, "is_last": 0.5}
+        assert [tensor.dtype for tensor in result.values()] == [torch.float32] * 2
+
+
 def test_reduce_dict_rounds_no_sum_of_integers(two_ranks: RankPool) -> None:
     by_rank = [{"n": torch.tensor(16777217), "x": torch.tensor(1.0)}, {"n": torch.tensor(0), "x": torch.tensor(2.0)}]
     for result in two_ranks.run(sums, PerRank(by_rank)).values():
