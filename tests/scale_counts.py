@@ -23,7 +23,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.comm import ReduceOp
-from ddpstats._ranks.failure import FailureDetector, Membership, ProcessId
+from ddpstats._ranks.failure import FailureDetector, Membership, ProcessId, Verdict
 from ddpstats._ranks.store import BoundedStore
 from ddpstats._reduction.reducer import StatsReducer
 from ddpstats.guard import notes_shm
@@ -257,17 +257,30 @@ def waiting(world_size: int, looks: int) -> Phase:
     return _in_detectors(world_size, play, calls=looks)
 
 
+def missing_at_first_use(world_size: int, timeout_sec: float) -> Phase:
+    """Count what ranks ask at the first use of a group to which rank 0 never comes."""
+
+    def play(detector: FailureDetector) -> None:
+        if detector.rank:
+            _names_rank_0(detector.rendezvous(time.monotonic() + timeout_sec, 1.0))
+
+    return _in_detectors(world_size, play)
+
+
 def missing(world_size: int, timeout_sec: float) -> Phase:
     """Count what ranks ask in a collective that failed and to which rank 0 never comes."""
 
     def play(detector: FailureDetector) -> None:
         if detector.rank:
             now = time.monotonic()
-            verdict = detector.decide(1, "", is_broken=False, started=now, deadline=now + timeout_sec)
-            if verdict.missing != (0,):
-                raise RuntimeError(f"the verdict does not name the rank that is missing: {verdict}")
+            _names_rank_0(detector.decide(1, "", is_broken=False, started=now, deadline=now + timeout_sec))
 
     return _in_detectors(world_size, play)
+
+
+def _names_rank_0(verdict: Verdict | None) -> None:
+    if verdict is None or verdict.missing != (0,):
+        raise RuntimeError(f"the verdict does not name the rank that is missing: {verdict}")
 
 
 def _in_detectors(world_size: int, play: Callable[[FailureDetector], object], calls: int = 1) -> Phase:

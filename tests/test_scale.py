@@ -5,6 +5,8 @@ The table of docs/scale.md is compared with what is counted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from ddpstats._ranks.grid import GRID_FROM_RANKS, sides_of
@@ -82,9 +84,10 @@ def test_rendezvous_of_more_ranks_takes_no_more_requests_per_rank() -> None:
 
 
 @pytest.mark.slow
-def test_missing_rank_is_found_with_few_requests_per_look() -> None:
+@pytest.mark.parametrize("count", [counts.missing, counts.missing_at_first_use])
+def test_missing_rank_is_found_with_few_requests_per_look(count: Callable[..., Phase]) -> None:
     for size in (FEW, MANY):
-        waited = counts.missing(size, timeout_sec=1.0)
+        waited = count(size, timeout_sec=1.0)
         looks = waited.per_rank("looks")
         assert waited.per_rank("keys") <= 4 * looks + 30, (size, looks)
 
