@@ -18,6 +18,7 @@ import pytest
 
 from ddpstats import ConfigError
 from ddpstats.integrations import Installed, install, uninstall
+from tests import programs
 from tests.needs import imported, needs
 
 pytestmark = [
@@ -250,3 +251,14 @@ def test_a_library_that_is_not_installed_is_an_error_with_the_command(
             monkeypatch.setitem(sys.modules, each.package, None)
     with pytest.raises(ConfigError, match=rf"pip install 'ddpstats\[{library.module or library.name}\]'"):
         integration.install()
+
+
+def test_importing_an_integration_imports_no_library() -> None:
+    """Lightning's integration is left out: its callback is a class of Lightning's, so that it imports the library."""
+    names = [library.name for library in LIBRARIES if not library.module]
+    code = (
+        f"import importlib, sys\nfor name in {names}: importlib.import_module(f'ddpstats.integrations.{{name}}')\n"
+        f"print({ {library.package for library in LIBRARIES} } & set(sys.modules))"
+    )
+    done = programs.run(["-c", code], fresh=True)
+    assert done.stdout == "set()\n", done.stderr
