@@ -96,3 +96,9 @@ def test_words_choose_what_is_measured_and_json_holds_its_samples(tmp_path: Path
     assert "torch" in written["machine"]
     assert len(written["rows"][1]["samples"]) == 2
     assert written["rows"][1]["limit"] == 0.05
+
+
+def test_word_without_a_measurement_is_an_error_that_names_all() -> None:
+    done = programs.run([str(SCRIPTS / "bench.py"), "no such"], timeout=60, fresh=True)
+    assert done.returncode == 2
+    assert "no measurement has no such in its name; there are reduction, new_keys, memory" in done.stderr
