@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpstats.testing import pytest_plugin
 from tests import programs
 
 pytest_plugins = ("pytester",)
@@ -312,6 +313,16 @@ def test_relative_imports_find_the_package_of_the_test(
     what = ["project/checks"] + ["project/plain"] * (mode == "importlib")
     result = pytester.runpytest_subprocess("-p", PLUGIN, f"--import-mode={mode}", "--rootdir=project", *what)
     result.assert_outcomes(passed=len(packages))
+
+
+def test_long_output_is_cut_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest_plugin, "_SHOWN_BYTES", 4)
+    path = tmp_path / "output0"
+    assert pytest_plugin._end_of(path) == ""
+    path.write_text("four")
+    assert pytest_plugin._end_of(path) == "four"
+    path.write_text("more than four")
+    assert pytest_plugin._end_of(path) == "(10 bytes before this are left out)\nfour"
 
 
 @pytest.mark.slow
