@@ -7,12 +7,13 @@ import os
 import pathlib
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from ddpstats.testing import forkserver
+from ddpstats.testing import RankPool, forkserver, ranks
 from tests import programs
 
 
@@ -78,6 +79,20 @@ def test_server_that_cannot_start_is_an_error_and_long_directories_are_not(tmp_p
     answer, last = done.stdout.splitlines()[-2:]
     assert answer.startswith("the process that forks ranks has ended"), done.stderr
     assert last == "done"
+
+
+@pytest.mark.slow
+def test_rank_whose_end_is_not_reported_is_given_up_by_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank seems to run on, as one that the kernel holds in a driver, which SIGKILL does not end."""
+    monkeypatch.setattr(ranks, "_REAP_SEC", 0.1)
+    monkeypatch.setattr(ranks.RankPool._stop, "__defaults__", (0.1,))
+    with monkeypatch.context() as patched:
+        pool = RankPool(1)
+        pool.run(os.getpid).values()
+        patched.setattr(forkserver.Fork, "exitcode", None)
+        began = time.monotonic()
+        pool.close()
+        assert time.monotonic() - began < 10
 
 
 def test_module_that_starts_ranks_when_imported_says_so_on_its_ranks(

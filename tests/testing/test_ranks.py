@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpstats.testing import forkserver
+from ddpstats.testing import forkserver, ranks
 from ddpstats.testing.faults import die
 from ddpstats.testing.outcomes import (
     RankDied,
@@ -67,6 +67,10 @@ def surroundings() -> dict[str, Any]:
         "pid": os.getpid(),
         "cuda": torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
     }
+
+
+def temporary_directory() -> str:
+    return tempfile.gettempdir()
 
 
 def leave_another_environment() -> None:
@@ -265,6 +269,10 @@ def test_ranks_get_environment_session_and_one_thread() -> None:
         }
 
 
+def test_ranks_use_the_temporary_directory_of_their_environment(tmp_path: pathlib.Path) -> None:
+    assert run_ranks(temporary_directory, 1, env={"TMPDIR": str(tmp_path)}).values() == [str(tmp_path)]
+
+
 def test_environment_changed_by_a_function_is_restored_for_the_next_run(pool: RankPool) -> None:
     before = pool.run(surroundings).values()
     pool.run(leave_another_environment).values()
@@ -401,6 +409,20 @@ def test_value_that_cannot_be_pickled_or_unpickled_is_named(pool: RankPool) -> N
 
 
 # The time limit.
+
+
+def test_a_large_argument_waits_for_a_rank_that_starts_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = forkserver.Fork.start
+
+    def start_late(fork: forkserver.Fork) -> None:
+        start(fork)
+        assert fork.pid is not None
+        os.kill(fork.pid, signal.SIGSTOP)
+        threading.Timer(3.0, os.kill, (fork.pid, signal.SIGCONT)).start()
+
+    monkeypatch.setattr(forkserver.Fork, "start", start_late)
+    monkeypatch.setattr(ranks, "_STALL_SEC", 1)
+    assert run_ranks(add, 1, b"x" * 4_000_000, b"y").values() == [b"x" * 4_000_000 + b"y"]
 
 
 def test_ranks_past_the_limit_are_killed_and_say_where_they_were() -> None:
