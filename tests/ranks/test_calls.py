@@ -24,6 +24,17 @@ def workers() -> int:
     return sum(thread.name == "ddpstats" for thread in threading.enumerate())
 
 
+class Recording:
+    """A leaf that records which thread reads it."""
+
+    def __init__(self, value: float, seen: list[int]) -> None:
+        self.value, self.seen = value, seen
+
+    def __float__(self) -> float:
+        self.seen.append(threading.get_ident())
+        return self.value
+
+
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +177,22 @@ def test_an_error_surfaces_at_result_on_every_rank(two_ranks: RankPool) -> None:
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def threads_that_read() -> bool:
+    """Return whether the calling thread alone reads values, and a direct call starts no thread."""
+    seen: list[int] = []
+    before = workers()
+    reducer = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC)
+    reducer({"v": Recording(1.0, seen)})
+    is_direct = workers() == before
+    reducer.start({"v": Recording(2.0, seen)}).result()
+    reducer.close()
+    return is_direct and set(seen) == {threading.get_ident()}
+
+
+def test_direct_call_starts_no_thread_and_values_are_read_by_the_caller(two_ranks: RankPool) -> None:
+    assert two_ranks.run(threads_that_read, timeout_sec=LIMIT_SEC).values() == [True] * 2
 
 
 def threads_left() -> list[int]:
