@@ -25,6 +25,7 @@ from tests.integrations.on_ranks import (
     reset_accelerate,
     write,
 )
+from tests.integrations.window_adds import added
 
 # accelerate has no types
 Accelerator: Any = importlib.import_module("accelerate").Accelerator
@@ -148,6 +149,8 @@ def on_three_ranks() -> dict[str, Any]:
             "gathered numbers": it.gather_for_metrics(numbers),
             "nested": it.reduce(nested),
             "rows": it.gather(rows),
+            "no samples": it.gather({"p": of_this_rank(t([]), torch.ones(1, 2, dtype=torch.int64), t([]))}),
+            "large": it.reduce({"x": t(2**62 + dist.get_rank())}, "max"),
             "number and tensor": it.reduce({"x": of_this_rank(1, t(2.0), 3.5)}, "sum"),
             "containers": it.reduce(outputs, "mean"),
             "lacked a namedtuple": it.reduce({"p": Pair(t(1.0), 2)} if dist.get_rank() else {}),
@@ -192,6 +195,17 @@ def other_objects() -> list[Any]:
         ]
 
 
+def memory_of_results() -> list[Any]:
+    """Change the results; return what was passed, and whether the results require a gradient."""
+    with accelerator() as it:
+        own = f"only{dist.get_rank()}"
+        tree = {own: torch.ones(2, dtype=torch.float64), "w": torch.ones(2, requires_grad=True) * 2}
+        reduced, gathered = it.reduce(tree), it.gather(tree)
+        for value in (*reduced.values(), *gathered.values()):
+            value += 1
+        return [tree[own].tolist(), reduced["w"].requires_grad, gathered["w"].requires_grad]
+
+
 # -- conflicts --------------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +218,7 @@ def conflicts() -> dict[str, Failure]:
             "leaf": (it.gather, of_this_rank({"a": t(1.0)}, {"a": {"b": t(1.0)}})),
             "object": (it.reduce, {"a": of_this_rank(1, None)}),
             "calls": of_this_rank((it.reduce, {"a": 1}), (it.gather, {"a": 1})),
+            "reductions": (of_this_rank(it.reduce, operations.reduce), {"a": 1}),
             "afterwards": (it.reduce, {"a": 1}),
         }
         return {case: failure_of(*call) for case, call in cases.items()}
@@ -262,3 +277,26 @@ def reduced_for_trackers() -> list[tuple[int, dict[str, float]]]:
         reduced = ddpstats.reduce_stats({"loss": float(dist.get_rank()), own: 1.0})
         write("accelerate's trackers", accelerator=it, reduced=reduced, step=3)
     return kept.rows
+
+
+def windowed() -> tuple[list[tuple[int, dict[str, float]]], list[int]]:
+    """Train 34 steps of two batches; return the rows of each tenth and the last, and the collectives of each flush."""
+    kept, collectives = Kept(), []
+    with accelerator(False, log_with=kept, gradient_accumulation_steps=2) as it, ddpstats.StatsWindow() as window:
+        it.init_trackers("project")
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = it.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for index in range(68):
+            with it.accumulate(model):
+                it.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            stats = added(dist.get_rank(), index)
+            if stats is not None:
+                window.add(*stats)
+            step = (index + 1) // 2
+            if it.sync_gradients and (step % 10 == 0 or step == 34):
+                with count_collectives() as seen:
+                    write("accelerate's trackers", accelerator=it, reduced=window.flush(), step=step)
+                collectives.append(seen.total)
+    return kept.rows, collectives

@@ -409,6 +409,18 @@ def _trained(how: str, window: ddpstats.StatsWindow, attached: bool) -> int:
         return seen.total
 
 
+def windows_at_other_steps(folder: pathlib.Path) -> None:
+    """Rank 0 logs each second step and rank 1 each third. A rank that misses the other says so and ends as a script."""
+    with quietly(), ddpstats.StatsWindow(name="trainer") as window, tempfile.TemporaryDirectory() as root:
+        trainer = trainer_of(root, [], log_every_n_steps=2 + dist.get_rank())
+        loggers.write_window(trainer, window)
+        try:
+            trainer.fit(Adding(window), loader(6))
+        except ddpstats.RankMissing as error:
+            (folder / f"rank{dist.get_rank()}").write_text(f"misses {error.missing_ranks}")
+            os._exit(1)
+
+
 class Peeking(Logging):
     """Looks for the key right after it was logged."""
 

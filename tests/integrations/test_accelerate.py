@@ -10,6 +10,7 @@ import torch
 from ddpstats.integrations import accelerate
 from ddpstats.testing import RankPool
 from tests import programs
+from tests.integrations.window_adds import close, expected
 from tests.needs import Late, needs
 
 pytestmark = pytest.mark.library
@@ -131,6 +132,8 @@ def test_three_ranks_hold_the_union_each_key_over_its_holders(three_ranks: RankP
     )
     assert same(mixed["containers"]) == ("Output", [("a", (F32, 2.0)), ("b", (F32, 3.0))])
     assert rest["rows"] == ("dict", [("p", (F32, [[1.0] * 3, [1.0] * 3, [2.0] * 3]))])
+    assert rest["no samples"] == ("dict", [("p", ("int64", [[1, 1]]))])
+    assert rest["large"] == ("dict", [("x", ("int64", 2**62 + 2))])
     assert rest["number and tensor"] == ("dict", [("x", (F64, 6.5))])
     assert rest["low precision"] == ("dict", [("x", ("bfloat16", [258.0]))])  # 256 + 1 is 256 in bfloat16
 
@@ -153,6 +156,10 @@ def test_a_result_is_on_the_ranks_device_or_on_the_accelerators() -> None:
     }
 
 
+def test_results_share_no_memory_with_what_was_passed(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.memory_of_results).values() == [[[1.0, 1.0], False, False]] * 2
+
+
 def test_conflicts_are_the_same_error_on_every_rank(two_ranks: RankPool) -> None:
     errors = same(two_ranks.run(runs.conflicts).values())
     assert errors.pop("afterwards")[3] == "{'a': 2}"
@@ -162,6 +169,7 @@ def test_conflicts_are_the_same_error_on_every_rank(two_ranks: RankPool) -> None
         "leaf": ("SchemaConflict", (0, 1), "a"),
         "object": ("InvalidStats", (1,), "a"),
         "calls": ("ProtocolMismatch", (0, 1), None),
+        "reductions": ("ProtocolMismatch", (0, 1), None),
     }
     assert errors["shape"][3] == (
         "accelerate.reduce, 'sum': ranks of the default group of 2 ranks hold what cannot be combined under 'm/a':\n"
@@ -188,6 +196,17 @@ def test_a_reduction_is_written_to_the_trackers(two_ranks: RankPool) -> None:
     rows, of_rank_1 = two_ranks.run(runs.reduced_for_trackers).values()
     assert rows == [(3, {"loss": 0.5, "only0": 1.0, "only1": 1.0})]
     assert of_rank_1 == []  # accelerate's trackers write on one rank
+
+
+def test_a_window_is_written_to_the_trackers(two_ranks: RankPool) -> None:
+    """A flush is one collective each ten steps; ranks exchange new keys in one more, where there are any."""
+    (rows, collectives), (of_rank_1, also) = two_ranks.run(runs.windowed).values()
+    assert of_rank_1 == []
+    assert collectives == also
+    assert collectives[1:] == [1, 1, 1]
+    assert [step for step, _ in rows] == [10, 20, 30, 34]
+    for (_, row), first in zip(rows, (0, 20, 40, 60), strict=True):
+        assert close(row, expected(first, min(first + 20, 68)))
 
 
 def test_a_single_process_has_accelerates_own_functions() -> None:

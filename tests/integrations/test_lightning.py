@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,3 +226,11 @@ def test_a_window_is_flushed_in_the_trainers_own_rows(two_ranks: RankPool, how: 
         assert close(after_the_batches[19], expected(0, 20))
         assert close({name: run["end"][name] for name in run["end"].keys() & KEYS}, expected(60, 68))
         assert (run["collectives"], run["left"]) == (4, 0)  # three rows, and the end
+
+
+def test_windows_of_trainers_that_log_in_other_steps_are_an_error(tmp_path: Path) -> None:
+    """Rank 0 waits alone in the window of step 2; rank 1 for rank 0's gradients of step 3, which never come."""
+    env = {"DDPSTATS_TIMEOUT_SEC": "4"}
+    errors = run_ranks(runs.windows_at_other_steps, 2, tmp_path, env=env, timeout_sec=LIMIT_SEC).errors()
+    assert errors.keys() == {0, 1}
+    assert (tmp_path / "rank0").read_text() == "misses (1,)"

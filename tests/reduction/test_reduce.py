@@ -266,6 +266,26 @@ def test_keys_of_any_unicode_are_matched_by_code_points(two_ranks: RankPool) -> 
 # -- size -------------------------------------------------------------------------------------------------------------
 
 
+def generated(calls: int, per_call: int) -> tuple[int, int]:
+    """Return the most memory in the third quarter of the calls and in the last: a layout grows until it is rebuilt."""
+    import tracemalloc
+
+    reducer = StatsReducer(name="generated")
+    # Tracing goes on until the rank ends: `tracemalloc.stop` beside a gloo thread crashes CPython (gh-128679).
+    tracemalloc.start()
+    sizes: list[int] = []
+    for call in range(calls):
+        reducer({f"step {call} item {i}": 1.0 for i in range(per_call)} | {"loss": 1.0})
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    return max(sizes[calls // 2 : -calls // 4]), max(sizes[-calls // 4 :])
+
+
+@pytest.mark.slow
+def test_generated_names_do_not_grow_memory_for_ever() -> None:
+    for early, late in run_ranks(generated, 2, 240, 25, timeout_sec=120).values():
+        assert late < early * 1.1, (early, late)
+
+
 def test_a_new_key_drops_what_no_rank_holds_any_more(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(payloads_of_generated_names).values()
     assert first == second
