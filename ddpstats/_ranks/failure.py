@@ -281,10 +281,14 @@ class Verdict(Packed):
 
 @dataclass(frozen=True)
 class Answer(Packed):
-    """One rank's answer to a failure: ``seq`` of the collective in which it waits, and the ranks that it sees alive."""
+    """One rank's answer to a failure: ``seq`` of the collective in which it waits, and the ranks that it sees alive.
+
+    ``note``: what it has noted for the errors of others, if anything (`FailureDetector.note`).
+    """
 
     seq: int
     alive: tuple[int, ...]
+    note: str = ""
 
 
 def find_missing(
@@ -456,7 +460,8 @@ class FailureDetector:
         try:
             with self.store.within(max(_GLANCE_SEC, deadline - time.monotonic()) + 2 * _YIELD_SEC + _WRITE_SEC):
                 is_broken = self._failure.raise_alarm(_BROKEN if is_broken else _LATE) == _BROKEN.encode()
-                self._failure.report(Answer(seq, tuple(self.members.alive())).pack())
+                note = self.own_note.get(self.rank, "")
+                self._failure.report(Answer(seq, tuple(self.members.alive()), note).pack())
                 return self._decide(seq + is_own, reason, is_broken, started, deadline)
         except STORE_ERRORS as error:
             return self._decide_without_store(error)
@@ -475,7 +480,8 @@ class FailureDetector:
                 missing = find_missing(self.ranks, begun, answers, is_over=time.monotonic() >= deadline)
                 if missing is None:
                     return self._decide(seq, reason, False, started, deadline)
-                return self._write(missing, (), started, reason)
+                notes = {rank: answer.note for rank, answer in answers.items() if answer.note}
+                return self._write(missing, (), started, reason, notes)
         return self._accept()
 
     def leave(self, why: str) -> Verdict:
@@ -515,9 +521,11 @@ class FailureDetector:
         except STORE_ERRORS as error:
             return self._decide_without_store(error)
 
-    def _write(self, missing: Iterable[int], dead: Collection[int], started: float, reason: str) -> Verdict:
+    def _write(
+        self, missing: Iterable[int], dead: Collection[int], started: float, reason: str, notes: Mapping[int, str] = {}
+    ) -> Verdict:
         missing = tuple(sorted(missing))
-        return self._post(Verdict(missing, self._text(missing, dead, time.monotonic() - started, reason)))
+        return self._post(Verdict(missing, self._text(missing, dead, time.monotonic() - started, reason, notes)))
 
     def _post(self, verdict: Verdict) -> Verdict:
         self._failure.write(verdict.pack())
@@ -553,11 +561,18 @@ class FailureDetector:
         """Return these ranks in words, with their group ranks where those differ."""
         return ranks_text([self._names.get(rank, rank) for rank in ranks])
 
-    def _text(self, missing: Collection[int], dead: Collection[int], waited_sec: float, reason: str) -> str:
+    def _text(
+        self,
+        missing: Collection[int],
+        dead: Collection[int],
+        waited_sec: float,
+        reason: str,
+        notes: Mapping[int, str],
+    ) -> str:
         silent = [rank for rank in missing if rank not in dead]
         lines = [f"{self._what} was not completed after {waited_sec:.1f} s:"]
         lines += [f"  {self.name(ranks)}: {what}" for ranks, what in ((dead, IS_GONE), (silent, IS_ABSENT)) if ranks]
-        lines += {**self._read_notes(missing or self.ranks), **self.own_note}.values()
+        lines += {**self._read_notes(missing), **notes, **self.own_note}.values()
         if not missing:
             lines.append("  no rank is known to be missing; the connection between ranks failed")
         lines.append(f"{self.name([self.rank])} waited and saw: {reason}")

@@ -368,6 +368,21 @@ def test_note_of_a_missing_rank_is_in_the_verdict_until_it_is_taken_back(clock: 
     assert "  rank 1: did not take part\nrank 1 raised KeyError\nrank 0 waited" in verdict.message
 
 
+def test_note_of_a_rank_that_waits_is_in_the_verdict_on_another_one(clock: Clock) -> None:
+    """Rank 0's device may wait for what rank 1 left out when it raised: rank 0 is late, and rank 1 the reason."""
+    store = HashStore()
+    first, second = detector(store, 0), detector(store, 1)
+    second.note("rank 1 raised KeyError")
+    StoreLog(second.store, "report").append(1, Answer(2, (), "rank 1 raised KeyError").pack())
+    verdict = decide(first, 1, within_sec=3.0, is_own=True)
+    assert verdict.missing == (0,)
+    assert "  rank 0: did not take part\nrank 1 raised KeyError\nrank 0 waited" in verdict.message
+    late = detector(store := HashStore(), 1)
+    late.note("rank 1 raised KeyError")
+    answer(detector(store, 0), 1)
+    assert "rank 1 raised KeyError" in decide(late, 2, within_sec=3.0).message
+
+
 def test_notes_explain_a_connection_that_broke_and_the_first_explanation_is_that_of_all() -> None:
     store, ranks = HashStore(), (0, 1, 2)
     detector(store, 2, ranks).note("rank 2 raised KeyError")
