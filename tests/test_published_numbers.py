@@ -66,7 +66,7 @@ def test_suites_of_others_lost_no_test() -> None:
             runs += int(passed[1])
             kept = re.findall(r"(?:strict|step|patched|the same) (\d+)\b", with_us)
             assert set(kept) == {passed[1]}, (bare, with_us)
-    assert f"of {runs} runs of tests that torch and five libraries have of themselves" in text_of("README.md")
+    assert f"of {runs} runs of the own tests of torch and five libraries" in text_of("README.md")
 
 
 def test_rates_of_the_sentinel_are_those_of_its_table() -> None:

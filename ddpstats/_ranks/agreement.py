@@ -153,11 +153,11 @@ class Agreement:
         self._nothing = Site()
 
     def wait_for(self, is_done: Callable[[], bool], what: str) -> None:
-        """Wait for ``what``, in which this rank may wait for others, as a device does. Local; fails as a collective."""
+        """Wait for ``what``, in which this rank may wait for others, as a device does. Local; raises `CommFailed`."""
         while not wait_for(is_done, _WATCH_SEC, _DEVICE_POLL_SEC):
             reason = self.comm.watch()
             if reason is not None or time.monotonic() >= self.deadline:
-                raise CommFailed(reason or f"no end of {what}", is_own=True)
+                raise CommFailed(reason or f"no end of {what}", is_late=True)
 
     def ask(self, call: Call, numbers: Sequence[float] | Failure) -> list[float]:
         """Prove that all ranks make this call, and return the sum of each number over all ranks.
@@ -199,7 +199,7 @@ class Agreement:
         if self.world_size == 1:
             return left_sec  # plain arithmetic: nothing is sent
         if left_sec <= 0:
-            raise CommFailed("the time limit of the call is over", is_own=True)
+            raise CommFailed("the time limit of the call is over", is_late=True)
         self.collectives += 1
         self.counters.collectives += 1
         self.counters.payload_bytes += payload_bytes

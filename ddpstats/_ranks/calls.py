@@ -169,7 +169,7 @@ class Channel:
                 0 if self._agreement is None else self._agreement.collectives,
                 str(error),
                 is_broken=error.is_broken,
-                is_own=error.is_own,
+                is_late=error.is_late,
                 started=started,
                 deadline=max(started + timeout_sec, time.monotonic() + 2 * slice_sec(timeout_sec)),
             )

@@ -53,13 +53,13 @@ _LONGEST_SLICE = timedelta(seconds=_LONGEST_SLICE_SEC)
 class CommFailed(Exception):
     """Raised where a collective did not complete: a peer is gone, late, or never came. Holds the backend's own words.
 
-    ``is_broken``: a peer closed its connection, as it does when its process ends. ``is_own``: this rank had no time
-    left before the collective began, so that others may wait for it.
+    ``is_broken``: a peer closed its connection, as it does when its process ends. ``is_late``: this rank had no time
+    left before its collective began, so that others may wait for it.
     """
 
-    def __init__(self, reason: str, *, is_broken: bool = False, is_own: bool = False) -> None:
+    def __init__(self, reason: str, *, is_broken: bool = False, is_late: bool = False) -> None:
         super().__init__(reason)
-        self.is_broken, self.is_own = is_broken, is_own
+        self.is_broken, self.is_late = is_broken, is_late
 
 
 class Comm(Protocol):

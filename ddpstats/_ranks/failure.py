@@ -449,11 +449,11 @@ class FailureDetector:
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def decide(
-        self, seq: int, reason: str, *, is_broken: bool, started: float, deadline: float, is_own: bool = False
+        self, seq: int, reason: str, *, is_broken: bool, started: float, deadline: float, is_late: bool = False
     ) -> Verdict:
         """Return the verdict on the failed collective ``seq``: at ``deadline`` (time.monotonic), if not before.
 
-        ``reason``: what this rank saw. ``is_broken``: that was a connection that a peer closed. ``is_own``: this rank
+        ``reason``: what this rank saw. ``is_broken``: that was a connection that a peer closed. ``is_late``: this rank
         ended ``seq``, and had no time left to begin the next one. A store that is slow has `_WRITE_SEC` more: the
         verdict that all ranks wait for is written when the deadline has come.
         """
@@ -462,7 +462,7 @@ class FailureDetector:
                 is_broken = self._failure.raise_alarm(_BROKEN if is_broken else _LATE) == _BROKEN.encode()
                 note = self.own_note.get(self.rank, "")
                 self._failure.report(Answer(seq, tuple(self.members.alive()), note).pack())
-                return self._decide(seq + is_own, reason, is_broken, started, deadline)
+                return self._decide(seq + is_late, reason, is_broken, started, deadline)
         except STORE_ERRORS as error:
             return self._decide_without_store(error)
 

@@ -278,7 +278,7 @@ def test_a_rank_that_had_no_time_left_is_missing_where_another_waits_for_it(
     store, ranks = HashStore(), (0, 1) if second_waits_in == 2 else (0, 1, 2)
     first, second = detector(store, 0, ranks), detector(store, 1, ranks)
     answer(second, second_waits_in)
-    assert decide(first, 1, 1.0, is_own=True).missing == missing
+    assert decide(first, 1, 1.0, is_late=True).missing == missing
 
 
 GARBAGE = [
@@ -374,7 +374,7 @@ def test_note_of_a_rank_that_waits_is_in_the_verdict_on_another_one(clock: Clock
     first, second = detector(store, 0), detector(store, 1)
     second.note("rank 1 raised KeyError")
     StoreLog(second.store, "report").append(1, Answer(2, (), "rank 1 raised KeyError").pack())
-    verdict = decide(first, 1, within_sec=3.0, is_own=True)
+    verdict = decide(first, 1, within_sec=3.0, is_late=True)
     assert verdict.missing == (0,)
     assert "  rank 0: did not take part\nrank 1 raised KeyError\nrank 0 waited" in verdict.message
     late = detector(store := HashStore(), 1)
