@@ -58,7 +58,8 @@ def before_and_after() -> tuple[list[str], list[str]]:
 
 
 PACKAGE = Path(__file__).parents[1] / "ddpstats"
-BESIDE_RUNS = ("testing", "demo", "report")  # two start ranks and talk to them over socket pairs; one reads files later
+BESIDE_RUNS = ("testing", "demo")  # they start ranks and talk to them over socket pairs
+READS_PICKLES = PACKAGE / "report" / "flight_recorder.py"  # torch's files, by an unpickler that looks up no name
 UNPICKLES = r"^\s*(?:import|from) (?:pickle|marshal|shelve|dill|cloudpickle|joblib)\b"
 FETCHES = r"^\s*(?:import|from) (?:urllib(?!\.parse)|http|requests|httpx|ftplib|smtplib|xmlrpc)\b"
 LISTENS = r"\.listen\(|create_server\(|socketserver"
@@ -76,8 +77,8 @@ def test_what_listens_besides_torch_is_one_gloo_group_on_the_same_addresses() ->
 def test_nothing_that_runs_in_a_training_unpickles_listens_or_fetches() -> None:
     files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in BESIDE_RUNS]
     assert len(files) > 100
-    suspicious_lines = {str(path): SUSPICIOUS.findall(path.read_text()) for path in files}
-    assert {path: lines for path, lines in suspicious_lines.items() if lines} == {}
+    suspicious_lines = {path: SUSPICIOUS.findall(path.read_text()) for path in files}
+    assert {path: lines for path, lines in suspicious_lines.items() if lines} == {READS_PICKLES: ["import pickle"]}
 
 
 def test_such_code_would_be_seen() -> None:

@@ -1,6 +1,7 @@
 """PyTorch's Flight Recorder dumps (``fr_trace``'s input) as records like the guard's, and joined with them.
 
-1. A file is named by prefix and rank, as ``nccl_trace_rank_3``: a pickle (`_PlainUnpickler`) or JSON.
+1. A file is named by prefix and rank, as ``nccl_trace_rank_3``: a pickle or JSON. This is the one place where ddpstats
+   unpickles what it has not written itself, and nothing that the file names is found (`_PlainUnpickler`).
 2. An entry becomes an event: its group, its number there, operation and shapes, and the innermost frame outside torch.
    The recorder knows neither reduce ops, roots nor tags.
 3. Beside a record of the guard, an entry adds to the event that was recorded last before it on that rank and group:
@@ -17,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ddpstats._base.files import parse_json, read_regular
 from ddpstats._observe.operators import OPERATORS
@@ -26,9 +27,9 @@ from ddpstats.guard.record import RankRecord, check_group
 
 _NAME = re.compile(r"(?:[\w\-.]*[_\-.])?rank_?(\d{1,7})(?:\.json|\.pkl)?")
 _MAX_BYTES = 64 << 20
-_PLAIN_OPCODES = (
-    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE "
-    "EMPTY_DICT SETITEM SETITEMS EMPTY_LIST APPEND APPENDS BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET"
+_RAISED_BY_OTHER_FILES = (
+    *(pickle.UnpicklingError, EOFError, MemoryError, RecursionError),
+    *(ValueError, TypeError, LookupError, AttributeError, OverflowError),
 )
 _PEERS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
 _IN_TORCH = re.compile(r"(.*\btorch/)distributed/.+")
@@ -71,35 +72,18 @@ def join(record: RankRecord, recorder_spans: Spans) -> Spans:
     return spans
 
 
-class _PlainUnpickler(pickle._Unpickler):
-    """An unpickler that knows the opcodes of plain values alone: it can neither look up a name nor call anything.
+class _PlainUnpickler(pickle.Unpickler):
+    """An unpickler that finds no class and no function by its name: a file has nothing that it could call."""
 
-    A pair becomes a list, which cannot be a key of a dict: the hash of a deep tuple overflows C's stack.
-    """
-
-    stack: list[Any]
-
-    def _make_pair(self) -> None:
-        self.stack[-2:] = [self.stack[-2:]]
-
-    _codes: ClassVar[list[int]] = [getattr(pickle, name)[0] for name in _PLAIN_OPCODES.split()]
-    dispatch: ClassVar[dict[int, Any]] = {code: pickle._Unpickler.dispatch[code] for code in _codes}
-    dispatch[pickle.TUPLE2[0]] = _make_pair
-
-
-def unpickle_plain(data: bytes) -> Any:
-    """Return the dicts, lists, pairs, text and numbers of a pickle. Raises ValueError for any other content."""
-    try:
-        return _PlainUnpickler(io.BytesIO(data)).load()
-    except Exception as error:
-        raise ValueError(f"it holds more than plain values, or ends too early: {type(error).__name__}") from None
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError("it holds more than plain values")
 
 
 def _read(rank: int, path: Path) -> tuple[RankRecord, Spans]:
     try:
         data = read_regular(path, _MAX_BYTES)
-        return _dump_of(rank, parse_json(data) if data[:1] == b"{" else unpickle_plain(data))
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        return _dump_of(rank, parse_json(data) if data[:1] == b"{" else _PlainUnpickler(io.BytesIO(data)).load())
+    except _RAISED_BY_OTHER_FILES as error:
         raise ValueError(f"{path} is no dump of the Flight Recorder: {error!r}") from None
 
 
