@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ddpstats._base.device import accelerator_in_use
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.paths import Path
 from ddpstats._ranks.calls import ALONE
+from ddpstats._ranks.device import accelerator_in_use
 from ddpstats._reduction.flatten import FLOATS, flatten
 from ddpstats._reduction.ops import NONE, Marker
 from ddpstats._reduction.read import MANY, as_tensor

@@ -1,1 +1,1 @@
-"""The ground floor, which knows nothing of other ranks: settings, files, text, paths, caches, lazy imports, devices."""
+"""The ground floor, which knows neither torch nor other ranks: settings, files, text, paths, caches, lazy imports."""

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._base.device import widest_float
 from ddpstats._observe.groups import Counts, bucket_count, has_comm_hook, issued_counts, ranks_of, since
 from ddpstats._observe.torch_compat import gradient_hooks, norm_each, stored_values
+from ddpstats._ranks.device import widest_float
 
 NO_GRADIENT = -1.0
 

@@ -25,8 +25,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from ddpstats._base.device import device_kinds
 from ddpstats._base.text import first_line
+from ddpstats._ranks.device import device_kinds
 from ddpstats.errors import ConfigError
 
 _lacking: list[str] = []

@@ -21,13 +21,13 @@ import safetensors
 import torch
 
 from ddpstats._base import config
-from ddpstats._base.device import bytes_in
 from ddpstats._base.files import parse_json
 from ddpstats._base.paths import Index, Path
 from ddpstats._base.text import dtype_name, first_line
 from ddpstats._ranks.agreement import Agreement
 from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.comm import as_byte_tensor
+from ddpstats._ranks.device import bytes_in
 from ddpstats._ranks.exchange import GATHER, Call, Failure, InvalidLeaf, failure_of, refuse
 from ddpstats.errors import InvalidStats
 

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ddpstats._base.caches import EmptiedCache
-from ddpstats._base.device import HostCopy, accelerator_in_use, is_capturing
 from ddpstats._base.lazy import is_fake
+from ddpstats._ranks.device import HostCopy, accelerator_in_use, is_capturing
 from ddpstats._ranks.exchange import Failure, InvalidLeaf, failure_of
 from ddpstats._reduction.flatten import INTERCHANGEABLE, NUMBERS, Flat, Structure, flatten, is_numpy
 from ddpstats._reduction.ops import NONE, OPS, Marker, Mean, Op, identity

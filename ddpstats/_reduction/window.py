@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats._base.config import check_flag
-from ddpstats._base.device import accelerator_in_use, is_capturing, record_event, seconds_between
 from ddpstats._base.lazy import breaks_graph, compiler_probe, never_traced, refuse_without_values
 from ddpstats._base.paths import Path, format_path
+from ddpstats._ranks.device import accelerator_in_use, is_capturing, record_event, seconds_between
 from ddpstats._ranks.exchange import Failure, InvalidLeaf, failure_of
 from ddpstats._reduction.flatten import LIST, NUMBERS, LeafKey, Structure, Tag, flatten
 from ddpstats._reduction.layout import describe, sorts_of

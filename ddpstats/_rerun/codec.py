@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ddpstats._base.device import bytes_in
 from ddpstats._base.files import parse_json
 from ddpstats._base.text import first_line
+from ddpstats._ranks.device import bytes_in
 from ddpstats._ranks.gather import COMPLEX, MALFORMED, can_store, read_tensors, write_tensors
 from ddpstats._rerun.record import set_fields, walk
 from ddpstats.errors import BundleError

@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 
 from ddpstats._base import config
-from ddpstats._base.device import record_event, widest_float
 from ddpstats._base.lazy import refuse_without_values
 from ddpstats._base.text import holders_lines
 from ddpstats._observe.gradients import ForwardBegins, unwrap
 from ddpstats._observe.torch_compat import buffers_of, copy_each, version_of
 from ddpstats._ranks.calls import channel_of
+from ddpstats._ranks.device import record_event, widest_float
 from ddpstats._ranks.gather import gather_trees
 from ddpstats._rerun.state import Autocast, RandomState, device_of
 from ddpstats.errors import ConfigError

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddpstats._base.device import device_name, random_state, set_random_state
 from ddpstats._observe.torch_compat import buffers_of
+from ddpstats._ranks.device import device_name, random_state, set_random_state
 
 # -- the module -------------------------------------------------------------------------------------------------------
 

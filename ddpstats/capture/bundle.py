@@ -36,13 +36,13 @@ import torch
 from torch import Tensor
 
 from ddpstats._base import config
-from ddpstats._base.device import bytes_in
 from ddpstats._base.files import make_private_directory, replace_file
 from ddpstats._base.text import count_of, first_line, ranks_text
 from ddpstats._base.version import __version__
 from ddpstats._observe.gradient_norms import norm_kind, parts_of
 from ddpstats._observe.gradients import GradientWatch
 from ddpstats._ranks.calls import Channel
+from ddpstats._ranks.device import bytes_in
 from ddpstats._ranks.gather import gather_trees, is_ordinary
 from ddpstats._rerun import codec
 from ddpstats._rerun.codec import CannotStore, to_plain

@@ -33,10 +33,10 @@ import torch
 import torch.distributed as dist
 from torch.utils import collect_env
 
-from ddpstats._base.device import accelerator, of_module
 from ddpstats._base.text import first_line
 from ddpstats._base.version import __version__
 from ddpstats._ranks.comm import CommFailed, GlooComm, attempt_prefix, slice_sec
+from ddpstats._ranks.device import accelerator, of_module
 from ddpstats._ranks.failure import FailureDetector, ProcessId
 from ddpstats._ranks.gather import decode, encode
 from ddpstats._ranks.gloo import part_of

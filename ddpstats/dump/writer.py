@@ -25,9 +25,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ddpstats._base.device import bytes_in
 from ddpstats._base.files import TEMPORARY_PREFIX, make_private_directory, replace_files
 from ddpstats._observe.torch_compat import without_tensor_classes
+from ddpstats._ranks.device import bytes_in
 from ddpstats.dump.msprobe import CONSTRUCT, DUMP, FORMAT, LARGEST_ENTRY_BYTES, LINES, STACK, VERSION, file_name
 
 encode: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=float).encode

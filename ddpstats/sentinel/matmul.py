@@ -67,7 +67,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddpstats._base.device import is_capturing, widest_float
 from ddpstats._base.text import dtype_name
 from ddpstats._observe.torch_compat import (
     Kernels,
@@ -78,6 +77,7 @@ from ddpstats._observe.torch_compat import (
     next_kernel,
     no_dispatch_no_grad,
 )
+from ddpstats._ranks.device import is_capturing, widest_float
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict, finding_of
 

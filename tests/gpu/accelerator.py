@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from ddpstats._base.device import accelerator
 from ddpstats._observe.groups import default_store
+from ddpstats._ranks.device import accelerator
 from tests.guard import scenarios
 
 BUSY_SEC = 1.5

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from ddpstats._base.device import bytes_in
+from ddpstats._ranks.device import bytes_in
 from ddpstats._ranks.gather import COMPLEX, DTYPE_NAMES
 from ddpstats._rerun import codec
 from ddpstats._rerun.codec import CannotStore, from_plain, to_plain

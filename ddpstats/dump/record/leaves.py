@@ -31,15 +31,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ddpstats._base.device import (
+from ddpstats._observe.gradient_norms import held_values
+from ddpstats._observe.torch_compat import is_functorch_tensor, storage_id
+from ddpstats._ranks.device import (
     computes_on,
     is_capturing,
     new_stream,
     stream_number,
     widest_float,
 )
-from ddpstats._observe.gradient_norms import held_values
-from ddpstats._observe.torch_compat import is_functorch_tensor, storage_id
 from ddpstats._rerun.record import set_fields
 from ddpstats.dump.statistics import STATISTICS, statistic_keys
 from ddpstats.dump.writer import TensorFiles, as_json, checksum, is_dense, without_repeats

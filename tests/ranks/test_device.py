@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import ddpstats
-from ddpstats._base import device as devices
-from ddpstats._base.device import HostCopy
+from ddpstats._ranks import device as devices
+from ddpstats._ranks.device import HostCopy
 from tests import programs
 
 ROOT = Path(ddpstats.__file__).parent
-HOME = ROOT / "_base" / "device.py"
+HOME = ROOT / "_ranks" / "device.py"
 MODULES = ("cuda", "xpu", "mps", "mtia", "npu", "hpu", "mlu", "musa", "xla")
 CPU = torch.device("cpu")
 
@@ -140,7 +140,7 @@ def test_a_backend_without_anything_says_nothing(module: str) -> None:
     """A plugin has registered its name, and no device."""
     program = (
         f"import torch; torch.utils.rename_privateuse1_backend('bare')\n{module}"
-        "import ddpstats; from ddpstats._base import device as devices\n"
+        "import ddpstats; from ddpstats._ranks import device as devices\n"
         "from ddpstats._observe.torch_compat import no_dispatch_no_grad\n"
         "bare = torch.device('bare', 0)\n"
         "assert not devices.is_capturing() and devices.device_kinds() == ('cpu', 'bare')\n"
