@@ -215,13 +215,13 @@ class _Echo:
 
 def _pieces(call: Collective, size: int) -> Iterable[tuple[Tensor, Tensor]]:
     """Return what each rank sends to this one, and where it goes, for collectives that send each rank a piece."""
-    rank = call.view.rank
-    if call.op in ("all_to_all", "gather", "reduce_scatter", "scatter") and call.inputs:
-        piece = call.inputs[0 if call.op == "gather" else rank]
-        return [(piece.reshape(-1), output.view(-1)) for output in call.outputs]
+    operator, rank = call.operator, call.view.rank
     if call.splits is not None:
         sent, received = call.splits
         return [(call.inputs[0].split(sent)[rank], output) for output in call.outputs[0].split(received)]
+    if call.inputs and (operator.compared == "pieces" or call.op == "reduce_scatter"):
+        piece = call.inputs[0 if operator.to_root else rank]
+        return [(piece.reshape(-1), output.view(-1)) for output in call.outputs]
     if call.op.startswith("reduce_scatter"):
         pairs = zip(call.inputs, call.outputs, strict=True)
         return [(whole.reshape(-1).chunk(size)[rank], output.view(-1)) for whole, output in pairs]
