@@ -25,10 +25,11 @@ A rank without a batch to validate, or to test, passes all hooks of that loop wh
 Lightning's own stay: trainers of one device, ``rank_zero_only=True``, ``sync_dist=False``, ``sync_dist_group``, and
 torchmetrics' metrics.
 
-Five objects are patched, and each is needed: ``log`` to remember a key; the call of the callbacks' hooks, because an
-EarlyStopping that the user gives runs before any callback that ddpstats could add; that of the module's hook, because
-no public hook lies between it and the reading of what it logs; an evaluation loop's ``skip``, for a rank without a
-batch; and its ``run``, because a program may read ``skip`` on one rank alone, which must not wait for the others.
+Five objects are patched, and each is needed: ``log`` to remember a key; the call of the callbacks' hooks, because
+callbacks that the user gives may read the values in them, and run before any that ddpstats could register; that
+of the module's hook, because no public hook lies between it and EarlyStopping, checkpoints and loggers, which read what
+it logs; an evaluation loop's ``skip``, for a rank without a batch; and its ``run``, because a program may read ``skip``
+on one rank alone, which must not wait for the others.
 
 ``ddp_spawn`` starts processes without `install`: use `DdpstatsCallback` there.
 
