@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import stat
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -144,17 +143,15 @@ def print_report(status: int, as_json: bool, text: Callable[[], str], data: Call
 
 # -- files that a user names -------------------------------------------------------------------------------------------
 
-_MOST_LINKS = 40  # in a chain, as in Linux
-_SHARED = stat.S_ISVTX | stat.S_IWOTH  # as /tmp: everybody may write, and remove only his own files
-
 
 def check_writable(*paths: Path | None) -> None:
     """Raise `DdpstatsError` if a file cannot be written, before the work that would fill it is done."""
     for path in filter(None, paths):
         if path.is_dir():
             raise DdpstatsError(f"{path} is a directory, and should be a file. Give a name in it.", path=str(path))
-        needed = path if _is_written_in_place(path) else _follow_links(path).parent
-        if needed != path and not needed.is_dir():
+        is_made = _is_replaced(path) or not path.exists()
+        needed = Path(os.path.realpath(path)).parent if is_made else path
+        if is_made and not needed.is_dir():
             raise DdpstatsError(f"{path}: there is no directory {needed}. Make it.", path=str(path))
         if not os.access(needed, os.W_OK):
             raise DdpstatsError(f"{path}: {needed} is not writable. Give another path.", path=str(path))
@@ -163,8 +160,8 @@ def check_writable(*paths: Path | None) -> None:
 def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
     """Write a text file that is complete or absent. Raises `DdpstatsError` that names it, and what ``write`` raises.
 
-    Where ``path`` is a link, the file that it leads to is replaced. A pipe or a device is written into, and so is the
-    file that stdout or stderr goes to, behind what is in it.
+    A link, a pipe or a device is written into, as by ``>`` of a shell; ``/dev/stdout`` and ``/dev/stderr`` after what
+    was printed.
     """
 
     def write_text(file: BinaryIO) -> None:
@@ -175,12 +172,16 @@ def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
         finally:
             text.detach()
 
+    stream = {"/dev/stdout": sys.stdout, "/dev/stderr": sys.stderr}.get(str(path))
+    if stream is not None:
+        write(stream)
+        return
     try:
-        if _is_written_in_place(path):
-            with _open_in_place(path) as file:
-                write_text(file)
+        if _is_replaced(path):
+            replace_file(path, write_text)
         else:
-            replace_file(_follow_links(path), write_text)
+            with open(path, "wb") as file:
+                write_text(file)
     except OSError as error:
         failed = Path(error.filename or path)
         if failed != path and not failed.name.startswith(TEMPORARY_PREFIX):
@@ -189,38 +190,6 @@ def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
         raise DdpstatsError(reason, path=str(path)) from None
 
 
-def _is_written_in_place(path: Path) -> bool:
-    """Return whether a rename would take an existing file away from its users: a device, a pipe, stdout's file."""
-    return path.exists() and (not path.is_file() or _standard_stream(path) is not None)
-
-
-def _open_in_place(path: Path) -> BinaryIO:
-    stream = _standard_stream(path)
-    if stream is None:
-        return open(path, "wb")
-    for printed in filter(None, (sys.stdout, sys.stderr)):
-        printed.flush()
-    return os.fdopen(os.dup(stream), "wb")
-
-
-def _standard_stream(path: Path) -> int | None:
-    """Return the descriptor of stdout or stderr, whichever goes to that file, or None."""
-    for descriptor in (1, 2):
-        with contextlib.suppress(OSError):  # one may be closed
-            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
-                return descriptor
-    return None
-
-
-def _follow_links(path: Path) -> Path:
-    """Return the path that a link leads to. Raises `DdpstatsError` for a link that Linux's protected_symlinks refuses:
-    another user's, in a shared directory such as /tmp."""
-    for _ in range(_MOST_LINKS):
-        if not path.is_symlink():
-            break
-        directory = path.parent.stat()
-        if directory.st_mode & _SHARED == _SHARED and path.lstat().st_uid not in (os.geteuid(), directory.st_uid):
-            reason = f"{path} is a link of another user, in a directory that everybody may write to. Give another path."
-            raise DdpstatsError(reason, path=str(path))
-        path = path.parent / path.readlink()
-    return path
+def _is_replaced(path: Path) -> bool:
+    """Return whether a new file takes this name: it is that of a regular file, or of nothing."""
+    return not path.is_symlink() and (path.is_file() or not path.exists())
