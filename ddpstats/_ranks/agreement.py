@@ -34,6 +34,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 
 import torch
 
@@ -252,7 +253,8 @@ class Agreement:
         if set(heads) == {head}:
             return [memoryview(payload)] * self.world_size
         sizes = [_HEAD.unpack(received)[0] for received in heads]
-        padded = _choose_padded_size(sizes)
+        most_padded = 2 * median_low(sizes) + _BROADCAST_BYTES
+        padded = max(size for size in sizes if size <= most_padded)
         large = [position for position, size in enumerate(sizes) if size > padded]
         received_bytes = padded * self.world_size + sum(sizes[position] for position in large)
         if received_bytes > _MAX_GATHERED_BYTES:
@@ -278,14 +280,3 @@ class Agreement:
             if hashlib.blake2b(received, digest_size=16).digest() != _HEAD.unpack(expected)[1]:
                 raise DamagedError(f"what {ranks_text([rank])} sent arrived damaged")
         return parts
-
-
-def _choose_padded_size(sizes: Sequence[int]) -> int:
-    """Return up to which size payloads are gathered: where all ranks receive the fewest bytes, broadcasts included."""
-    left = sum(sizes) + len(sizes) * _BROADCAST_BYTES
-    cost, best = left, 0
-    for size in sorted(sizes):
-        left -= size + _BROADCAST_BYTES
-        if len(sizes) * size + left <= cost:
-            cost, best = len(sizes) * size + left, size
-    return best

@@ -68,12 +68,12 @@ class GridComm:
         self._cells = math.prod(sides)
         self._pair: GlooComm | None = None
         self._lines: list[GlooComm] = []  # along each side
-        self._watch = watch
+        self.watch: Watch = watch
         left = _countdown(timeout_sec)
 
         def connect(name: str, positions: Sequence[int]) -> GlooComm:
             members = tuple(ranks[position] for position in positions)
-            return GlooComm(members, rank, store.part(f"{name}/{positions[0]}"), left(), watch)
+            return GlooComm(members, rank, store.part(f"{name}/{positions[0]}"), left(), lambda: self.watch())
 
         host = self._position % self._cells
         if host + self._cells < len(ranks):
@@ -85,16 +85,6 @@ class GridComm:
             first = self._position - self._position // stride % side * stride
             self._lines.append(connect(f"side{number}", range(first, first + side * stride, stride)))
             stride *= side
-
-    @property
-    def watch(self) -> Watch:
-        return self._watch
-
-    @watch.setter
-    def watch(self, watch: Watch) -> None:
-        self._watch = watch
-        for comm in self._comms():
-            comm.watch = watch
 
     def _comms(self) -> list[GlooComm]:
         """Return this rank's groups in the order in which a reduction goes through them."""

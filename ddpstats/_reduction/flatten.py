@@ -51,13 +51,11 @@ class Structure:
     Attributes:
         leaves: one key for each leaf, in the order of the leaves.
         tags: the kind of each container that has a leaf, and the dtypes of leaves where the caller asked for them.
-        one_dtype: all leaves are tensors of one floating dtype; known only where dtypes were asked for.
     """
 
     leaves: tuple[LeafKey, ...]
     tags: tuple[Tag, ...]
     reading: Reading = "general"
-    one_dtype: bool = False
 
     @cached_property
     def encoded(self) -> str:
@@ -226,8 +224,7 @@ def _walk(stats: Any, keep_dtypes: bool) -> Flat:
         tags.append(((), dtypes[0]))
     else:
         tags += zip(paths, dtypes, strict=True)
-    one_dtype = reading == "tensors" and _dtypes_key(values) in FLOATS.values()
-    return Flat(Structure(tuple(leaves), tuple(tags), reading, one_dtype), values)
+    return Flat(Structure(tuple(leaves), tuple(tags), reading), values)
 
 
 def _visit(value: Any, path: Path, values: list[Any], leaves: list[LeafKey], tags: list[Tag], above: set[int]) -> None:

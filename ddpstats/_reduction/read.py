@@ -145,13 +145,12 @@ class Plan:
 
     def __init__(self, flat: Flat) -> None:
         structure, ops = flat.structure, flat.structure.ops
-        self._reading, self._is_stacked = structure.reading, structure.one_dtype
+        self._reading = structure.reading
         self._is_usable = self._reading != "general" or (NONE not in ops and all(op.prepare is identity for op in ops))
         self._markers = [index for index, leaf in enumerate(flat.leaves) if isinstance(leaf, Marker)]
         self._means = [index for index, leaf in enumerate(flat.leaves) if isinstance(leaf, Mean)]
         self._flags = [index for index, op in enumerate(ops) if op.is_flag]
         self._is_weighted = [op.is_weighted for op in ops]
-        self._last_types: tuple[list[type], list[int]] = [], []
         self._pack = struct.Struct(f"{len(ops)}d").pack
         self._last_weights = math.nan, array("d")
 
@@ -198,24 +197,11 @@ class Plan:
 
     def _numbers(self, leaves: list[Any]) -> list[Any]:
         """Return the numbers in numbers and tensors of one element. Raises what torch raises for any other."""
-        if self._is_stacked and len(leaves) >= MANY and leaves[0].numel() == 1:
-            read: list[Any] = torch.stack(leaves).detach().view(-1).tolist()  # refuses tensors that differ in shape
-            return read
         if self._reading == "tensors":
             return [*map(torch.Tensor.item, leaves)]
-        leaves = leaves.copy()
-        for index in self._tensors_among(leaves):
-            leaves[index] = leaves[index].item()
-        return leaves
-
-    def _tensors_among(self, leaves: list[Any]) -> list[int]:
-        """Return which leaves are tensors; the others are numbers. Raises TypeError for any other type."""
-        types, last = [*map(type, leaves)], self._last_types
-        if types != last[0]:
-            if not INTERCHANGEABLE.issuperset(types):
-                raise TypeError("a leaf that is read by itself")
-            last = self._last_types = types, [index for index, kind in enumerate(types) if kind is torch.Tensor]
-        return last[1]
+        if not INTERCHANGEABLE.issuperset(map(type, leaves)):
+            raise TypeError("a leaf that is read by itself")
+        return [leaf.item() if type(leaf) is torch.Tensor else leaf for leaf in leaves]
 
 
 _plans: EmptiedCache[Structure, Plan] = EmptiedCache(max_entries=64, max_cost=65_536)
