@@ -22,7 +22,7 @@ from ddpstats._ranks.calls import ALONE
 from ddpstats._ranks.device import accelerator_in_use
 from ddpstats._reduction.flatten import FLOATS, flatten
 from ddpstats._reduction.ops import NONE, Marker
-from ddpstats._reduction.read import MANY, as_tensor
+from ddpstats._reduction.read import as_tensor
 from ddpstats._reduction.reducer import NonFinitePolicy, kept_reducer, reduce_stats
 from ddpstats._reduction.result import Entry, Reduced
 from ddpstats.errors import InvalidStats
@@ -233,17 +233,12 @@ def _tensors(
     return tensors
 
 
-_CODES = {torch.float32: "f", torch.float64: "d"}
-
-
 def _vector(values: array[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return what `torch.tensor` makes of ``values``, to the bit; without a Python number for each of many."""
-    code = _CODES.get(dtype)
-    if code is None or not values:  # torch gives a NaN of half precision other bits when it converts a vector
+    """Return what `torch.tensor` makes of ``values``, to the bit; without a Python number for each of them."""
+    if dtype not in (torch.float32, torch.float64) or not values:
+        # torch gives a NaN of half precision other bits when it converts a vector
         return torch.tensor(values, dtype=dtype, device=device)
-    if len(values) >= MANY:
-        return as_tensor(values).to(dtype, copy=True).to(device)
-    return torch.frombuffer(array(code, values), dtype=dtype).to(device)
+    return as_tensor(values).to(dtype, copy=True).to(device)
 
 
 def _device(obj: Any, weight: Any) -> torch.device:

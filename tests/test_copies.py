@@ -105,9 +105,6 @@ def kept_by_a_rank() -> list[Any]:
         pickle.dumps(module)
     copied = copy.deepcopy(module)
     pending = module.own.start({"a": 1.0 + rank})
-    assert copy.deepcopy(pending) is copy.copy(pending) is pending
-    with pytest.raises(ConfigError, match=r"call result\(\), and keep what it returns"):
-        pickle.dumps(pending)
     module.own.close()
     results = [pending.result().values, spawned(module.plain)({"b": 1.0 + rank}).values]
     results += [copied.own.start({"a": 3.0 * rank}).result().values, copied.plain({"b": 2.0}).values]

@@ -63,28 +63,22 @@ DYNAMO = "torch._dynamo"  # optimizers and DDP import it at their first use, whi
 def breaks_graph(function: Callable[P, R]) -> Callable[P, R]:
     """Return ``function``, never traced by Dynamo and called without Dynamo's import."""
     disabled: Callable[P, R] | None = None
+    is_compiling = _compiler_probe()
 
     @functools.wraps(function)
     def entry(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal disabled
-        if disabled is None:
-            disable = getattr(sys.modules.get(DYNAMO), "disable", None)
-            if disable is None:
-                return function(*args, **kwargs)
-            disabled = disable(function)
+        if not is_compiling() or DYNAMO not in sys.modules:
+            return function(*args, **kwargs)
+        disabled = disabled or sys.modules[DYNAMO].disable(function)
         return disabled(*args, **kwargs)
 
-    return never_traced(entry)
-
-
-def never_traced(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark ``function`` so that Dynamo does not trace into it, and return it."""
     marks = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": "it talks to other ranks"}  # as disable does
-    vars(function).update(marks)
-    return function
+    vars(entry).update(marks)
+    return entry
 
 
-def compiler_probe() -> Callable[[], object]:
+def _compiler_probe() -> Callable[[], object]:
     """Return a cheap function whose result is true if a frame that runs now would be compiled."""
     probe: Any = getattr(sys.modules.get("torch"), "_C", None)
     for name in ("_dynamo", "eval_frame", "get_eval_frame_callback"):

@@ -31,13 +31,14 @@ import hashlib
 import struct
 import time
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
 import torch
 
+from ddpstats._base.caches import EmptiedCache
 from ddpstats._base.text import ranks_text
 from ddpstats._ranks.comm import Comm, CommFailed, as_byte_tensor
 from ddpstats._ranks.exchange import (
@@ -76,16 +77,6 @@ def capacity_for(lanes: int) -> int:
 _MOST_NUMBERS = capacity_for(HEADER_LANES) - HEADER_LANES
 
 
-@dataclass
-class Counters:
-    """Counts of what one reducer has done; `ddpstats.ReductionCounters` is the frozen copy that users see."""
-
-    calls: int = 0
-    collectives: int = 0
-    renegotiations: int = 0
-    payload_bytes: int = 0
-
-
 @dataclass(frozen=True)
 class Seal:
     """The control lanes of "this call, this policy, this layout": as a rank sends them, and their sums if all agree."""
@@ -103,7 +94,7 @@ class Seal:
 class Site:
     """The state that all ranks have in common for one name; empty for decisions and gathers."""
 
-    seals: dict[Call, Seal] = field(default_factory=dict, init=False)
+    seals: EmptiedCache[Call, Seal] = field(default_factory=lambda: EmptiedCache(_MAX_SITES), init=False)
 
     @property
     def agreed(self) -> bytes:
@@ -140,7 +131,8 @@ class DamagedError(Exception):
 class Agreement:
     """All calls on one group, one at a time. Not thread-safe: `calls` puts calls in order.
 
-    ``deadline`` (time.monotonic) and ``counters`` are those of the call that is under way: all its collectives count.
+    ``deadline`` (time.monotonic) and ``counters`` (of a `ReductionCounters`) are those of the call that is under way:
+    all its collectives count.
     """
 
     def __init__(self, comm: Comm, group_name: str) -> None:
@@ -150,7 +142,7 @@ class Agreement:
         self.buffer = Buffer(capacity_for(HEADER_LANES))
         self.collectives = 0  # of this group so far: how ranks report to each other where they wait
         self.deadline = 0.0
-        self.counters = self._uncounted = Counters()
+        self.counters = self._uncounted = Counter[str]()
         self._nothing = Site()
 
     def wait_for(self, is_done: Callable[[], bool], what: str) -> None:
@@ -183,10 +175,8 @@ class Agreement:
         """Return what the lanes of this call hold if all ranks make it."""
         seal = site.seals.get(call)
         if seal is None:
-            if len(site.seals) >= _MAX_SITES:
-                site.seals.clear()
             text = repr(call).encode("utf-8", "surrogatepass")
-            seal = site.seals[call] = Seal.of(fingerprint(text + site.agreed), self.world_size)
+            seal = site.seals.keep(call, Seal.of(fingerprint(text + site.agreed), self.world_size))
         return seal
 
     def sum(self, seal: Seal) -> bool:
@@ -202,8 +192,8 @@ class Agreement:
         if left_sec <= 0:
             raise CommFailed("the time limit of the call is over", is_late=True)
         self.collectives += 1
-        self.counters.collectives += 1
-        self.counters.payload_bytes += payload_bytes
+        self.counters["collectives"] += 1
+        self.counters["payload_bytes"] += payload_bytes
         return left_sec
 
     # -- sites --------------------------------------------------------------------------------------------------------
@@ -230,7 +220,7 @@ class Agreement:
 
     def exchange_statuses(self, status: Status) -> Statuses:
         """Return every rank's status. Raises what is wrong with the call, on every rank."""
-        self.counters.renegotiations += 1
+        self.counters["renegotiations"] += 1
         statuses = [(decode_status(payload), ranks) for payload, ranks in self.exchange(encode_status(status))]
         refuse_what_is_wrong(statuses, self.group_name)
         return statuses

@@ -14,7 +14,6 @@ first cannot be had, the first use of a group is a `ConfigError`.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import time
@@ -47,7 +46,6 @@ Watch = Callable[[], str | None]
 ReduceOp = Literal["sum", "max"]
 
 _LONGEST_SLICE_SEC = 1.0
-_LONGEST_SLICE = timedelta(seconds=_LONGEST_SLICE_SEC)
 
 
 class CommFailed(Exception):
@@ -138,16 +136,12 @@ class GlooComm:
         self._sum, self._max = dist.AllreduceOptions(), dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._limit_sec = 0.0
 
     def all_reduce(self, op: ReduceOp, tensor: torch.Tensor, timeout_sec: float) -> None:
-        # Not longer than we wait: gloo then closes the connections, and a rank that comes too late does not find what
-        # this one has sent. In steps, so that it is the same from call to call.
-        limit_sec = math.floor(10 * timeout_sec) / 10 or timeout_sec
-        if limit_sec != self._limit_sec:
-            self._limit_sec = limit_sec
-            self._sum.timeout = self._max.timeout = timedelta(seconds=limit_sec)
         options = self._sum if op == "sum" else self._max
+        # Not longer than we wait: gloo then closes the connections, and a rank that comes too late does not find what
+        # this one has sent.
+        options.timeout = timedelta(seconds=timeout_sec)
         # The group's own method: `dist.all_reduce` adds its logging and checks to every call.
         self._finish(self._group.allreduce, ([tensor], options), timeout_sec)
 
@@ -166,14 +160,10 @@ class GlooComm:
 
     def _finish(self, start: Callable[..., Any], arguments: tuple[Any, ...], timeout_sec: float) -> None:
         """Start an operation and wait for its end."""
-        step = _LONGEST_SLICE if timeout_sec >= 10 * _LONGEST_SLICE_SEC else timedelta(seconds=slice_sec(timeout_sec))
         work: Any = None
         try:
             work = start(*arguments)
-            if not done_within(work, step):
-                _check_watch(self.watch)
-                left_sec = timeout_sec - step.total_seconds()
-                wait_in_slices(lambda sec: done_within(work, timedelta(seconds=sec)), left_sec, self.watch)
+            wait_in_slices(lambda sec: done_within(work, timedelta(seconds=sec)), timeout_sec, self.watch)
         except RuntimeError as error:
             raise CommFailed(first_line(error), is_broken=CLOSED.search(str(error)) is not None) from None
         except BaseException:  # `watch` or an interrupt ended the wait, while the operation goes on

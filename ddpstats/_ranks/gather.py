@@ -185,9 +185,8 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 def can_store(tensor: torch.Tensor) -> bool:
     """Return whether the tensor can be written, as pairs of floats where it is complex."""
-    is_readable = (
-        math.prod(size or 1 for size in tensor.shape) <= _MAX_ELEMENTS
-    )  # torch makes larger ones as views alone
+    # torch makes larger ones as views alone
+    is_readable = math.prod(size or 1 for size in tensor.shape) <= _MAX_ELEMENTS
     return is_readable and is_ordinary(tensor) and (tensor.dtype in DTYPE_NAMES or tensor.dtype in COMPLEX)
 
 

@@ -66,9 +66,6 @@ class Structure:
     def ops(self) -> list[Op]:
         return [OPS[op] for _, op in self.leaves]
 
-    def __len__(self) -> int:
-        return len(self.leaves)
-
 
 class Flat(NamedTuple):
     """One rank's stats, flattened: ``leaves[i]`` belongs to ``structure.leaves[i]``."""

@@ -113,7 +113,7 @@ class Placement:
 def place(structure: Structure, layout: Layout) -> Placement | None:
     """Place the leaves of ``structure`` in ``layout``; None, for a stale rank, where that lacks a leaf or a tag."""
     has_none = any(op == NONE.name for _, op in structure.leaves)
-    is_complete = len(structure) == layout.size and len(structure.tags) == len(layout.tags) and not has_none
+    is_complete = len(structure.leaves) == layout.size and len(structure.tags) == len(layout.tags) and not has_none
     try:
         slots = array("q", map(layout.slot_of.__getitem__, structure.leaves))
         tags = [layout.code_of_tag[tag] for tag in structure.tags]

@@ -34,7 +34,6 @@ from ddpstats.errors import ConfigError
 LIGHTEST, HEAVIEST, LARGEST = 1e-100, 1e100, 1e200
 
 _WRONG_WEIGHT = f"a weight is 0, or between {LIGHTEST:g} and {HEAVIEST:g}; only the ratios of weights count in a mean"
-_WRONG_VALUE = f"a finite value is at most {LARGEST:g} in size; scale it"
 
 _is_cpu = attrgetter("is_cpu")
 # Below this many elements a list comprehension beats the fixed cost of torch calls (measured on torch 2.13, CPU).
@@ -209,7 +208,7 @@ _plans: EmptiedCache[Structure, Plan] = EmptiedCache(max_entries=64, max_cost=65
 
 def plan_of(flat: Flat) -> Plan:
     """Return how to read leaves of this structure together."""
-    return _plans.get(flat.structure) or _plans.keep(flat.structure, Plan(flat), len(flat.structure) + 1)
+    return _plans.get(flat.structure) or _plans.keep(flat.structure, Plan(flat), len(flat.leaves) + 1)
 
 
 def as_tensor(values: array[float]) -> torch.Tensor:
@@ -347,7 +346,7 @@ def _number(value: Any) -> float:
 
 def _check_size(value: float) -> float:
     if LARGEST < abs(value) < math.inf:
-        raise ValueError(f"{value!r}; {_WRONG_VALUE}")
+        raise ValueError(f"{value!r}; a finite value is at most {LARGEST:g} in size; scale it")
     return value
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 from ddpstats._base import marks
 from ddpstats._base.caches import EmptiedCache
 from ddpstats._base.files import parse_json
-from ddpstats._ranks.agreement import HEADER_LANES, PARTIAL, WEIGHT, Agreement, Counters, Seal, Site
+from ddpstats._ranks.agreement import HEADER_LANES, PARTIAL, WEIGHT, Agreement, Seal, Site
 from ddpstats._ranks.exchange import Call, Failure, Status, are_in_step, refuse
 from ddpstats._reduction.flatten import Structure, decode
 from ddpstats._reduction.layout import NONFINITE, PRESENT, Layout, Placement, Selection, agree, place, select
@@ -72,7 +73,7 @@ class ReductionSite(Site):
     def placement(self, structure: Structure) -> Placement | None:
         placement = self.placements.get(structure)
         if placement is None and (placement := place(structure, self.layout)) is not None:
-            self.placements.keep(structure, placement, len(structure) + 1)
+            self.placements.keep(structure, placement, len(structure.leaves) + 1)
         return placement
 
     def selection(self, codes: bytes) -> Selection:
@@ -93,14 +94,14 @@ class Reduction:
     _site: ReductionSite
 
     def __init__(
-        self, call: Call, part: Part | Failure | PartOnDevice, counters: Counters, divide: bool = True
+        self, call: Call, part: Part | Failure | PartOnDevice, counters: Counter[str], divide: bool = True
     ) -> None:
         self._call, self._part, self._counters, self._divide = call, part, counters, divide
 
     def perform(self, agreement: Agreement) -> Reduced:
         """Reduce. Every rank must call. Raises what all ranks raise, and `CommFailed`."""
         agreement.counters = self._counters
-        self._counters.calls += 1
+        self._counters["calls"] += 1
         kept = agreement.sites.get(self._call.site)
         self._agreement, self._site = agreement, kept if isinstance(kept, ReductionSite) else ReductionSite()
         prepared = self._part

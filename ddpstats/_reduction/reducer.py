@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
 import torch.distributed as dist
@@ -20,7 +21,6 @@ import torch.distributed as dist
 from ddpstats._base import config
 from ddpstats._base.caches import EmptiedCache
 from ddpstats._base.lazy import breaks_graph
-from ddpstats._ranks.agreement import Counters
 from ddpstats._ranks.calls import Channel, channel_of
 from ddpstats._ranks.exchange import Call
 from ddpstats._ranks.store import rest
@@ -55,17 +55,14 @@ class ReductionCounters:
         payload_bytes: bytes of the buffers that this rank passed to those collectives.
     """
 
-    calls: int
-    collectives: int
-    renegotiations: int
-    payload_bytes: int
+    calls: int = 0
+    collectives: int = 0
+    renegotiations: int = 0
+    payload_bytes: int = 0
 
 
 class PendingReduction:
-    """A reduction on its way. Neither method issues a collective, so ranks may call them at different times.
-
-    A copy is that reduction; another process cannot have it (`ConfigError`).
-    """
+    """A reduction on its way. Neither method issues a collective, so ranks may call them at different times."""
 
     def __init__(self, future: Future[Reduced], channel: Channel) -> None:
         self._future, self._channel = future, channel
@@ -83,15 +80,6 @@ class PendingReduction:
         if not self._channel.wait(self._future):
             raise DdpstatsError("the reduction was given up: its worker thread has ended")
         return self._future.result()
-
-    def __copy__(self) -> PendingReduction:
-        return self
-
-    def __deepcopy__(self, memo: object) -> PendingReduction:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise ConfigError("a reduction on its way belongs to this process; call result(), and keep what it returns")
 
 
 class StatsReducer:
@@ -132,7 +120,7 @@ class StatsReducer:
         self._find_group = None if group is None else _GroupReference(group)
         self._timeout_sec = config.timeout_sec(timeout_sec)
         self._call = Call("reduce_stats", name, nonfinite, per_rank)
-        self._counters = Counters()
+        self._counters = Counter[str]()
         self._closed = False
         self._started: tuple[weakref.ref[Future[Reduced]], weakref.ref[Channel]] | None = None  # the last by `start`
 
@@ -192,11 +180,11 @@ class StatsReducer:
     @property
     def counters(self) -> ReductionCounters:
         """The counts of this reducer so far; a frozen copy."""
-        return ReductionCounters(**vars(self._counters))
+        return ReductionCounters(**self._counters)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which counts its own calls, and waits for what it started itself."""
-        return {**vars(self), "_counters": replace(self._counters), "_started": None}
+        return {**vars(self), "_counters": self._counters.copy(), "_started": None}
 
     def close(self) -> None:
         """End this reducer, once what it started has ended; it leaves no thread of Python's.

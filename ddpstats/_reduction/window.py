@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats._base.config import check_flag
-from ddpstats._base.lazy import breaks_graph, compiler_probe, never_traced, refuse_without_values
+from ddpstats._base.lazy import breaks_graph, refuse_without_values
 from ddpstats._base.paths import Path, format_path
 from ddpstats._ranks.device import accelerator_in_use, is_capturing, record_event, seconds_between
 from ddpstats._ranks.exchange import Failure, InvalidLeaf, failure_of
@@ -55,7 +55,6 @@ from ddpstats.errors import ConfigError, DdpstatsError, InvalidStats, SchemaConf
 __all__ = ["StatsWindow"]
 
 _TURN_SEC = 30.0
-_is_compiling = compiler_probe()
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo")
 
@@ -92,7 +91,7 @@ class StatsWindow:
         self._lock = threading.Lock()
         self._content = _Content(call.skips)
 
-    @never_traced
+    @breaks_graph
     def add(self, stats: Any, weight: Any = 1.0) -> None:
         """Add one step's stats. Local: no collective, and no device is waited for; any rank may add what it likes.
 
@@ -108,9 +107,6 @@ class StatsWindow:
         Either says where, on this rank alone; the window is then as it was. What only a value on a device shows
         (a weight out of range, a flag that is neither 0 nor 1) is raised by `flush`, on every rank.
         """
-        if _is_compiling():
-            self._add_untraced(stats, weight)
-            return
         if not self._lock.acquire(False):
             self._wait_for_lock()
         try:
@@ -118,12 +114,6 @@ class StatsWindow:
                 self._add(stats, weight)
         finally:
             self._lock.release()
-
-    @breaks_graph
-    def _add_untraced(self, stats: Any, weight: Any) -> None:
-        """Add without letting Dynamo compile the frames that this calls."""
-        with self._exclusive():
-            self._add(stats, weight)
 
     def _add(self, stats: Any, weight: Any) -> None:
         self._refuse_closed()
