@@ -27,8 +27,6 @@ from ddpstats.errors import ConfigError, DdpstatsError
 _PROG = "ddpstats"
 _COULD_NOT_RUN = 2  # argparse's own status for arguments that it cannot use
 _REQUIRED = "the following arguments are required: "  # argparse's own words
-_INTERRUPTED = 130
-_PIPE_CLOSED = 141  # a shell's status for SIGPIPE
 _EXIT_STATUS = "0 nothing found, 1 something found, 2 it could not run"  # of verbs that do not say another
 _RUN = "run"  # its stdout is the script's, and so are its errors
 
@@ -98,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except BrokenPipeError:
         _discard_stdout()
-        return _PIPE_CLOSED
+        return 141  # a shell's status for SIGPIPE
     except DdpstatsError as error:
         _print_error(verb, str(error).split("\n"))
         return _COULD_NOT_RUN
@@ -110,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error(verb, [f"{where}{error.strerror or error}"])
         return _COULD_NOT_RUN
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return 130  # and for SIGINT
 
 
 def _patch_espnet() -> None:

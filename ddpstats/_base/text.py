@@ -161,7 +161,7 @@ def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
     """Write a text file that is complete or absent. Raises `DdpstatsError` that names it, and what ``write`` raises.
 
     A link, a pipe or a device is written into, as by ``>`` of a shell; ``/dev/stdout`` and ``/dev/stderr`` after what
-    was printed.
+    was printed. A link of another user, other than root, is refused.
     """
 
     def write_text(file: BinaryIO) -> None:
@@ -172,6 +172,8 @@ def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
         finally:
             text.detach()
 
+    if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()):
+        raise DdpstatsError(f"{path} is a link of another user. Give another path.", path=str(path))
     stream = {"/dev/stdout": sys.stdout, "/dev/stderr": sys.stderr}.get(str(path))
     if stream is not None:
         write(stream)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import struct
 from collections.abc import Mapping
 from typing import Any, BinaryIO
@@ -80,7 +79,6 @@ def _prepare(tree: Any) -> tuple[bytes | Failure, Any, BaseException | None]:
 
 _MAX_DEPTH = 100
 _JSON = "json"
-_MAX_ELEMENTS = 1 << 62  # each empty dimension counted as 1
 
 
 def encode(tree: Any) -> bytes:
@@ -185,9 +183,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 def can_store(tensor: torch.Tensor) -> bool:
     """Return whether the tensor can be written, as pairs of floats where it is complex."""
-    # torch makes larger ones as views alone
-    is_readable = math.prod(size or 1 for size in tensor.shape) <= _MAX_ELEMENTS
-    return is_readable and is_ordinary(tensor) and (tensor.dtype in DTYPE_NAMES or tensor.dtype in COMPLEX)
+    return is_ordinary(tensor) and (tensor.dtype in DTYPE_NAMES or tensor.dtype in COMPLEX)
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:

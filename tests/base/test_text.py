@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -86,6 +87,21 @@ def test_link_into_a_missing_directory_is_refused_before_the_work(tmp_path: Path
     (tmp_path / "link").symlink_to(tmp_path / "none" / "file")
     with pytest.raises(DdpstatsError, match=f"no directory {tmp_path}/none"):
         check_writable(tmp_path / "link")
+
+
+def test_link_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").write_text("old")
+    (tmp_path / "theirs").symlink_to("mine")
+
+    def of_another(path: Path) -> os.stat_result:
+        fields = list(os.lstat(path))
+        fields[stat.ST_UID] += 1 if path.name == "theirs" else 0
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(Path, "lstat", of_another)
+    with pytest.raises(DdpstatsError, match="theirs is a link of another user"):
+        written(tmp_path / "theirs")
+    assert (tmp_path / "mine").read_text() == "old"
 
 
 def test_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
