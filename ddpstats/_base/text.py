@@ -149,9 +149,9 @@ def check_writable(*paths: Path | None) -> None:
     for path in filter(None, paths):
         if path.is_dir():
             raise DdpstatsError(f"{path} is a directory, and should be a file. Give a name in it.", path=str(path))
-        is_made = _is_replaced(path) or not path.exists()
-        needed = Path(os.path.realpath(path)).parent if is_made else path
-        if is_made and not needed.is_dir():
+        target = Path(os.path.realpath(path)) if path.is_symlink() else path
+        needed = path if path.exists() and not _is_replaced(path) else target.parent
+        if not needed.exists():
             raise DdpstatsError(f"{path}: there is no directory {needed}. Make it.", path=str(path))
         if not os.access(needed, os.W_OK):
             raise DdpstatsError(f"{path}: {needed} is not writable. Give another path.", path=str(path))

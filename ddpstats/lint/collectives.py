@@ -86,7 +86,7 @@ _MOST_OPS = 100  # of one function, which others call in turn
 
 _LIBRARIES = {home.partition(".")[0] for home in (*_FUNCTIONS, *_METHODS_OF_MADE)} - {"torch"} | _LIGHTNING
 _WORDS = _LIBRARIES.union(
-    ("torch.distributed", "import distributed", "sync_dist"),
+    ("distributed", "sync_dist"),
     *(_WRAPPED, _METHODS, _METHODS_OF_NAMED, _FUNCTIONS["torch.nn.parallel"]),
 )
 # Bytes that a file has where it calls a collective itself.

@@ -54,6 +54,19 @@ def test_an_exit_before_a_match_skips_what_is_in_it(tree: Path, capsys: pytest.C
     assert "early-exit: return skips barrier (line 7)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "imported",
+    [
+        "from torch import nn, distributed as dist",
+        "from torch import (\n    nn,\n    distributed as dist,\n)",
+    ],
+)
+def test_a_collective_is_found_however_it_is_imported(tmp_path: Path, imported: str) -> None:
+    path = tmp_path / "imported.py"
+    path.write_text(f"{imported}\ndef save(x, rank):\n    if rank == 0:\n        dist.reduce(x, 0)\n")
+    assert [finding.rule for finding in lint([path]).findings] == ["rank-branch"]
+
+
 def test_clean_file_exits_0(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lint", "src/legal.py", "src/legal.py"]) == 0
     assert capsys.readouterr().out == "nothing found in 1 file\n"
