@@ -50,6 +50,15 @@ def gone_on(before: str, after: str, mode: GuardMode, directory: str) -> float:
     return float(total)
 
 
+def in_own_group(mode: GuardMode) -> bool:
+    """Return whether a rank can wait for a collective of a group that no other rank is in."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    with collective_guard(mode, timeout_sec=10):
+        work = dist.all_reduce(torch.ones(1), group=groups[dist.get_rank()], async_op=True)
+        assert work is not None
+        return bool(work.wait())
+
+
 def of_one_name(has_same_members: bool) -> bool:
     """Return whether two ranks meet in a group of one name, whose members may be others on rank 1."""
     with collective_guard("strict", timeout_sec=10) as guard:
@@ -123,3 +132,8 @@ def test_group_is_named_by_its_description_and_its_ranks(description: str, words
     """The internal name is not shown: its numbers begin again with each life of the default group."""
     view = GroupView("7", description, (0, 3), 0, False)
     assert Group("7 of session 5", view, None, Settings("step", False, True, 64, 300.0, False, None)).words == words
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_asynchronous_collective_of_a_group_of_one_rank_is_waited_for(mode: GuardMode) -> None:
+    assert run_ranks(in_own_group, 2, mode).values() == [True, True]

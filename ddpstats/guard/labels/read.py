@@ -296,6 +296,38 @@ class CallRoutes:
         """The chain of this call alone, which issues a collective."""
         return Chain((self,))
 
+    @cached_property
+    def walk(self) -> DictWalk | None:
+        """The walk over a dict that names the tensor; None where the first route is another one, or goes on."""
+        route = self.routes[0] if self.routes else Route()
+        is_plain = self.code.co_flags & _CO_OPTIMIZED and self.code.co_name not in COMPREHENSION_NAMES
+        return DictWalk(route) if is_plain and len(route.variables) == 2 and not route.parameter else None
+
+
+class DictWalk:
+    """The labels of a call in a loop over a dict: while the dict has the same keys, the key alone decides."""
+
+    def __init__(self, route: Route) -> None:
+        self._key, self._container = route.variables
+        self._steps = ((route.steps[0], 0),)
+        self._labels: EmptiedCache[str, Inferred] = EmptiedCache(_MAX_KEPT)
+
+    def label(self, frame: FrameType) -> Inferred | None:
+        """Return the label, if it was inferred before for this key and the same keys beside it."""
+        values = frame.f_locals
+        key, container = values.get(self._key), values.get(self._container, dict.get(frame.f_globals, self._container))
+        if _SNAPSHOTS and sys.getrefcount(values) <= _OWN_REFERENCES:
+            values.clear()
+        label = self._labels.get(key) if type(key) is str and type(container) is dict else None
+        if label is None or label.chain.containers[0].siblings(key, container) is not label.levels[0]:
+            return None
+        return label
+
+    def keep(self, label: Inferred) -> None:
+        """Keep a label that was inferred, if this walk gave its only name."""
+        if label.chain.steps == self._steps:
+            self._labels.keep(label.keys[0], label)
+
 
 _call_routes: EmptiedCache[tuple[int, int, Route | None], CallRoutes] = EmptiedCache(_MAX_KEPT)
 _tracers: EmptiedCache[SourceFile, LabelTracer] = EmptiedCache(_MAX_TRACERS)
@@ -403,12 +435,19 @@ def infer(frame: FrameType) -> Inferred | None:
     """Return the label of the tensor that ``frame`` calls a collective with; None where the text gives it no name."""
     try:
         call = _call_routes.get((id(frame.f_code), frame.f_lasti, None)) or call_routes(frame, None, frame.f_code)
+        walk = call.walk
+        label = None if walk is None else walk.label(frame)
+        if label is not None:
+            return label
         path = _follow((call.chain, (), ()), frame) if call.routes else None
         if path is None:
             return None
         chain, keys, containers = path
         levels = tuple(map(LastContainer.siblings, chain.containers, keys, containers))
-        return _labels.get(known_by := (chain, keys, levels)) or _labels.keep(known_by, Inferred(keys, levels, chain))
+        label = _labels.get(known_by := (chain, keys, levels)) or _labels.keep(known_by, Inferred(keys, levels, chain))
+        if walk is not None:
+            walk.keep(label)
+        return label
     except RecursionError:  # the program's own stack is nearly used up: nothing is left for a message either
         return None
     except Exception:  # whatever is odd about a program, its collective runs
@@ -434,15 +473,6 @@ def _follow(before: _FollowedRoute, frame: FrameType) -> _FollowedRoute | None:
 
 def _names_along(route: Route, frames: Sequence[FrameType]) -> list[tuple[KeyStep, str, Any]]:
     """Return the steps that give a name, with the name and the container."""
-    frame, plain = frames[0], route.variables
-    if len(plain) == 2 and len(frames) == 1 and frame.f_code.co_flags & _CO_OPTIMIZED:  # mostly, and in few steps
-        values = frame.f_locals
-        key, container = values.get(plain[0]), values.get(plain[1], dict.get(frame.f_globals, plain[1]))
-        if _SNAPSHOTS and sys.getrefcount(values) <= _OWN_REFERENCES:
-            values.clear()
-        text = key_text(key) if type(key) is str and type(container) is dict else None
-        if text is not None:
-            return [(route.steps[0], text, container)]
     variables, names = Variables(frames), list[tuple[KeyStep, str, Any]]()
     try:
         for step in route.steps:
