@@ -37,7 +37,7 @@ _LAUNCHERS = _PACKAGE, "<frozen runpy", _STDLIB + "runpy.py"
 _OF_A_GRAPH = "<eval_with_key>"  # the file of code that torch.fx makes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CodePlan:
     """The classification of a code object.
 

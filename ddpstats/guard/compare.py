@@ -14,7 +14,7 @@ from ddpstats._ranks.gather import gather_trees
 from ddpstats._ranks.store import STORE_ERRORS
 from ddpstats.errors import CollectiveMismatch, DdpstatsError
 from ddpstats.guard.diagnosis import Alarm
-from ddpstats.guard.event import MASK, Event, encode, roll, same_labels
+from ddpstats.guard.event import MASK, Event, roll, same_labels
 from ddpstats.guard.group import FindLimit, Group, GuardState, Session, Settings
 from ddpstats.guard.notes import Note, Overrun, agree, share
 from ddpstats.guard.verdicts import GivenUp, Silenced, Verdicts
@@ -35,15 +35,10 @@ class Comparing:
         self.agreement = self.verdicts.agreement
         self._asked: list[tuple[Group, int, Note]] = []
 
-    def announce(self, group: Group, event: Event, seq: int) -> None:
-        """Say what is about to be issued, where the other ranks of this host see it even if gloo aborts this process.
-
-        Raises where a neighbour in the group has announced another one; never waits.
-        """
-        assert group.exchange is not None
-        if group.exchange.announce(seq, event.digest, event.encoded or encode(event)):
-            with suppress(GivenUp):
-                self.verdicts.differ(group, seq, tentative=True)
+    def stop_before(self, group: Group, seq: int) -> None:
+        """Come to the verdict on a collective of which a neighbour in the group has announced another one."""
+        with suppress(GivenUp):
+            self.verdicts.differ(group, seq, tentative=True)
 
     # -- notes --------------------------------------------------------------------------------------------------------
 

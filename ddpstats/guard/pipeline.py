@@ -18,7 +18,7 @@ from ddpstats._observe.groups import GroupView
 from ddpstats._observe.operators import Collective
 from ddpstats.guard.compare import Comparing
 from ddpstats.guard.diagnosis import DOUBT, LEFT, NOTHING, GuardFinding, RankStatus
-from ddpstats.guard.event import BY_TORCH, MESSAGES, Event, Ring, event_of, label_word
+from ddpstats.guard.event import BY_TORCH, MESSAGES, Event, Ring, encode, event_of, label_word
 from ddpstats.guard.group import Group, GuardState, IssuedCall, Session, Settings, identity
 from ddpstats.guard.labels import current_label
 from ddpstats.guard.labels.read import Chain, Inferred, infer
@@ -118,8 +118,10 @@ class Watching(Subscriber):
         if group.is_given_up:
             return
         call.on_failure = comparing.verdicts.note_failure
-        if self._mode == "step" or not call.blocking:
-            comparing.announce(group, event, seq)
+        # The other ranks of this host see what is about to be issued, even if gloo aborts this process.
+        is_announced = self._mode == "step" or not call.blocking
+        if is_announced and group.exchange.announce(seq, event.digest, event.encoded or encode(event)):
+            comparing.stop_before(group, seq)
         if self._mode == "strict":
             comparing.post(group, event, seq)
             if call.blocking and comparing.settle(group, seq, issued.limit):

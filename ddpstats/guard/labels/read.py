@@ -305,28 +305,26 @@ class CallRoutes:
 
 
 class DictWalk:
-    """The labels of a call in a loop over a dict: while the dict has the same keys, the key alone decides."""
+    """The labels of a call in a loop over a dict: while the dict has the same keys, the key alone decides.
+
+    ``labels``: by key, those that were inferred and have only the name that this walk gives (``steps``).
+    """
 
     def __init__(self, route: Route) -> None:
         self._key, self._container = route.variables
-        self._steps = ((route.steps[0], 0),)
-        self._labels: EmptiedCache[str, Inferred] = EmptiedCache(_MAX_KEPT)
+        self.steps = ((route.steps[0], 0),)
+        self.labels: EmptiedCache[str, Inferred] = EmptiedCache(_MAX_KEPT)
 
     def label(self, frame: FrameType) -> Inferred | None:
-        """Return the label, if it was inferred before for this key and the same keys beside it."""
+        """Return the label; None where it was not inferred yet for this key and the same keys beside it."""
         values = frame.f_locals
         key, container = values.get(self._key), values.get(self._container, dict.get(frame.f_globals, self._container))
         if _SNAPSHOTS and sys.getrefcount(values) <= _OWN_REFERENCES:
             values.clear()
-        label = self._labels.get(key) if type(key) is str and type(container) is dict else None
-        if label is None or label.chain.containers[0].siblings(key, container) is not label.levels[0]:
+        label = self.labels.get(key) if type(key) is str and type(container) is dict else None
+        if label is None or label.chain.containers[0].siblings(label.keys[0], container) is not label.levels[0]:
             return None
         return label
-
-    def keep(self, label: Inferred) -> None:
-        """Keep a label that was inferred, if this walk gave its only name."""
-        if label.chain.steps == self._steps:
-            self._labels.keep(label.keys[0], label)
 
 
 _call_routes: EmptiedCache[tuple[int, int, Route | None], CallRoutes] = EmptiedCache(_MAX_KEPT)
@@ -445,8 +443,8 @@ def infer(frame: FrameType) -> Inferred | None:
         chain, keys, containers = path
         levels = tuple(map(LastContainer.siblings, chain.containers, keys, containers))
         label = _labels.get(known_by := (chain, keys, levels)) or _labels.keep(known_by, Inferred(keys, levels, chain))
-        if walk is not None:
-            walk.keep(label)
+        if walk is not None and chain.steps == walk.steps:
+            walk.labels.keep(keys[0], label)
         return label
     except RecursionError:  # the program's own stack is nearly used up: nothing is left for a message either
         return None
