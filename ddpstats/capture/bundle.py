@@ -11,7 +11,7 @@ MANIFEST.json, which is written last. Every file appears complete or not at all.
    longer than the timeout of a collective, but not for ever. Whatever fails is in the manifest ("complete": false) and
    in the verdict, which says stop, on all ranks. Where a rank dies before there is a manifest, the lowest one left
    writes it before `RankMissing`.
-4. `AloneBundle`: a rank that raised in its micro-batch writes without the others.
+4. `BundleWriter.write_alone`: a rank that raised in its micro-batch takes these steps without the others.
 """
 
 from __future__ import annotations
@@ -416,7 +416,7 @@ def close_bundle(
         prune(directory.parent, keep, directory)
 
 
-# -- all ranks together -----------------------------------------------------------------------------------------------
+# -- how it is written ------------------------------------------------------------------------------------------------
 
 
 def gather_when_done(work: Callable[[], Any], late: Any, *, name: str, group: Any) -> list[Any]:
@@ -459,47 +459,74 @@ def gather_when_done(work: Callable[[], Any], late: Any, *, name: str, group: An
 
 
 class BundleWriter:
-    """One bundle of all ranks. Every rank calls `write`, then `finish`, and `amend` where the cause is known later.
+    """Writes one bundle: of all ranks together, or of one rank alone, which raised in its micro-batch.
+
+    Together, every rank calls `write`, then `finish`, and `amend` where the cause is known later. A rank alone calls
+    `write_alone`.
+
+    Args:
+        dirpath, keep, max_bytes, group: as `NaNCapture` has them.
+        finding: the verdict of all ranks; alone, ``step``, ``culprit_ranks`` and ``message`` count.
 
     Attributes:
-        directory: of the bundle, from `write` on; None if it would be too large, or could not be made.
+        directory: of the bundle; None if it would be too large, or could not be made.
         model_writers: rank -> the rank that writes its parameters, bit for bit.
     """
 
     def __init__(
-        self, dirpath: Path, keep: int, max_bytes: int | None, group: Any, channel: Channel, finding: CaptureVerdict
+        self,
+        dirpath: Path,
+        keep: int,
+        max_bytes: int | None,
+        group: Any,
+        channel: Channel,
+        source: PartSource,
+        finding: CaptureVerdict,
     ) -> None:
         self._dirpath, self._keep, self._max_bytes = dirpath, keep, max_bytes
-        self._group, self._finding = group, finding
+        self._group, self._source, self._finding = group, source, finding
         self._ranks, self._rank, self._lowest = tuple(map(int, channel.ranks)), int(channel.rank), min(channel.ranks)
         self._when = datetime.now(timezone.utc)
+        self._fields: dict[str, Any] = {  # of the manifest: what is known before anything is written
+            "reason": finding.kind,
+            "step": finding.step,
+            "created_utc": self._when.isoformat(),
+            "culprit_ranks": tuple(map(int, finding.culprit_ranks)),
+            "parameters": {int(rank): list(names) for rank, names in finding.by_rank.items()},
+        }
         self._unwritten, self._is_too_large = "", False  # why there is no bundle
-        self._mine: dict[str, Any] = {"files": {}, "error": "did not write its part"}
+        self._mine: dict[str, Any] = {"files": {}, "error": None}
         self._results: dict[int, dict[str, Any]] = {}
         self.directory: Path | None = None
-        self.model_writers: dict[int, int] = {}
+        self.model_writers = {self._rank: self._rank}  # until `write` has asked all ranks
+        self._model_files = {self._rank: model_file(self._rank)}
 
-    def write(self, source: PartSource) -> None:
+    # -- together -----------------------------------------------------------------------------------------------------
+
+    def write(self) -> None:
         """Write this rank's files, and gather what the others wrote. Collective."""
         late_sizes = {"rank": 0, "model": 0, "digest": ""}
+        source = self._source
         held = self._gather(lambda: {**source.sizes(), "digest": source.digest()}, "what each rank holds", late_sizes)
         first: dict[str, int] = {}  # the lowest of the ranks whose parameters have the same bits writes them
         self.model_writers = {
             rank: first.setdefault(held[rank]["digest"] or f"rank {rank}", rank) for rank in sorted(held)
         }
+        self._model_files = {
+            rank: "model.safetensors" if writer == self._lowest else model_file(writer)
+            for rank, writer in self.model_writers.items()
+        }
         needed = sum(answer["rank"] for answer in held.values()) + sum(held[rank]["model"] for rank in first.values())
-        if self._max_bytes is not None and needed > self._max_bytes:
-            self._unwritten = f"it would take {needed} bytes, and max_bytes is {self._max_bytes}."
-            self._is_too_large = True
+        if self._exceeds_max_bytes(needed):
             return
-        late = f"the file system did not answer rank {self._lowest} for {_MAX_SEC:.0f} s."
-        made = self._gather(self._make_directory, "the bundle's directory", {"name": None, "error": late})
-        if made[self._lowest]["name"] is None:
-            self._unwritten = made[self._lowest]["error"]
+        late = ["", f"the file system did not answer rank {self._lowest} for {_MAX_SEC:.0f} s."]
+        work = self._name_directory if self._rank == self._lowest else list
+        name, self._unwritten = self._gather(work, "the bundle's directory", late)[self._lowest]
+        if not name:
             return
-        self.directory = self._dirpath / made[self._lowest]["name"]
+        self.directory = self._dirpath / name
         late_part = {"files": {}, "error": f"its part was not written within {_MAX_SEC:.0f} s"}
-        self._results = self._gather(lambda: self._write_files(source), "the bundle's parts", late_part)
+        self._results = self._gather(self._write_files, "the bundle's parts", late_part)
 
     def lines(self) -> tuple[str, ...]:
         """Return the lines of the verdict about the bundle."""
@@ -542,35 +569,108 @@ class BundleWriter:
             raise
         return dict(zip(self._ranks, answers, strict=True))
 
-    def _make_directory(self) -> dict[str, Any]:
-        if self._rank != self._lowest:
-            return {}
+    def _name_directory(self) -> list[str]:
+        """Return the new directory's name, and why it could not be made. Never raises."""
         try:
-            return {"name": new_directory(self._dirpath, bundle_name(self._finding.step, self._when)).name}
+            return [self._make_directory().name, ""]
         except Exception as error:
             advice = "Give NaNCapture a directory that this rank may write to."
-            why = f"rank {self._lowest} could not make a directory in {self._dirpath}: {_words(error)}"
-            return {"name": None, "error": f"{why}. {advice}"}
+            return ["", f"rank {self._rank} could not make a directory in {self._dirpath}: {_words(error)}. {advice}"]
 
-    def _write_files(self, source: PartSource) -> dict[str, Any]:
+    def _write_files(self) -> dict[str, Any]:
         """Return what this rank wrote, or why not. Never raises: the others must learn of it."""
         assert self.directory is not None
-        files: dict[str, Any] = {}
-        self._mine = {"files": files, "error": None}
         try:
             make_private_directory(self.directory)
-            name = rank_file(self._rank)
-            part = source.rank_part(self._rank, len(self._ranks), self._finding.step)
-            files[name] = asdict(write_part(self.directory, name, part))
+            part = self._source.rank_part(self._rank, len(self._ranks), self._finding.step)
+            self._write_file(self.directory, rank_file(self._rank), part)
             if self.model_writers[self._rank] == self._rank:
-                name = self._model_file(self._rank)
-                files[name] = asdict(write_part(self.directory, name, source.model_part()))
+                self._write_file(self.directory, self._model_files[self._rank], self._source.model_part())
         except Exception as error:
             self._mine["error"] = _words(error)
         return self._mine
 
-    def _model_file(self, writer: int) -> str:
-        return "model.safetensors" if writer == self._lowest else model_file(writer)
+    def _finish_without(self, error: RankMissing) -> None:
+        """Write a manifest that is not there yet on the lowest rank left, with what it knows: a rank died."""
+        living = [rank for rank in self._ranks if rank not in error.missing_ranks]
+        if (
+            self.directory is None
+            or self._rank != min(living, default=None)
+            or os.path.lexists(self.directory / MANIFEST)
+        ):
+            return
+        reasons = dict.fromkeys(living, "not known: it could not say any more what it wrote")
+        reasons |= dict.fromkeys(error.missing_ranks, "did not write its part")
+        unknown = {rank: {"files": {}, "error": reason} for rank, reason in reasons.items()}
+        self._results = self._results or {**unknown, self._rank: self._mine}
+        problem = self._write_manifest(f"{self._finding.message}\n{error}")
+        if problem:
+            _log.warning("%s", problem)
+
+    # -- alone --------------------------------------------------------------------------------------------------------
+
+    def write_alone(self, error: Exception, announce: Callable[[Path], object]) -> str:
+        """Write what this rank has of the step in which it raised; the others stop meanwhile. Return a line about it.
+
+        Local. Never raises: the program's own error must come through.
+
+        Args:
+            error: what was raised.
+            announce: names the bundle to the other ranks; called before the parameters are written, which takes long.
+        """
+        why_not = _attempt(lambda: self._write_step_alone(_words(error)))
+        directory = self.directory
+        if directory is None:
+            return f"ddpstats: the state of this step could not be written: {why_not}"
+        announce(directory)
+        left_out = _attempt(lambda: self._write_parameters_alone(directory))
+        self._fields |= {"reason": "exception", "notes": [left_out] if left_out else []}
+        no_part = {"files": {}, "error": f"this bundle is rank {self._rank}'s alone: it raised"}
+        self._results = {**dict.fromkeys(self._ranks, no_part), self._rank: self._mine}
+        problem = self._write_manifest(self._finding.message)
+        if problem:
+            _log.warning("%s", problem)
+            return f"ddpstats: {problem}"
+        without = f" (without parameters: {left_out})" if left_out else ""
+        return f"ddpstats: the state of this step: {directory}{without}"
+
+    def _write_step_alone(self, error: str) -> str:
+        """Write batch, random state and buffers into a new directory. Return why not, or nothing."""
+        if self._exceeds_max_bytes(sum(self._source.sizes().values())):
+            return self._unwritten
+        part = self._source.rank_part(self._rank, len(self._ranks), self._finding.step, error)
+        directory = self._make_directory(self._rank)
+        try:
+            self._write_file(directory, rank_file(self._rank), part)
+        except BaseException:
+            directory.rmdir()
+            raise
+        self.directory = directory
+        return ""
+
+    def _write_parameters_alone(self, directory: Path) -> str:
+        """Write the parameters into the directory. Return why not, or nothing."""
+        part = self._source.model_part()
+        if part.shards:
+            return "they are sharded, and one rank alone cannot gather them"
+        self._write_file(directory, self._model_files[self._rank], part)
+        return ""
+
+    # -- steps of both ------------------------------------------------------------------------------------------------
+
+    def _exceeds_max_bytes(self, needed: int) -> bool:
+        if self._max_bytes is None or needed <= self._max_bytes:
+            return False
+        self._unwritten = f"it would take {needed} bytes, and max_bytes is {self._max_bytes}."
+        self._is_too_large = True
+        return True
+
+    def _make_directory(self, rank: int | None = None) -> Path:
+        """Make the bundle's directory, with the name of ``rank`` if it writes alone. Raises OSError."""
+        return new_directory(self._dirpath, bundle_name(self._finding.step, self._when, rank))
+
+    def _write_file(self, directory: Path, name: str, content: RankPart | ModelPart) -> None:
+        self._mine["files"][name] = asdict(write_part(directory, name, content))
 
     def _find_missing(self) -> dict[int, str]:
         """Return rank -> why its part is missing."""
@@ -600,39 +700,9 @@ class BundleWriter:
                 else:
                     unseen[rank] = f"rank {self._rank} does not see its files: all ranks need one file system"
         missing = {**self._find_missing(), **unseen}
-        model_files = {rank: self._model_file(writer) for rank, writer in self.model_writers.items()}
-        close_bundle(
-            directory,
-            self._keep,
-            files,
-            self._ranks,
-            model_files,
-            missing,
-            reason=self._finding.kind,
-            step=self._finding.step,
-            created_utc=self._when.isoformat(),
-            culprit_ranks=tuple(map(int, self._finding.culprit_ranks)),
-            message=message,
-            parameters={int(rank): list(names) for rank, names in self._finding.by_rank.items()},
-        )
+        fields = {**self._fields, "message": message}
+        close_bundle(directory, self._keep, files, self._ranks, self._model_files, missing, **fields)
         return unseen
-
-    def _finish_without(self, error: RankMissing) -> None:
-        """Write a manifest that is not there yet on the lowest rank left, with what it knows: a rank died."""
-        living = [rank for rank in self._ranks if rank not in error.missing_ranks]
-        if (
-            self.directory is None
-            or self._rank != min(living, default=None)
-            or os.path.lexists(self.directory / MANIFEST)
-        ):
-            return
-        reasons = dict.fromkeys(living, "not known: it could not say any more what it wrote")
-        reasons |= dict.fromkeys(error.missing_ranks, "did not write its part")
-        unknown = {rank: {"files": {}, "error": reason} for rank, reason in reasons.items()}
-        self._results = self._results or {**unknown, self._rank: self._mine}
-        problem = self._write_manifest(f"{self._finding.message}\n{error}")
-        if problem:
-            _log.warning("%s", problem)
 
 
 def _words(error: BaseException) -> str:
@@ -646,98 +716,6 @@ def _rank_lines(by_rank: dict[int, str]) -> list[str]:
 def _stop_run(verdict: CaptureVerdict, problem: str = "") -> CaptureVerdict:
     lines = [verdict.message, problem, "A bundle that is not complete stops the run, whatever on_nonfinite says."]
     return replace(verdict, should_stop=True, should_skip=True, message="\n".join(filter(None, lines)))
-
-
-# -- one rank alone ---------------------------------------------------------------------------------------------------
-
-
-class AloneBundle:
-    """The bundle of a rank that raised in its micro-batch: without the others, who stop meanwhile. Local.
-
-    `write` is quick: batch, random state, buffers. Then the caller names the bundle to the other ranks, and `finish`
-    writes the parameters and the manifest. Neither raises: the program's own error must come through.
-
-    Args:
-        name: the directory, unless it exists: ``dirpath / bundle_name(step, when, rank)``.
-        error: what was raised.
-        keep, max_bytes: as `NaNCapture` has them.
-
-    Attributes:
-        directory: the bundle, from `write` on; None if nothing was written.
-    """
-
-    def __init__(
-        self,
-        name: Path,
-        source: PartSource,
-        error: Exception,
-        step: int,
-        channel: Channel,
-        keep: int,
-        max_bytes: int | None,
-    ) -> None:
-        self._name, self._source, self._error, self._step = name, source, _words(error), step
-        self._rank, self._ranks = int(channel.rank), tuple(map(int, channel.ranks))
-        self._keep, self._max_bytes = keep, max_bytes
-        self._files: dict[str, Written] = {}
-        self._problem = ""
-        self.directory: Path | None = None
-
-    def write(self) -> None:
-        """Write what this rank saw of the step: the small part."""
-        self._problem = _attempt(self._write_step)
-
-    def finish(self) -> str:
-        """Write the parameters and the manifest, and remove older bundles of this rank. Return a line about it."""
-        directory, left_out = self.directory, ""
-        if directory is not None:
-            why = _attempt(lambda: self._write_parameters(directory))
-            left_out = f" (without parameters: {why})" if why else ""
-            self._problem = _attempt(lambda: self._write_manifest(directory, [why] if why else []))
-        if self._problem:
-            return f"ddpstats: the state of this step could not be written: {self._problem}"
-        return f"ddpstats: the state of this step: {directory}{left_out}"
-
-    def _write_step(self) -> str:
-        """Return why nothing was written, or nothing."""
-        needed = sum(self._source.sizes().values())
-        if self._max_bytes is not None and needed > self._max_bytes:
-            return f"it would take {needed} bytes, and max_bytes is {self._max_bytes}"
-        part = self._source.rank_part(self._rank, len(self._ranks), self._step, self._error)
-        directory = new_directory(self._name.parent, self._name.name)
-        try:
-            self._files[rank_file(self._rank)] = write_part(directory, rank_file(self._rank), part)
-        except BaseException:
-            directory.rmdir()
-            raise
-        self.directory = directory
-        return ""
-
-    def _write_parameters(self, directory: Path) -> str:
-        """Return why the parameters were not written, or nothing."""
-        part, name = self._source.model_part(), model_file(self._rank)
-        if part.shards:
-            return "they are sharded, and one rank alone cannot gather them"
-        self._files[name] = write_part(directory, name, part)
-        return ""
-
-    def _write_manifest(self, directory: Path, notes: list[str]) -> str:
-        others = (rank for rank in self._ranks if rank != self._rank)
-        close_bundle(
-            directory,
-            self._keep,
-            self._files,
-            self._ranks,
-            {self._rank: model_file(self._rank)},
-            dict.fromkeys(others, f"this bundle is rank {self._rank}'s alone: it raised"),
-            reason="exception",
-            step=self._step,
-            created_utc=datetime.now(timezone.utc).isoformat(),
-            culprit_ranks=(self._rank,),
-            message=f"rank {self._rank} raised in step {self._step}: {self._error}",
-            notes=notes,
-        )
-        return ""
 
 
 def _attempt(work: Callable[[], str]) -> str:

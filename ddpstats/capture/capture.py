@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,8 +34,7 @@ from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.codec import CannotStore, to_plain
 from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, check_step, scale_of
 from ddpstats._rerun.run import Reruns
-from ddpstats.capture.bundle import AloneBundle, BundleWriter, PartSource
-from ddpstats.capture.manifest import bundle_name
+from ddpstats.capture.bundle import BundleWriter, PartSource
 from ddpstats.capture.verdict import CaptureVerdict, Policy, Report, find, find_cause, report_of
 from ddpstats.errors import BundleError, ConfigError, RankMissing
 
@@ -250,15 +248,12 @@ class NaNCapture(StepWatch):
 
     def _write_alone(self, error: Exception) -> None:
         """Write what this rank has of the step, and a note for the ranks that may miss it."""
-        path = self.dirpath / bundle_name(self._step, datetime.now(timezone.utc), self._rank)
         where = f"step {self._step}, micro-batch {len(self._record.micro_batches) - 1}"
         reason = f"rank {self._rank} raised in {where}: {type(error).__name__}: {error}"
         self._channel.note(reason)  # first: what follows may wait for the device without end
-        bundle = AloneBundle(path, self._source, error, self._step, self._channel, self._keep, self._max_bytes)
-        bundle.write()
-        if bundle.directory is not None:
-            self._channel.note(f"{reason}\nWhat it had of that step: {bundle.directory}")
-        text = bundle.finish()
+        writer = self._writer_of(CaptureVerdict(self._step, culprit_ranks=(self._rank,), message=reason))
+        saved = "What it had of that step"
+        text = writer.write_alone(error, lambda bundle: self._channel.note(f"{reason}\n{saved}: {bundle}"))
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(text)
 
@@ -316,8 +311,8 @@ class NaNCapture(StepWatch):
 
     def _write_capture(self, verdict: CaptureVerdict) -> CaptureVerdict:
         """Write a bundle, look for the cause, and say all of it."""
-        writer = BundleWriter(self.dirpath, self._keep, self._max_bytes, self._group, self._channel, verdict)
-        writer.write(self._source)
+        writer = self._writer_of(verdict)
+        writer.write()
         verdict = writer.finish(self._add_policy(verdict, writer.directory, writer.lines()))
         if self._step_fn is None:
             return verdict
@@ -326,6 +321,10 @@ class NaNCapture(StepWatch):
         if cause is None:
             return verdict
         return writer.amend(replace(verdict, attribution=cause, message=f"{verdict.message}\n{cause}"))
+
+    def _writer_of(self, finding: CaptureVerdict) -> BundleWriter:
+        settings = (self.dirpath, self._keep, self._max_bytes)
+        return BundleWriter(*settings, self._group, self._channel, self._source, finding)
 
     def _norms(self) -> dict[str, torch.Tensor]:
         """Return norms by name; none of several micro-batches, where gradients may be reduced already."""

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch.distributed as dist
 
 from ddpstats import NaNCapture
 from ddpstats.capture import CaptureVerdict
-from ddpstats.capture.bundle import AloneBundle, PartSource, write_part
-from ddpstats.capture.manifest import bundle_name
+from ddpstats.capture.bundle import BundleWriter, PartSource, write_part
 from ddpstats.testing import die
 from tests.capture.capture_runs import captured, make_model, noisy_step, planted, sharded_model
 from tests.training import batch_of, rank
@@ -121,7 +119,6 @@ def sharded_raise(dirpath: str) -> str:
     if rank() == 0:
         return ""
     with source_of(dirpath, model) as (source, peers):
-        path = Path(dirpath) / bundle_name(0, datetime(2026, 1, 2, tzinfo=timezone.utc), 1)
-        bundle = AloneBundle(path, source, BOOM, 0, peers, keep=3, max_bytes=None)
-        bundle.write()
-        return bundle.finish()
+        finding = CaptureVerdict(0, culprit_ranks=(1,), message="rank 1 raised")
+        writer = BundleWriter(Path(dirpath), 3, None, None, peers, source, finding)
+        return writer.write_alone(BOOM, lambda _: None)

@@ -12,12 +12,11 @@ import torch
 
 from ddpstats import BundleError, NaNCapture, RankMissing, cli
 from ddpstats._ranks.calls import Channel
-from ddpstats.capture.bundle import AloneBundle, Bundle
-from ddpstats.capture.manifest import bundle_name
+from ddpstats.capture import CaptureVerdict
+from ddpstats.capture.bundle import Bundle, BundleWriter
 from ddpstats.testing import RankPool, run_ranks
 from tests.capabilities import shards_on_cpu
 from tests.capture import making, publish_runs as runs, replay_models
-from tests.capture.making import WHEN
 from tests.capture.test_capture import NAMES, manifest_of
 
 FULL = OSError(28, "No space left on device")
@@ -112,23 +111,27 @@ def test_the_bundle_just_written_stays_where_the_clock_went_back(tmp_path: Path)
 # -- a rank that raised, and writes alone -----------------------------------------------------------------------------
 
 
-def written_alone(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, fails: str = "", max_bytes: int | None = None
-) -> str:
-    """Write the bundle of rank 1 of 2, which raised; ``fails``: what the disk has no room for."""
+def written_alone(dirpath: Path, monkeypatch: pytest.MonkeyPatch, fails: str = "", max_bytes: int | None = None) -> str:
+    """Write the bundle of rank 1 of 2, which raised; ``fails``: what the disk has no room for.
+
+    The disk has no room for parameters from the moment on in which the other ranks learn of the bundle.
+    """
 
     def full(*_: object) -> None:
         raise FULL
 
-    with runs.source_of(directory.parent, torch.nn.Linear(4, 1)) as (source, _):
-        peers = cast(Channel, SimpleNamespace(rank=1, ranks=(0, 1)))
-        bundle = AloneBundle(directory, source, runs.BOOM, 7, peers, keep=3, max_bytes=max_bytes)
-        if fails == "its part":
-            monkeypatch.setattr("ddpstats.capture.bundle.write_part", full)
-        bundle.write()
+    def announce(bundle: Path) -> None:
+        assert bundle.is_dir()
         if fails == "parameters":
             monkeypatch.setattr(source, "model_part", full)
-        return bundle.finish()
+
+    with runs.source_of(dirpath, torch.nn.Linear(4, 1)) as (source, _):
+        peers = cast(Channel, SimpleNamespace(rank=1, ranks=(0, 1)))
+        finding = CaptureVerdict(7, culprit_ranks=(1,), message="rank 1 raised")
+        writer = BundleWriter(dirpath, 3, max_bytes, None, peers, source, finding)
+        if fails == "its part":
+            monkeypatch.setattr("ddpstats.capture.bundle.write_part", full)
+        return writer.write_alone(runs.BOOM, announce)
 
 
 def test_the_other_ranks_can_learn_the_reason_before_anything_waits_for_the_device(
@@ -136,7 +139,12 @@ def test_the_other_ranks_can_learn_the_reason_before_anything_waits_for_the_devi
 ) -> None:
     """The copies that a bundle takes may wait behind a collective that never ends."""
     notes, first = list[str](), list[str]()
-    monkeypatch.setattr(AloneBundle, "write", lambda _: first.extend(notes))
+
+    def write_alone(*_: object) -> str:
+        first.extend(notes)
+        return ""
+
+    monkeypatch.setattr(BundleWriter, "write_alone", write_alone)
     with NaNCapture(tmp_path, model=torch.nn.Linear(4, 1)) as capture:
         monkeypatch.setattr(capture._channel, "note", notes.append)
         with pytest.raises(ValueError, match="boom"), capture.micro_batch(torch.ones(1)):
@@ -147,32 +155,32 @@ def test_the_other_ranks_can_learn_the_reason_before_anything_waits_for_the_devi
 @pytest.mark.parametrize(
     ("max_bytes", "files", "text"),
     [
-        (19, None, "could not be written: it would take {all} bytes, and max_bytes is "),
-        (20, ["MANIFEST.json", "model-rank00001.safetensors", "rank00001.safetensors"], "the state of this step: "),
+        (19, [], "could not be written: it would take {all} bytes, and max_bytes is "),
+        (20, [["MANIFEST.json", "model-rank00001.safetensors", "rank00001.safetensors"]], "the state of this step: "),
     ],
 )
 def test_max_bytes_holds_for_a_rank_that_writes_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int, files: list[str] | None, text: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int, files: list[list[str]], text: str
 ) -> None:
     """``max_bytes`` counts on from what the rank's own part takes; the parameters take 20 bytes."""
-    directory = tmp_path / bundle_name(7, WHEN, 1)
     with runs.source_of(tmp_path, torch.nn.Linear(4, 1)) as (source, _):
         part_bytes = source.sizes()["rank"]
-    line = written_alone(directory, monkeypatch, max_bytes=part_bytes + max_bytes)
+    line = written_alone(tmp_path, monkeypatch, max_bytes=part_bytes + max_bytes)
     assert text.format(all=part_bytes + 20) in line
-    assert (sorted(path.name for path in directory.iterdir()) if directory.exists() else None) == files
+    assert [sorted(path.name for path in bundle.iterdir()) for bundle in tmp_path.iterdir()] == files
 
 
 def test_a_disk_that_fills_up_leaves_the_part_without_parameters_or_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = tmp_path / bundle_name(7, WHEN, 1)
-    line = written_alone(directory, monkeypatch, "parameters")
+    line = written_alone(tmp_path, monkeypatch, "parameters")
+    (directory,) = tmp_path.iterdir()
+    assert directory.name.endswith("-step00000007-rank00001")
     assert "without parameters: OSError: [Errno 28] No space left on device" in line
     bundle = Bundle.open(directory)
     assert bundle.rank_part(1).error == "ValueError: boom"
     assert "OSError" in bundle.notes[0]
-    line = written_alone(directory, monkeypatch, "its part")
+    line = written_alone(tmp_path, monkeypatch, "its part")
     assert "could not be written: OSError: [Errno 28]" in line
     assert list(tmp_path.iterdir()) == [directory]
 
