@@ -149,9 +149,8 @@ def check_writable(*paths: Path | None) -> None:
     for path in filter(None, paths):
         if path.is_dir():
             raise DdpstatsError(f"{path} is a directory, and should be a file. Give a name in it.", path=str(path))
-        target = Path(os.path.realpath(path)) if path.is_symlink() else path
-        needed = path if path.exists() and not _is_replaced(path) else target.parent
-        if not needed.exists():
+        needed = path.parent if _is_replaced(path) else path
+        if needed != path and not needed.is_dir():
             raise DdpstatsError(f"{path}: there is no directory {needed}. Make it.", path=str(path))
         if not os.access(needed, os.W_OK):
             raise DdpstatsError(f"{path}: {needed} is not writable. Give another path.", path=str(path))
@@ -160,8 +159,8 @@ def check_writable(*paths: Path | None) -> None:
 def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
     """Write a text file that is complete or absent. Raises `DdpstatsError` that names it, and what ``write`` raises.
 
-    A link, a pipe or a device is written into, as by ``>`` of a shell; ``/dev/stdout`` and ``/dev/stderr`` after what
-    was printed. A link of another user, other than root, is refused.
+    A link to a file is replaced, and never followed, since it may be another user's. A pipe or a device is written
+    into; ``/dev/stdout`` and ``/dev/stderr`` after what was printed.
     """
 
     def write_text(file: BinaryIO) -> None:
@@ -172,8 +171,6 @@ def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
         finally:
             text.detach()
 
-    if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()):
-        raise DdpstatsError(f"{path} is a link of another user. Give another path.", path=str(path))
     stream = {"/dev/stdout": sys.stdout, "/dev/stderr": sys.stderr}.get(str(path))
     if stream is not None:
         write(stream)
@@ -193,5 +190,5 @@ def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Return whether a new file takes this name: it is that of a regular file, or of nothing."""
-    return not path.is_symlink() and (path.is_file() or not path.exists())
+    """Return whether a new file takes this name: it leads to a regular file, or to nothing."""
+    return path.is_file() or not path.exists()

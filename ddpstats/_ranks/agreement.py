@@ -243,7 +243,7 @@ class Agreement:
         if set(heads) == {head}:
             return [memoryview(payload)] * self.world_size
         sizes = [_HEAD.unpack(received)[0] for received in heads]
-        most_padded = 2 * median_low(sizes) + _BROADCAST_BYTES
+        most_padded = 1.25 * median_low(sizes) + _BROADCAST_BYTES
         padded = max(size for size in sizes if size <= most_padded)
         large = [position for position, size in enumerate(sizes) if size > padded]
         received_bytes = padded * self.world_size + sum(sizes[position] for position in large)

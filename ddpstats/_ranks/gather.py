@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any, BinaryIO
@@ -36,7 +37,7 @@ def gather_trees(tree: Any, *, name: str, group: Any = None, timeout_sec: float 
 
     Collective: every rank of ``group`` must call, with the same ``name``. Three collectives (two where all ranks hold
     the same), however many tensors there are and however ranks differ; one more for each tree that is much larger than
-    the others.
+    most.
 
     Args:
         tree: dicts (keys str or int), lists and tuples of dense tensors (any shape and device), numbers, str, None; or
@@ -183,7 +184,9 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 def can_store(tensor: torch.Tensor) -> bool:
     """Return whether the tensor can be written, as pairs of floats where it is complex."""
-    return is_ordinary(tensor) and (tensor.dtype in DTYPE_NAMES or tensor.dtype in COMPLEX)
+    # torch makes larger ones as views alone; an empty dimension counts as 1
+    is_readable = math.prod(size or 1 for size in tensor.shape) <= 1 << 62
+    return is_readable and is_ordinary(tensor) and (tensor.dtype in DTYPE_NAMES or tensor.dtype in COMPLEX)
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:

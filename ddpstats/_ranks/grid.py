@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -69,11 +70,12 @@ class GridComm:
         self._pair: GlooComm | None = None
         self._lines: list[GlooComm] = []  # along each side
         self.watch: Watch = watch
+        grid = weakref.proxy(self)  # a cycle would keep its connections open until Python collects it
         left = _countdown(timeout_sec)
 
         def connect(name: str, positions: Sequence[int]) -> GlooComm:
             members = tuple(ranks[position] for position in positions)
-            return GlooComm(members, rank, store.part(f"{name}/{positions[0]}"), left(), lambda: self.watch())
+            return GlooComm(members, rank, store.part(f"{name}/{positions[0]}"), left(), lambda: grid.watch())
 
         host = self._position % self._cells
         if host + self._cells < len(ranks):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import math
 import os
 import pathlib
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -263,6 +265,19 @@ def test_watch_is_asked_while_waiting_and_can_end_it(doorway: tuple[Doorway, int
     first, *_ = run(watched, str(tmp_path / "over"))
     assert first[0] == 3
     assert 3 * slice_sec(2.0) * 0.9 < first[1] < 2.0 + SLACK_SEC
+
+
+def test_a_grid_goes_with_its_last_user_without_the_garbage_collector() -> None:
+    ranks, store = (0, 1), dist.HashStore()  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            grids = list(threads.map(lambda rank: GridComm(ranks, rank, bounded(store), LONG_SEC), ranks))
+        references = [weakref.ref(made) for made in grids]
+        grids.clear()
+        assert [reference() for reference in references] == [None, None]
+    finally:
+        gc.enable()
 
 
 def interrupted(comm: Comm, over: str) -> bool | None:
