@@ -1,6 +1,6 @@
 """Layer 2: whether the replicas of a data-parallel model are bit-identical; if not, which rank differs, and where.
 
-`Replicas.compare`, on every rank between the backward pass and the optimizer's step:
+`ReplicaDigests.compare`, on every rank between the backward pass and the optimizer's step:
 
 1. A digest of all parameters, gradients (as reduced) and buffers (as they were when the step began) is gathered, with
    one of their names, dtypes and shapes. In a sound job that is all.
@@ -349,34 +349,41 @@ def differ(values: Any) -> bool:
     return len(set(values)) > 1
 
 
-class Replicas:
-    """Compares ``model`` with its replicas on the other ranks. Changes nothing; draws no random numbers.
+class ReplicaDigests(Detector):
+    """Layer 2: compares ``model`` with its replicas on the other ranks. Changes nothing; draws no random numbers.
 
     Args:
         model: as it is trained: DistributedDataParallel itself, what has it inside, or a module whose gradients are
             reduced in another way.
         ignore: names of parameters and buffers that may differ between ranks; patterns as in `fnmatch`. The same on
             every rank.
-
-    Attributes:
-        warnings: what is not covered, a sentence each.
+        every_steps: how often they are compared: in every ``every_steps``-th step.
     """
 
-    def __init__(self, model: nn.Module, ignore: Sequence[str] = ()) -> None:
+    def __init__(self, model: nn.Module, ignore: Sequence[str] = (), every_steps: int = 1) -> None:
         self._model, self._ignore = model, tuple(ignore)
         self._inner = unwrap(model)
         self._units: list[Unit] | None = None
         sharded = len(_find_sharded(self._inner))
         text = f"{sharded} sharded parameters are not compared with replicas: each rank holds another part of them."
         self.warnings = (text,) if sharded else ()
+        self._every_steps, self._steps = every_steps, 0
+        self.conclude(None)
 
-    def expect(self) -> None:
-        """Announce that the step that begins will be compared: its first forward pass copies the buffers. Local.
+    def findings(self, exam: Exam) -> list[SentinelFinding]:
+        divergence = self.compare(exam.gathered) if self._is_due() else None
+        if divergence is None:
+            return []
+        return [SentinelFinding("replica digests", divergence.culprit_ranks, divergence.name, divergence.message)]
 
-        Without it buffers are left out.
-        """
-        for unit in self._find_units():
-            unit.expect()
+    def conclude(self, verdict: SentinelVerdict | None) -> None:
+        self._steps += verdict is not None
+        if self._is_due():  # the first forward pass of the step that begins copies the buffers
+            for unit in self._find_units():
+                unit.expect()
+
+    def _is_due(self) -> bool:
+        return (self._steps + 1) % self._every_steps == 0
 
     def compare(self, gathered: Gathered) -> Divergence | None:
         """Return what differs between the ranks; None where all is equal. The same on every rank.
@@ -406,7 +413,6 @@ class Replicas:
                 unit.forget()
 
     def close(self) -> None:
-        """Take the hooks away. Idempotent."""
         for unit in self._units or ():
             unit.forget()
         self._units = None
@@ -441,35 +447,6 @@ class Replicas:
             self._units = [Unit(prefixes.get(id(replica.module), ""), replica.module, replica) for replica in replicas]
             self._units = self._units or [Unit("", self._inner, None)]
         return self._units
-
-
-class ReplicaDigests(Detector):
-    """Layer 2: compares replicas in every ``every_steps``-th step."""
-
-    def __init__(self, model: nn.Module, ignore: Sequence[str], every_steps: int) -> None:
-        self._replicas, self._every_steps = Replicas(model, ignore), every_steps
-        self.warnings = self._replicas.warnings
-        self._steps = 0
-        self.conclude(None)
-
-    def findings(self, exam: Exam) -> list[SentinelFinding]:
-        if not self._is_due():
-            return []
-        divergence = self._replicas.compare(exam.gathered)
-        if divergence is None:
-            return []
-        return [SentinelFinding("replica digests", divergence.culprit_ranks, divergence.name, divergence.message)]
-
-    def conclude(self, verdict: SentinelVerdict | None) -> None:
-        self._steps += verdict is not None
-        if self._is_due():
-            self._replicas.expect()
-
-    def close(self) -> None:
-        self._replicas.close()
-
-    def _is_due(self) -> bool:
-        return (self._steps + 1) % self._every_steps == 0
 
 
 def _summary(entries: Sequence[TensorEntry]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ddpstats._observe.gradients import unwrap
 from ddpstats._ranks.gather import gather_trees
 from ddpstats.errors import InvalidStats
 from ddpstats.sentinel import replicas
-from ddpstats.sentinel.replicas import Divergence, Replicas
+from ddpstats.sentinel.replicas import Divergence, ReplicaDigests
 from tests.sentinel.sentinel_runs import step_fn
 
 # -- what is done to the model before training ------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def no_gradient_on_rank_1(model: nn.Module, step: int) -> None:
 
 
 def gathering(calls: list[str]) -> Callable[..., dict[int, dict[str, Any]]]:
-    """Return what the sentinel gives to `Replicas.compare`, which notes what was gathered."""
+    """Return what the sentinel gives to `ReplicaDigests.compare`, which notes what was gathered."""
 
     def gathered(make_tree: Callable[[], dict[str, Any]], what: str) -> dict[int, dict[str, Any]]:
         calls.append(what)
@@ -100,7 +100,7 @@ def gathering(calls: list[str]) -> Callable[..., dict[int, dict[str, Any]]]:
 def compare_once(build: str) -> dict[str, Any]:
     """Compare a model once, of which only that of rank 1 may be odd."""
     module = _BUILDS[build](dist.get_rank())
-    replicas = Replicas(module)
+    replicas = ReplicaDigests(module)
     calls: list[str] = []
     divergence = replicas.compare(gathering(calls))
     return {"divergence": divergence, "warnings": replicas.warnings, "calls": calls}
@@ -174,8 +174,7 @@ class Cache(nn.Module):
 
 
 def compare_caches() -> Divergence | None:
-    replicas = Replicas(model := Cache(3 + dist.get_rank()))
-    replicas.expect()
+    replicas = ReplicaDigests(model := Cache(3 + dist.get_rank()))
     model(torch.ones(2))
     return replicas.compare(gathering([]))
 
@@ -187,10 +186,10 @@ def no_room_on_rank_1() -> str:
         if dist.get_rank() == 1:
             patch.setattr(replicas, "flatten_elements", _without_memory)
         try:
-            Replicas(model).compare(gathering([]))
+            ReplicaDigests(model).compare(gathering([]))
         except InvalidStats as error:
             text = str(error)
-    assert Replicas(nn.Identity()).compare(gathering([])) is None
+    assert ReplicaDigests(nn.Identity()).compare(gathering([])) is None
     return text
 
 
