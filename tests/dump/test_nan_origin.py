@@ -117,6 +117,30 @@ CASES: dict[str, tuple[Entries, list[tuple[str, str]]]] = {
         },
         [("computation", LOG_0)],
     ),
+    "loss that is logged after a finite backward pass": (
+        {
+            LOG_0: forward(leaf(-1.0), out=BAD),
+            "Torch.log.0.backward": backward(leaf(), out=leaf()),
+            "Torch.add.0.forward": forward(leaf(), BAD, out=OTHER_BAD),
+        },
+        [("computation", LOG_0)],
+    ),
+    "infinity that where() leaves out, and zero times it in the backward pass": (
+        {
+            LOG_0: forward(leaf(), out=MASK),
+            "Torch.where.0.forward": forward(MASK, leaf(), out=leaf()),
+            "Torch.log.0.backward": backward(leaf(), out=BAD),
+        },
+        [("computation", LOG_0)],
+    ),
+    "buffer that was filled with a NaN": (
+        {
+            **EMPTY,
+            LOG_0: forward(leaf(), out=OTHER_BAD),
+            "Tensor.__setitem__.0.forward": forward(BAD, OTHER_BAD, out=leaf(NAN, NAN, (4,), requires_grad=True)),
+        },
+        [("computation", LOG_0)],
+    ),
     "uninitialised memory that reaches a gradient": (
         {**EMPTY, "Torch.mul.0.backward": backward(BAD, out=BAD)},
         UNINITIALISED,
@@ -263,12 +287,12 @@ Rank 3: Torch.log.0.forward made the first NaN: its inputs are finite.
     assert "stack.json" in findings(step)["notes"][0]
 
 
-def test_unused_infinity_is_a_note_and_hides_no_origin(tmp_path: Path) -> None:
+def test_unused_infinity_is_no_origin_and_hides_none(tmp_path: Path) -> None:
     metric = {"Torch.exp.0.forward": forward(leaf(1000.0), out=leaf(INF, INF, ()))}
     status, text = report(write(tmp_path / "clean", {**metric, **CLEAN}))
     assert status == 0
-    assert "No NaN or infinity found that reached a gradient or a collective." in text
-    assert "also: rank 0: Torch.exp.0.forward made infinity; nothing that was recorded used it" in text
+    ends = "is finite, was made infinite on purpose, became finite again, or was used by nothing"
+    assert f"Nothing found: every recorded tensor {ends}." in text
     real = {"Torch.sqrt.0.backward": backward(leaf(), out=leaf(INF, 0.0))}
     assert blamed(write(tmp_path / "real", {**metric, **real})) == [(0, "computation", "Torch.sqrt.0.backward")]
 

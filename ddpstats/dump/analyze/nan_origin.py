@@ -1,18 +1,19 @@
 """``ddpstats nan-origin DIR``: the first operation of a dumped step, on any rank, that made a NaN or an infinity.
 
-1. Each rank's entries are read once, one at a time (`RankScan`). An entry whose inputs are finite and whose outputs are
-   not is a candidate. So is one with an input that is not finite and that no recorded entry made. Entries that
-   activation checkpointing computes again do not count.
-2. Every tensor that is not finite leads back to its candidate. Our own dumps identify a tensor by its storage, offset
-   and statistics, others by the statistics alone; of two that look the same, the newer one is meant.
+1. Each rank's entries are read once, one at a time (`RankScan`). Every tensor that is not finite is kept, with those
+   that went into the entry that made it. Our own dumps identify a tensor by its storage, offset and statistics, others
+   by the statistics alone; of two that look the same, the newer one is meant. Entries that activation checkpointing
+   computes again do not count.
+2. The walk back starts at gradients, at what collectives take and return, and at a tensor that no entry takes: the
+   loss. It ends at candidates: an entry whose inputs are finite and whose outputs are not, or one with an input that is
+   not finite and that no recorded entry made.
 3. Infinities that are meant (`tensor_rules`) lead back to nothing, nor does what they become, unless that is a NaN or
    an infinity of the other sign.
-4. The candidates that count lead to a gradient, to a collective, or to a tensor that no entry takes: the loss.
-5. Collectives of different ranks are matched by their group, their kind and their number in the group; a send with its
+4. Collectives of different ranks are matched by their group, their kind and their number in the group; a send with its
    receive. In an order that fits all ranks they give every rank a clock: what follows a collective is later than what
    precedes it on any of its ranks. The origins are the candidates with the earliest clock: of each rank its first one,
    or a collective whose inputs are finite on all its ranks.
-6. The operation that overflows is often not the one at fault: `Growth` has those that made tensors larger before it.
+5. The operation that overflows is often not the one at fault: `Growth` has those that made tensors larger before it.
 
 Exit status 0 if nothing was found, 1 if something was (also memory that is shared), 2 if the dumps cannot be read.
 """
@@ -143,7 +144,6 @@ class OriginFindings:
     Attributes:
         unmatched: collectives that some ranks of their group have in their dump, and others not; those that did not
             end; messages without their peer.
-        also: what is not finite, and was used by nothing that was recorded.
         left_out: what the dumps do not hold.
         notes: what could not be read.
     """
@@ -152,7 +152,6 @@ class OriginFindings:
     ranks: list[RankSummary]
     origins: list[NaNOrigin]
     unmatched: list[str]
-    also: list[str]
     left_out: list[str]
     notes: list[str]
 
@@ -164,25 +163,15 @@ def examine(dumps: Sequence[RankDump]) -> OriginFindings:
         raise DumpError(f"{dumps[0].path} has no entries. Does its configuration choose any, by scope and list?")
     matches = _match_collectives(scans)
     order = _set_clocks(matches)
-    earliest = _pick_earliest(scans, matches)
-    also = [
-        f"{_rank(scan.dump.rank)}: {candidate.entry.name} made {candidate.nonfinite_kinds}; "
-        "nothing that was recorded used it"
-        for scan in scans
-        for candidate in scan.candidates
-        if candidate.relevance == "unused" and candidate not in earliest
-    ]
     left_out = _describe_left_out(scans)
     left_out += sorted({scan.unknown_memory for scan in scans} - {""})
-    ranks, origins = [scan.summary() for scan in scans], [*map(_origin, earliest)]
+    ranks, origins = [scan.summary() for scan in scans], [*map(_origin, _pick_earliest(scans, matches))]
     left_out += [f"{name}, which has no dump" for name in ranks_without_dump(dumps[0].directory.parent)]
     if unmeasured := sum(rank.unmeasured for rank in ranks):
         left_out.append(f"the numbers of {count_of(unmeasured, 'tensors')}")
     if dropped := sum(rank.dropped for rank in ranks):
         left_out.append(f"the tensors of {count_of(dropped, 'entries')}, for which async_max_bytes was too small")
-    return OriginFindings(
-        dumps[0].step, ranks, origins, [*_report_unmatched(scans, order)], also, left_out, notes_of(dumps)
-    )
+    return OriginFindings(dumps[0].step, ranks, origins, [*_report_unmatched(scans, order)], left_out, notes_of(dumps))
 
 
 def _pick_earliest(scans: Sequence[RankScan], matches: Mapping[int, Sequence[_MatchedCollective]]) -> list[Candidate]:
@@ -190,7 +179,7 @@ def _pick_earliest(scans: Sequence[RankScan], matches: Mapping[int, Sequence[_Ma
     by_clock: defaultdict[tuple[bool, int, bool], dict[int, Candidate]] = defaultdict(dict)
     for scan in sorted(scans, key=lambda scan: scan.rank):
         of_rank = matches[scan.rank]
-        for candidate in scan.candidates:
+        for candidate in scan.candidates + scan.unused:
             clock = max((match.clock for match in of_rank[: candidate.position]), default=0)
             is_collective = candidate.kind == "collective"
             if is_collective:
@@ -199,9 +188,7 @@ def _pick_earliest(scans: Sequence[RankScan], matches: Mapping[int, Sequence[_Ma
                     continue
                 clock = match.clock
                 candidate.undumped = tuple(sorted(set(match.ranks) - {scan.rank for scan in scans}))
-            is_weak = candidate.relevance == "unused" and not scan.gradients
-            if is_weak or candidate.relevance == "strong":
-                by_clock[is_weak, clock, not is_collective].setdefault(scan.rank, candidate)
+            by_clock[candidate in scan.unused, clock, not is_collective].setdefault(scan.rank, candidate)
     earliest = [*by_clock[min(by_clock)].values()] if by_clock else []
     # what nothing recorded made may have come from another rank, by a collective whose entry was written later
     return [candidate for candidate in earliest if candidate.kind not in ("arrived", "gradient")] or earliest
@@ -224,8 +211,6 @@ class Candidate:
         in_backward: the backward pass had begun.
         masked: some of its inputs hold infinities that are meant.
         parameters: names in the model of those that were not finite.
-        relevance: "strong": it leads to a gradient, a collective or the loss. "unused": nothing recorded used what it
-            made, which counts where the dump has no gradients. "finite again": everything made of it became finite.
         undumped: ranks of a collective of which there is no dump.
     """
 
@@ -238,7 +223,6 @@ class Candidate:
     in_backward: bool
     masked: bool = False
     parameters: tuple[str, ...] = ()
-    relevance: Literal["strong", "unused", "finite again"] = "finite again"
     undumped: tuple[int, ...] = ()
 
     @property
@@ -257,36 +241,45 @@ class RankCollective:
 
 @dataclass(eq=False)
 class _NonfiniteTensor:
-    """A tensor that is not finite.
+    """A tensor that is not finite; infinities that are meant have neither ``sources`` nor an ``origin``.
 
     Attributes:
-        cause: the candidate that it leads back to; None: infinities that are meant.
-        maker: name of the entry that made it.
+        sources: what was not finite of that which went into the entry that made it.
+        origin: the candidate, where nothing such went in.
         after: the number of entries of backward passes before it.
         is_raw: memory as it was handed out.
     """
 
-    cause: Candidate | None
-    maker: str
+    sources: Sequence[_NonfiniteTensor]
+    origin: Candidate | None
     requires_grad: bool
     after: int
     is_raw: bool
 
+    @property
+    def is_meant(self) -> bool:
+        return not self.sources and self.origin is None
+
 
 class RankScan:
-    """Finds the candidates in one rank's dump, of which it keeps what is not finite, collectives and growth."""
+    """Finds the candidates in one rank's dump, of which it keeps what is not finite, collectives and growth.
+
+    Attributes:
+        candidates: those that lead to a gradient, a collective or the loss, in the order of their entries.
+        unused: where the dump has no gradients, the other ones of which nothing recorded used what was made.
+    """
 
     def __init__(self, dump: RankDump) -> None:
         self.dump = dump
         self.rank = rank_of(dump)
         self.entries = self.unmeasured = self.dropped = 0
         self.gradients = 0  # entries of backward passes
-        self.candidates: list[Candidate] = []
         self.collectives: list[RankCollective] = []
         self.growth = Growth()
         self._tensors: dict[str, _NonfiniteTensor] = {}  # by `_keys`
+        self._outputs: dict[str, list[_NonfiniteTensor]] = {}  # by the entry's name
         self._unused: dict[_NonfiniteTensor, None] = {}  # those that no entry took yet
-        self._has_backward: set[str] = set()  # names of forward passes whose backward pass came
+        self._starts: list[_NonfiniteTensor] = []  # of the walk back
         memory = MemoryWalk()
         for entry in dump.entries():
             memory.take(entry)
@@ -294,7 +287,11 @@ class RankScan:
             self.dropped += entry.is_dropped
             if not entry.is_recompute:
                 self._take(entry)
-        self._judge_unused()
+        ends = [tensor for tensor in self._unused if not tensor.is_raw]
+        losses = [tensor for tensor in ends if tensor.requires_grad and tensor.after == self.gradients]
+        self.candidates = _walk_back(self._starts + losses)
+        unused = _walk_back([] if self.gradients else ends)
+        self.unused = [candidate for candidate in unused if candidate not in self.candidates]
         self.overlaps, self.unknown_memory = memory.overlaps(), memory.unknown
 
     def summary(self) -> RankSummary:
@@ -306,9 +303,7 @@ class RankScan:
         name = parse_name(entry.name)
         is_gradient = name.direction in _BACKWARD
         self.gradients += is_gradient
-        if is_gradient:
-            self._has_backward.add(name.forward)
-        if not any(candidate.relevance == "strong" for candidate in self.candidates):
+        if not self._starts:
             self.growth.take(entry, name)
         operation = "" if name.is_module or is_gradient else _without_library(name.api)
         call = read_collective(entry, name, self.rank) if name.is_collective else None
@@ -316,25 +311,16 @@ class RankScan:
         made = _select_nonfinite(entry.outputs if call is None else call.outputs)
         taken = [self._find_input(entry, name, bad, bool(made)) for bad in _select_nonfinite(inputs)]
         is_sink = is_gradient or call is not None
-        if is_sink:
-            _mark_strong(tensor.cause for tensor in taken)
         if made or is_sink or any("float" in leaf.dtype or "complex" in leaf.dtype for _, leaf in entry.outputs):
             for tensor in taken:  # what only looks, as isnan does, uses nothing
                 self._unused.pop(tensor, None)
-        if made:
-            self._take_outputs(entry, name, operation, made, taken)
+        outputs = self._take_outputs(entry, name, operation, made, taken) if made else []
+        if is_sink:
+            losses = [tensor for tensor in self._outputs.get(name.forward, ()) if tensor in self._unused]
+            self._starts += [tensor for tensor in (*losses, *taken, *outputs) if not tensor.is_meant]
         if call is not None:
             self.collectives.append(RankCollective(call, bool(taken)))
         self.entries += 1
-
-    def _judge_unused(self) -> None:
-        """Decide which tensors that no entry took make their candidates count."""
-        for tensor in self._unused:
-            cause = tensor.cause
-            if cause is None or tensor.is_raw or cause.relevance == "strong":
-                continue
-            is_loss = tensor.requires_grad and tensor.after == self.gradients
-            cause.relevance = "strong" if is_loss or tensor.maker in self._has_backward else "unused"
 
     def _inputs_of(self, entry: DumpEntry, operation: str) -> Iterator[tuple[str, DumpLeaf]]:
         """Yield what the entry takes, parameters and their gradients too, without what it overwrites."""
@@ -354,42 +340,46 @@ class RankScan:
             is_weighted = has_made and tensor_rules.is_weighted_product(name.class_name or _without_library(name.api))
             is_computed = is_weighted or is_parameter or leaf.requires_grad or name.direction in _BACKWARD
             may_mask = tensor_rules.may_be_mask(has_nan=leaf.has_nan, has_positive_infinity=leaf.max == math.inf)
-            cause = None if may_mask and not is_computed else self._blame(kind, entry, [bad])
-            tensor = self._add(cause, entry.name, leaf)
+            origin = None if may_mask and not is_computed else self._candidate(kind, entry, [bad])
+            tensor = self._add([], origin, leaf)
             if not entry.outputs:
                 self._unused[tensor] = None
-        if is_parameter and tensor.cause is not None and tensor.cause.kind in ("arrived", "parameter"):
-            # a function takes a parameter as an argument; the module around it, which comes later, has its name
-            tensor.cause.kind = "parameter"
-            module = "" if name.api == "root" else f"{name.api}."
-            tensor.cause.parameters += (module + path.removeprefix(_PARAMETERS),)
+        for origin in _walk_back([tensor] * is_parameter):
+            if origin.kind in ("arrived", "parameter"):
+                # a function takes a parameter as an argument; the module around it, which comes later, has its name
+                origin.kind = "parameter"
+                module = "" if name.api == "root" else f"{name.api}."
+                origin.parameters += (module + path.removeprefix(_PARAMETERS),)
         return tensor
 
     def _take_outputs(
         self, entry: DumpEntry, name: Name, operation: str, made: Leaves, taken: list[_NonfiniteTensor]
-    ) -> None:
-        """Note to which candidate the outputs ``made`` lead back: that of an input, or the entry itself."""
-        causes = [tensor.cause for tensor in taken if tensor.cause is not None]
-        has_mask = len(causes) < len(taken)
-        known = [self._find(leaf) if name.is_module else None for _, leaf in made]
-        is_raw = False
-        cause: Candidate | None = None
-        if causes:
-            cause = min(causes, key=lambda cause: (cause.kind == "uninitialised", cause.order))
-            is_alias = tensor_rules.writes_in_place(operation) or tensor_rules.is_view(operation)
-            is_raw = is_alias and all(tensor.is_raw for tensor in taken)
-        elif None in known and not self._is_meant(entry, operation, made, has_mask):
-            kind = self._kind(entry, name, made)
-            late = self._find_arrival(made) if name.direction == "backward" else None
-            cause = late or self._blame(kind, entry, made)
-            cause.kind, cause.entry, cause.bad, cause.masked = kind, entry, made, has_mask
-            is_raw = cause.kind == "uninitialised"
-            known = [None] * len(made)
-            if name.direction == "backward" or name.is_collective:  # what its forward pass made is in the graph
-                _mark_strong([cause, *(earlier for earlier in self.candidates if earlier.entry.name == name.forward)])
-        for (_, leaf), tensor in zip(made, known, strict=True):
-            # one that is known: the module returns what an entry inside it made, or its input
-            self._unused[tensor or self._add(cause, entry.name, leaf, is_raw)] = None
+    ) -> list[_NonfiniteTensor]:
+        """Return the outputs ``made``; their source is what the entry took or, if that is finite, the entry itself."""
+        sources = [tensor for tensor in taken if not tensor.is_meant]
+        has_mask = len(sources) < len(taken)
+        known = [self._find(leaf) if name.is_module or not sources else None for _, leaf in made]
+        is_alias = tensor_rules.writes_in_place(operation) or tensor_rules.is_view(operation)
+        is_raw = is_alias and bool(sources) and all(tensor.is_raw for tensor in taken)
+        origin = None
+        if not (sources or (name.is_module and None not in known) or self._is_meant(entry, operation, made, has_mask)):
+            origin = self._candidate(self._kind(entry, name, made), entry, made)
+            origin.masked = has_mask
+            is_raw = origin.kind == "uninitialised"
+            if name.direction == "backward":
+                self._starts += self._outputs.get(name.forward, ())  # which are in the graph
+                for tensor in known:  # taken before this entry was written, when the backward pass had ended
+                    if tensor is not None and tensor.origin is not None and tensor.origin.kind == "arrived":
+                        origin.order, origin.position = tensor.origin.order, tensor.origin.position
+                        tensor.origin = origin
+        sources = [tensor for tensor in sources if not tensor.is_raw] or sources
+        outputs = [  # one that is known: the module returns what an entry inside it made, or its input
+            tensor if tensor is not None and name.is_module else self._add(sources, origin, leaf, is_raw)
+            for (_, leaf), tensor in zip(made, known, strict=True)
+        ]
+        self._outputs[entry.name] = outputs
+        self._unused.update(dict.fromkeys(outputs))
+        return outputs
 
     def _is_meant(self, entry: DumpEntry, operation: str, made: Leaves, has_mask: bool) -> bool:
         """Return whether these are infinities that the program put there, or what is still a mask of them."""
@@ -415,27 +405,28 @@ class RankScan:
                 return None
         return tensor
 
-    def _add(self, cause: Candidate | None, maker: str, leaf: DumpLeaf, is_raw: bool = False) -> _NonfiniteTensor:
-        tensor = _NonfiniteTensor(cause, maker, bool(leaf.requires_grad), self.gradients, is_raw)
+    def _add(
+        self, sources: Sequence[_NonfiniteTensor], origin: Candidate | None, leaf: DumpLeaf, is_raw: bool = False
+    ) -> _NonfiniteTensor:
+        tensor = _NonfiniteTensor(sources, origin, bool(leaf.requires_grad), self.gradients, is_raw)
         self._tensors.update(dict.fromkeys(filter(None, _keys(leaf)), tensor))
         return tensor
 
-    def _find_arrival(self, made: Leaves) -> Candidate | None:
-        """Return the candidate of an entry that took these: what made them is written when the backward pass ends."""
-        causes = (tensor.cause for _, leaf in made if (tensor := self._find(leaf)) is not None)
-        return next((cause for cause in causes if cause is not None and cause.kind == "arrived"), None)
-
-    def _blame(self, kind: OriginKind, entry: DumpEntry, bad: Leaves) -> Candidate:
-        candidate = Candidate(self, kind, entry, bad, len(self.collectives), self.entries, self.gradients > 0)
-        self.candidates.append(candidate)
-        return candidate
+    def _candidate(self, kind: OriginKind, entry: DumpEntry, bad: Leaves) -> Candidate:
+        return Candidate(self, kind, entry, bad, len(self.collectives), self.entries, self.gradients > 0)
 
 
-def _mark_strong(causes: Iterable[Candidate | None]) -> None:
-    """Note that these candidates lead to a gradient or a collective."""
-    for cause in causes:
-        if cause is not None:
-            cause.relevance = "strong"
+def _walk_back(starts: Iterable[_NonfiniteTensor]) -> list[Candidate]:
+    """Return the candidates that these tensors lead back to, in the order of their entries."""
+    reached = dict.fromkeys(starts)
+    queue = deque(reached)
+    while queue:
+        for source in queue.popleft().sources:
+            if source not in reached:
+                reached[source] = None
+                queue.append(source)
+    origins = dict.fromkeys(tensor.origin for tensor in reached if tensor.origin is not None)
+    return sorted(origins, key=lambda origin: origin.order)
 
 
 def _select_nonfinite(leaves: Iterable[tuple[str, DumpLeaf]]) -> Leaves:
@@ -732,7 +723,6 @@ def as_text(findings: OriginFindings) -> str:
         lines.append(f"Not recorded: {'; '.join(findings.left_out)}.")
     lines += _cap([f"note: {line}" for line in findings.unmatched])
     lines += _origins(findings) if findings.origins else ["", _say_nothing_found(findings)]
-    lines += _cap([f"also: {line}" for line in findings.also])
     for rank in findings.ranks:
         if rank.shared_memory:
             stomp = "live storages that share memory (a stomp, unless it is meant, as by from_numpy or dlpack)"
@@ -741,11 +731,9 @@ def as_text(findings: OriginFindings) -> str:
 
 
 def _say_nothing_found(findings: OriginFindings) -> str:
-    if findings.also:
-        return "No NaN or infinity found that reached a gradient or a collective."
     what = "No NaN or infinity" if any(rank.shared_memory for rank in findings.ranks) else "Nothing"
     measured = " that was measured" * any(rank.unmeasured or rank.dropped for rank in findings.ranks)
-    ends = "is finite, was made infinite on purpose, or became finite again"
+    ends = "is finite, was made infinite on purpose, became finite again, or was used by nothing"
     return f"{what} found: every recorded tensor{measured} {ends}."
 
 
