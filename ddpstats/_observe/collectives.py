@@ -23,6 +23,7 @@ so they cannot replace these kernels; they fire below them, and go on working.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -58,9 +59,12 @@ class Subscriber(Protocol):
     def before(self, call: Collective) -> None:
         """Called before it runs. Whatever this raises, the caller gets, and the collective does not run."""
 
-    def after(self, call: Collective, work: Any) -> None:
-        """Called once it is issued. ``work`` is None where the operator returned when all was done."""
-        return
+    def after(self, call: Collective, work: Any) -> bool | None:
+        """Called once it is issued. ``work`` is None where the operator returned when all was done.
+
+        Return True if it has waited for ``work``, and no further wait is needed.
+        """
+        return None
 
     def before_wait(self, work: Any, limited: bool) -> bool:
         """Called before Python code waits for ``work``, under the caller's timeout if ``limited``.
@@ -77,6 +81,7 @@ class Subscriber(Protocol):
 _subscribers: list[Subscriber] = []
 _kernels: Kernels | None = None
 original_wait: Any = None  # `Work.wait` as it was before ours
+_last_done: Callable[[], Any] = object  # returns the work for which `Subscriber.after` has waited last
 _original_all_reduce: Any = None
 _lock = threading.Lock()
 
@@ -163,11 +168,12 @@ def _sees(group: Any, *options: Any) -> bool:
 
 
 def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return original_wait(self, *args, **kwargs)
-    waited = False
-    for subscriber in tuple(_subscribers):
-        waited = subscriber.before_wait(self, bool(args or kwargs)) or waited
+    waited = _last_done() is self
+    if not waited:
+        if torch.compiler.is_compiling():
+            return original_wait(self, *args, **kwargs)
+        for subscriber in tuple(_subscribers):
+            waited = subscriber.before_wait(self, bool(args or kwargs)) or waited
     try:
         result = waited or original_wait(self, *args, **kwargs)
     except RuntimeError as error:
@@ -339,6 +345,7 @@ _MILLISECOND = timedelta(milliseconds=1)
 
 
 def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
+    global _last_done
     view = None if kwargs or torch.compiler.is_dynamo_compiling() or not _is_plain(args) else view_of(self)
     if view is None or view.is_internal:
         return _original_all_reduce.__get__(self)(*args, **kwargs)
@@ -354,8 +361,8 @@ def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
         options.reduceOp, options.asyncOp = own.reduceOp, own.asyncOp
         options.timeout = timedelta(milliseconds=call.timeout_ms)
     work = backend.allreduce(tensors, options)
-    for subscriber in tuple(_subscribers):
-        subscriber.after(call, work)
+    has_waited = [subscriber.after(call, work) for subscriber in tuple(_subscribers)]
+    _last_done = weakref.ref(work) if any(has_waited) else object
     return work
 
 

@@ -129,30 +129,28 @@ class Watching(Subscriber):
         else:
             comparing.take_in(group, event, self._settings.check_every)
 
-    def after(self, call: Collective, work: Any) -> None:
-        """Keep the work, for when the program waits for it: after a blocking collective, at once."""
-        # For a device the program does not wait.
+    def after(self, call: Collective, work: Any) -> bool:
+        """Wait for a blocking collective, so that a rank that never comes is named."""
         issued = call.subscriber_state  # None of a call that began before this guard
-        if issued is None or issued.group.exchange is None or self.state.silent or work is None or not call.is_on_host:
-            return
-        if self._works:
-            self._drop_done()
-        self._works[id(work)] = work, issued
-
-    def _drop_done(self) -> None:
-        """Let go of works that are done and were not waited for: they keep their tensors alive.
-
-        They may never be waited for (DDP, functional collectives wait in C++), and are settled with the next one of
-        their group. Of a message gloo says only to the rank that waits whether it is done.
-        """
-        for key, (work, issued) in list(self._works.items()):
-            if not issued.entry[0].is_message and work.is_completed():
+        # The program does not wait for a device here, either.
+        if issued is None or self.comparing is None or self.state.silent or work is None or not call.is_on_host:
+            return False
+        if call.blocking:
+            return self.comparing.verdicts.wait_for(work, issued)
+        # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
+        # tensors alive. It is settled with the next one of its group. Of a message gloo says only to the rank that
+        # waits whether it is done.
+        for key, (known, earlier) in list(self._works.items()):
+            if not earlier.entry[0].is_message and known.is_completed():
                 self._works.pop(key, None)
         if len(self._works) >= _KEPT_WORKS:
             self._works.pop(next(iter(list(self._works))), None)
+        if issued.group.exchange is not None:  # with no other rank in the group there is nothing to settle
+            self._works[id(work)] = work, issued
+        return False
 
     def before_wait(self, work: Any, limited: bool) -> bool:
-        """Settle a collective, or a message, for which the program is about to wait; name the rank that never comes.
+        """Settle an asynchronous collective, or a message, for which the program is about to wait.
 
         Where the program gives that wait a timeout, that holds, and what is not there yet is settled later.
         """
@@ -167,9 +165,11 @@ class Watching(Subscriber):
         if entry[0].is_message:
             comparing.verdicts.wait_for_message(work, group, event_of(entry))
             return True
-        if self._mode == "strict" and group.settled < entry[1] and not group.is_given_up:
-            comparing.settle(group, entry[1], issued.limit)
-        return comparing.verdicts.wait_for(work, issued)
+        if group.is_given_up or (self._mode == "strict" and comparing.settle(group, entry[1], issued.limit)):
+            return False
+        if not self.state.silent:
+            comparing.verdicts.wait_for(work, issued)
+        return False
 
     def after_wait(self, work: Any, error: RuntimeError | None) -> None:
         """Let go of a work that is done. Where the wait failed, with its own timeout, the program may wait again."""

@@ -116,7 +116,49 @@ def slow(mode: GuardMode, timeout_sec: float | None) -> str:
     return "nothing"
 
 
+def waited_for_later(mode: GuardMode) -> tuple[int, ...]:
+    """Return who is missing from a collective that failed before this rank issued another one, and waited for it."""
+    pair = dist.new_group([0, 1])
+    with ddpstats.collective_guard(mode, timeout_sec=10):
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 2:
+            os._exit(0)
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None
+        until = time.monotonic() + 10
+        while not work.is_completed() and time.monotonic() < until:
+            time.sleep(0.05)
+        dist.barrier(group=pair)
+        with pytest.raises(ddpstats.RankMissing) as caught:
+            work.wait()
+    return caught.value.missing_ranks
+
+
+def waited_for_by_its_future(mode: GuardMode) -> tuple[int, ...]:
+    """Return who is missing from a blocking collective of the group object, which no `Work.wait` waits for."""
+    group, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
+    assert group is not None
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    with ddpstats.collective_guard(mode, timeout_sec=2):
+        if dist.get_rank() == 1:
+            store.wait(["has raised"])
+            return ()  # raises, too: the verdict is that of all ranks
+        with pytest.raises(ddpstats.RankMissing) as caught:
+            group.allreduce([torch.ones(1)], options).get_future().wait()
+        store.set("has raised", "")
+    return caught.value.missing_ranks
+
+
 # -- tests ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_rank_is_named_by_a_late_wait_and_by_a_future(mode: GuardMode) -> None:
+    survivors = list(run_ranks(waited_for_later, 3, mode, timeout_sec=40))[:2]
+    assert [survivor.value for survivor in survivors] == [(2,), (2,)]
+    waiting, absent = run_ranks(waited_for_by_its_future, 2, mode, timeout_sec=40)
+    assert (waiting.value, type(absent.error)) == ((1,), ddpstats.RankMissing)
 
 
 SIGNATURE = Signature("all_reduce", "sum", None, ((1,),), ("float32",))
