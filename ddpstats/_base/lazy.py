@@ -73,8 +73,8 @@ def breaks_graph(function: Callable[P, R]) -> Callable[P, R]:
         disabled = disabled or sys.modules[DYNAMO].disable(function)
         return disabled(*args, **kwargs)
 
-    marks = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": "it talks to other ranks"}  # as disable does
-    vars(entry).update(marks)
+    # As torch.compiler.disable does.
+    vars(entry).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="it talks to other ranks")
     return entry
 
 

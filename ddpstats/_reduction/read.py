@@ -200,7 +200,8 @@ class Plan:
             return [*map(torch.Tensor.item, leaves)]
         if not INTERCHANGEABLE.issuperset(map(type, leaves)):
             raise TypeError("a leaf that is read by itself")
-        return [leaf.item() if type(leaf) is torch.Tensor else leaf for leaf in leaves]
+        tensor = torch.Tensor
+        return [leaf.item() if type(leaf) is tensor else leaf for leaf in leaves]
 
 
 _plans: EmptiedCache[Structure, Plan] = EmptiedCache(max_entries=64, max_cost=65_536)

@@ -153,6 +153,7 @@ def waited_for_by_its_future(mode: GuardMode) -> tuple[int, ...]:
 # -- tests ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["strict", "step"])
 def test_rank_is_named_by_a_late_wait_and_by_a_future(mode: GuardMode) -> None:
     survivors = list(run_ranks(waited_for_later, 3, mode, timeout_sec=40))[:2]
