@@ -466,6 +466,8 @@ class BundleWriter:
 
     Args:
         dirpath, keep, max_bytes, group: as `NaNCapture` has them.
+        channel: of the group; its ranks have a part each.
+        source: this rank's part: its weights, batch and random state.
         finding: the verdict of all ranks; alone, ``step``, ``culprit_ranks`` and ``message`` count.
 
     Attributes:
