@@ -243,6 +243,7 @@ class Agreement:
         if set(heads) == {head}:
             return [memoryview(payload)] * self.world_size
         sizes = [_HEAD.unpack(received)[0] for received in heads]
+        # Half of the ranks or more are padded, and to little more than the median.
         most_padded = 1.25 * median_low(sizes) + _BROADCAST_BYTES
         padded = max(size for size in sizes if size <= most_padded)
         large = [position for position, size in enumerate(sizes) if size > padded]
