@@ -61,7 +61,7 @@ MEASUREMENTS = [
     *(Measurement(window_add, 1, 8, keys) for keys in (10, 50, 1_000)),
     *(Measurement(window_flush, 2, 8, keys) for keys in (10, 50)),
     *(Measurement(guard, 2, 10, size) for size in ("1 float", "1M floats")),
-    Measurement(guard_ddp_step, 2, 10),
+    Measurement(guard_ddp_step, 2, 120),
     Measurement(guard_labels, 1, 2),
     *(Measurement(capture, 2, 40, step_ms) for step_ms in (80, 400)),
     *(Measurement(sentinel, 2, 60, step_ms) for step_ms in (100, 800)),
