@@ -44,8 +44,6 @@ def on_files(files: Any, config: Any) -> Any:
     for name in _linked_files():
         if name.endswith(".py") and not name.startswith("ddpstats/"):
             made[_page_of(name)] = f"# {name}\n\n```python\n{(ROOT / name).read_text()}```\n"
-        elif name.endswith(".png"):
-            files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files

@@ -280,7 +280,7 @@ class _Rebuilding:
 
     def rebuild(self, plain: Any, path: str, depth: int) -> Any:
         if depth > 2 * _MAX_DEPTH:
-            raise BundleError(f"{path} is nested too deeply; the bundle is damaged or hostile")
+            raise BundleError(f"{path} is nested too deeply: it is damaged or hostile")
         if plain is None or type(plain) in (bool, int, float, str):
             return plain
         try:
@@ -291,7 +291,7 @@ class _Rebuilding:
             return _KINDS[plain["kind"]](self, plain, path, depth)
         except MALFORMED as error:
             raise BundleError(
-                f"{path} is not what ddpstats writes: {type(error).__name__}: {first_line(error)[:200]}; the bundle is "
+                f"{path} is not what ddpstats writes: {type(error).__name__}: {first_line(error)[:200]}: it is "
                 "damaged or hostile"
             ) from None
 

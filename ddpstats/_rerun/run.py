@@ -105,7 +105,7 @@ class Runner:
                 RandomState.from_plain(packet.random, self._settings.device).restore()
             except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
                 raise BundleError(
-                    f"{self._whose}: the random state is not one: {type(error).__name__}: {error}; the bundle is "
+                    f"{self._whose}: the random state is not one: {type(error).__name__}: {error}: it is "
                     "damaged or hostile"
                 ) from None
             yield

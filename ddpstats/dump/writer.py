@@ -203,10 +203,16 @@ class TensorFiles:
         return file
 
     def flush(self) -> None:
-        """Write what was kept. Raises OSError."""
+        """Write all that was kept. Raises what the first write that failed has raised, after the others."""
         kept, self._kept = self._kept, []
+        errors: list[Exception] = []
         for file, tensor in kept:
-            self._write(tensor, file)
+            try:
+                self._write(tensor, file)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _write(self, tensor: Tensor, file: str) -> None:
         if tensor.is_meta:
@@ -223,8 +229,13 @@ class TensorFiles:
                 os.link(self._saved[content], path)
                 return
         unfinished = f"{self.directory}/{TEMPORARY_PREFIX}{file}"
-        torch.save(plain, unfinished)
-        os.replace(unfinished, path)  # without waiting for the disk: there are too many of them
+        try:
+            torch.save(plain, unfinished)
+            os.replace(unfinished, path)  # without waiting for the disk: there are too many of them
+        except BaseException:
+            with contextlib.suppress(OSError):  # which keeps a full disk full
+                os.unlink(unfinished)
+            raise
         self._saved[content] = path
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,27 @@ def test_equal_tensors_have_one_file_with_several_names(
         assert torch.equal(torch.load(path).view(torch.uint8), tensor.view(torch.uint8))
     inodes = [path.stat().st_ino for path in saved]
     assert [inodes.index(inode) for inode in inodes] == ([0, 0, 2, 3, 4, 5, 6, 5] if has_links else list(range(8)))
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_tensor_that_cannot_be_written_leaves_no_file_and_costs_no_other_one(tmp_path: Path, at_once: bool) -> None:
+    files, failed = TensorFiles(tmp_path, at_once=at_once), []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        for number, elements in enumerate([10, 1 << 20, 20]):
+            try:
+                files.save(torch.full((elements,), float(number)), f"Torch.add.{number}.forward", "output")
+            except (OSError, RuntimeError) as error:
+                failed.append(error)
+        try:
+            files.flush()
+        except (OSError, RuntimeError) as error:
+            failed.append(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(failed) == 1
+    assert sorted(os.listdir(tmp_path)) == ["Torch.add.0.forward.output.pt", "Torch.add.2.forward.output.pt"]
 
 
 def refuse_link(source: str, target: str) -> None:
