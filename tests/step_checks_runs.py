@@ -357,6 +357,19 @@ def in_a_group_of_some(fault: str) -> list[tuple[str, str]]:
         return errors
 
 
+def labels_of_a_step_without_an_answer(dirpath: str) -> list[tuple[str, str]]:
+    """Return the errors of two calls for one step. Rank 1 reduced another label; the first call gets no answer."""
+    with collective_guard("step", timeout_sec=10) as guard, NaNCapture(dirpath, model=model_of("alone")) as capture:
+        checks = StepChecks(capture=capture, guard=guard)
+        with ddpstats.label("b" if rank() else "a"):
+            dist.all_reduce(torch.ones(1))
+        with capture.micro_batch(batch_of(0, 0)):
+            unanswered = error_of(checks.step)
+        errors = [unanswered, error_of(checks.step)]
+        guard.abandon()
+        return errors
+
+
 def known_to_others(file: str) -> dict[str, Any]:
     """Return the attributes of the error that two of three ranks raise, and the third, which compares nothing, too."""
     number, world_size = dist.get_rank(), dist.get_world_size()

@@ -233,6 +233,13 @@ def test_guards_of_different_modes(two_ranks: RankPool) -> None:
     assert "rank 0: StepChecks.step() of collective_guard('strict')" in first[1]
 
 
+def test_labels_of_a_step_without_an_answer_are_compared_by_the_next_call(two_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = two_ranks.run(runs.labels_of_a_step_without_an_answer, str(tmp_path)).values()
+    assert first == second
+    assert [kind for kind, _ in first] == ["InvalidStats", "CollectiveMismatch"]
+    assert "'b'" in first[1][1]
+
+
 @pytest.mark.slow
 def test_a_mismatch_in_a_group_of_some_is_raised_on_all(three_ranks: RankPool) -> None:
     outcomes = three_ranks.run(runs.in_a_group_of_some, "label").values()

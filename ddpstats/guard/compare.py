@@ -22,6 +22,8 @@ from ddpstats.guard.verdicts import GivenUp, Silenced, Verdicts
 _END = 0x454E44  # rolled in place of a collective by a rank that leaves
 _SHARES = 1 << 36  # shares of a step's question are added up modulo this: float64 sums of 2**17 ranks are exact
 
+# What this rank has asked about one group: its last number there, and its note.
+Asked = tuple[Group, int, Note]
 # Of all that a rank has done in a group: the group's name, words and ranks, the last number, and the note.
 Digests = list[Any]
 
@@ -33,7 +35,6 @@ class Comparing:
         self.session, self._state, self._strict = session, state, settings.mode == "strict"
         self.verdicts = Verdicts(session, state, settings)
         self.agreement = self.verdicts.agreement
-        self._asked: list[tuple[Group, int, Note]] = []
 
     def stop_before(self, group: Group, seq: int) -> None:
         """Come to the verdict on a collective of which a neighbour in the group has announced another one."""
@@ -138,27 +139,22 @@ class Comparing:
             self._post_digests(group)
         self.settle_all()
 
-    def ask(self) -> int:
+    def ask(self, asked: list[Asked]) -> int:
         """`step` by a sum over all ranks: what this one adds to it. It is 0 modulo 2**64 if all agree. Never waits.
 
-        Raises where what was posted before is seen to differ.
+        Appends to ``asked``. Raises where what was posted before is seen to differ.
         """
-        self._asked, total = [], 0
+        total = 0
         for group in self.session.groups():
             self.settle(group, group.posted)
             note, ranks = _take_digests(group), group.view.ranks
-            self._asked.append((group, group.seq, note))
+            asked.append((group, group.seq, note))
             if group.seq > group.proved:
                 total += share(group.name, ranks.index(group.view.rank), len(ranks), note)
         return total & MASK
 
-    def list_asked(self) -> list[Digests]:
-        """Return what was asked, in full."""
-        return [[group.name, group.words, list(group.view.ranks), seq, *note] for group, seq, note in self._asked]
-
-    def take_agreed(self) -> None:
+    def take_agreed(self, asked: list[Asked]) -> None:
         """All ranks had asked the same, so what was posted before is there, too."""
-        asked, self._asked = self._asked, []
         for group, seq, _ in asked:
             self.settle(group, group.posted, group.limit)
             group.agreed, group.proved = max(group.agreed, seq), seq
@@ -210,6 +206,7 @@ class StepQuestion:
     def __init__(self, comparing: Comparing | None, state: GuardState) -> None:
         self._comparing, self._state = comparing, state
         self._known: CollectiveMismatch | None = None
+        self._asked: list[Asked] = []
 
     def _ask(self, step: int | None) -> Sequence[float]:
         self._state.steps += 1
@@ -217,7 +214,7 @@ class StepQuestion:
         try:
             self._state.raise_verdict()
             if self._comparing is not None and not self._state.silent:
-                share = self._comparing.ask()
+                share = self._comparing.ask(self._asked)
         except CollectiveMismatch as error:  # the others are to know of it
             self._known = error
         return float(self._known is not None), float(share % _SHARES)
@@ -227,15 +224,17 @@ class StepQuestion:
         if known or shares % _SHARES:
             self._settle(group)
         if self._comparing is not None and not self._state.silent:
-            self._comparing.take_agreed()
+            self._comparing.take_agreed(self._asked)
 
     def _drop(self) -> None:
-        """Nothing is kept: digests go on from where they are."""
+        """Leave the labels that were asked about to the next comparison; all other digests go on anyway."""
+        for group, _, note in self._asked:
+            group.labels = group.labels or note.label
 
     def _settle(self, group: Any) -> None:
         """Some rank differs, or knows of a mismatch. Collective."""
         comparing = self._comparing
-        asked = [] if comparing is None else comparing.list_asked()
+        asked = [[group.name, group.words, list(group.view.ranks), seq, *note] for group, seq, note in self._asked]
         error = {} if self._known is None else _as_tree(self._known)
         tree = {"error": error, "silent": self._state.silent, "groups": asked}
         reports = gather_trees(tree, name="collective_guard.step: what each rank did", group=group)
