@@ -256,11 +256,10 @@ def _check_op(value: Any, path: Path) -> str:
     if inner is None:
         return NONE.name
     if not isinstance(inner, torch.Tensor) and not hasattr(inner, "__float__") and not is_numpy(inner):
-        raise InvalidLeaf(
-            path,
-            f"{_type_name(inner)} is not a leaf; a leaf is a real number, a tensor, None, or one of the markers "
-            "Mean, Sum, Min, Max, Any, All",
-        )
+        # A dataclass with slots replaces its class: both are subclasses.
+        markers = ", ".join(dict.fromkeys(marker.__name__ for marker in Marker.__subclasses__()))
+        leaves = f"a real number, a tensor, None, or one of the markers {markers}"
+        raise InvalidLeaf(path, f"{_type_name(inner)} is not a leaf; a leaf is {leaves}")
     if isinstance(value, torch.Tensor | Marker) or is_numpy(value):
         _ATOMS.add(type(value))
     return (value.op if isinstance(value, Marker) else MEAN).name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import ddpstats
 from ddpstats import StatsWindow, Sum
 from ddpstats._reduction.flatten import decode, flatten
 from ddpstats._reduction.ops import OPS, Marker, Op
-from ddpstats.errors import ProtocolMismatch, SchemaConflict
+from ddpstats.errors import InvalidStats, ProtocolMismatch, SchemaConflict
 from ddpstats.testing import PerRank, RankPool, ThreadGroup, run_threads
 from tests.reduction.off_host import tensors_off_host
 
@@ -81,6 +82,14 @@ def test_op_that_a_rank_does_not_know_is_named(unregistered: None) -> None:
     del OPS[NORM.name]
     with pytest.raises(ProtocolMismatch, match="a leaf of op 'test norm', which this rank does not know"):
         decode(encoded)
+
+
+def test_marker_from_outside_is_in_the_message_about_a_value_that_is_no_leaf() -> None:
+    with pytest.raises(InvalidStats) as caught:
+        ddpstats.reduce_stats({"a": "3"})
+    text = str(caught.value)
+    assert "a tensor, None, or one of the markers Mean, Sum, Min, Max, Any, All, " in text
+    assert re.findall(r"\b(?:Norm|LargestSize|Mean)\b", text) == ["Mean", "Norm", "LargestSize"]
 
 
 def test_every_op_of_the_package_has_a_marker() -> None:
