@@ -221,6 +221,9 @@ USE = """
         ("reduce(fresh); parts.append(fresh)", "", ""),
         ("reduce(fresh); parts.append(fresh)", "torch.stack(parts).sum()", "pooled"),
         ("reduce(fresh); parts.append(fresh)", "sum(parts) / len(parts)", "pooled"),
+        ("reduce(fresh); parts.append(fresh)", "stack = len; stack(parts)", "pooled"),  # by the name alone
+        ("reduce(fresh); parts.append(fresh)", "pile = torch.stack; pile(parts)", ""),
+        ("meters = collections.Counter(); reduce(fresh); meters.update((key, fresh))", "", "stored"),
         ("reduce(fresh); parts.append(fresh)", "dict(zip(stats, parts))", ""),
         ("reduce(fresh); parts.append(value - fresh)", "", ""),
         ("pass", "parts = [(key, reduce(value.clone())) for key, value in stats.items()]", "stored"),

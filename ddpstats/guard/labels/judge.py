@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Literal
 
-from ddpstats.guard.event import BY_TORCH, Event, Evidence
+from ddpstats.guard.event import BY_TORCH, Event, Evidence, Signature
 
 Judgement = Literal["fault", "doubt", "data"]
 _SEVERITY: dict[Judgement, int] = {"data": 0, "doubt": 1, "fault": 2}
@@ -40,8 +40,7 @@ def _judge(first: Event, second: Event) -> Judgement:
         a, b = a.outer, b.outer  # what differs is further out
     if _is_own_data(a, b):
         return "data"
-    are_integers = all(_agrees_on_integers(event) for event in (first, second))
-    return "fault" if _is_fault(a, b) and not are_integers else "doubt"
+    return "fault" if _is_fault(a, b) and not _agrees_on_integers(first.signature) else "doubt"
 
 
 def _is_fault(a: Evidence, b: Evidence) -> bool:
@@ -67,7 +66,9 @@ def _bare(name: str) -> str:
     return _PUNCTUATION.sub("", _NUMBERS.sub("#", name)).casefold()
 
 
-def _agrees_on_integers(event: Event) -> bool:
-    """Say whether the largest or smallest of integers is wanted: of lengths, steps or flags, which ranks agree on."""
-    signature = event.signature
+def _agrees_on_integers(signature: Signature) -> bool:
+    """Say whether the largest or smallest of integers is wanted: of lengths, steps or flags, which ranks agree on.
+
+    Ranks whose labels are judged have the reduce op and the dtypes in common.
+    """
     return signature.reduce_op in ("max", "min") and all(dtype in _INTEGERS for dtype in signature.dtypes)
