@@ -266,7 +266,7 @@ class Watching(Subscriber):
     def disown(self) -> None:
         """Let go of everything: this process was forked from the guarded one, which goes on."""
         self._is_inherited, self.comparing = True, None
-        self.recording.close()
+        self.recording.close(is_forked=True)
 
     # -- statuses and verdicts -----------------------------------------------------------------------------------------
 

@@ -156,8 +156,10 @@ class Recording:
             if not self._tries:
                 log.warning("no record is written before the first collective: %s", error)
 
-    def close(self) -> None:
-        """Stop recording. Local and idempotent; also in a process that was forked from the recorded one."""
+    def close(self, is_forked: bool = False) -> None:
+        """Stop recording. Local and idempotent. ``is_forked``: in a process that was forked from the recorded one."""
+        if is_forked:
+            self._turn = threading.RLock()  # a thread that is not here may have held it
         with suppress(ValueError):
             marks.listeners.remove(self)
         self._close_file()
@@ -190,7 +192,7 @@ class Recording:
     def _append(self, line: bytes) -> None:
         try:
             if self._size + len(line) > self._limit:
-                os.close(self._file)
+                self._close_file()
                 os.replace(self._path, self._old_path())
                 self._open(False)
             os.write(self._file, line)
@@ -241,8 +243,7 @@ class Recording:
 
     def wait(self, since: float | None) -> None:
         """Record a wait for other ranks once it is a long one, and its end (None)."""
-        is_long = since is not None and time.time() - since > LONG_WAIT_SEC
-        waits_since = since if is_long else None
+        waits_since = since if since is not None and time.time() - since > LONG_WAIT_SEC else None
         if waits_since != self._now.get("waits_since"):
             self.note(waits_since=waits_since)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import multiprocessing
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,34 @@ def _ended_after(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def forked_while_another_thread_records(directory: str) -> list[int | None]:
+    """Return the statuses of forked processes; None where one does not end."""
+    is_over = threading.Event()
+    with collective_guard("record", record_dir=directory) as guard:
+
+        def record() -> None:
+            while not is_over.is_set():
+                guard._watching.recording.note(steps=1)
+
+        writer = threading.Thread(target=record)
+        writer.start()
+        try:
+            return [_status_of_fork() for _ in range(5)]
+        finally:
+            is_over.set()
+            writer.join()
+
+
+def _status_of_fork() -> int | None:
+    process = multiprocessing.get_context("fork").Process(target=int)
+    process.start()
+    process.join(LIMIT_SEC / 2)
+    status = process.exitcode
+    process.kill()
+    process.join()
+    return status
+
+
 # -- tests ------------------------------------------------------------------------------------------------------------
 
 
@@ -87,3 +117,7 @@ def test_forked_process_that_leaves_the_guard_touches_nothing_of_the_ranks(mode:
         assert record.marks == ()
         lines = (tmp_path / f"rank{record.rank}.jsonl").read_text().splitlines()
         assert ['"end"' in line for line in lines] == [False] * (len(lines) - 1) + [True]
+
+
+def test_process_that_is_forked_while_another_thread_records_does_not_hang(tmp_path: Path) -> None:
+    assert run_ranks(forked_while_another_thread_records, 1, str(tmp_path), timeout_sec=120).values() == [[0] * 5]

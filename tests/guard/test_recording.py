@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import textwrap
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from ddpstats.guard.record import read_records
 from ddpstats.testing import RankPool
 from tests import programs
 from tests.guard.tiers import tiers
+from tests.report.records import recording_of
 
 # -- what runs on the ranks -------------------------------------------------------------------------------------------
 
@@ -128,6 +130,19 @@ def test_run_writes_no_record_where_there_are_no_ranks(script: Any, tmp_path: Pa
 def test_group_that_was_made_again_under_its_name_is_recorded_as_another(two_ranks: RankPool, tmp_path: Path) -> None:
     """Otherwise the calls of the first would be joined with those of the second, and differences missed."""
     assert two_ranks.run(made_again, str(tmp_path)).values() == [[[1, 2, 3], [1, 2]]] * 2
+
+
+@pytest.mark.parametrize("is_removed", [True, False], ids=["the directory is removed", "the older file is a directory"])
+def test_file_that_cannot_be_rotated_stops_the_record_and_not_the_program(tmp_path: Path, is_removed: bool) -> None:
+    directory = tmp_path / "records"
+    recording = recording_of(directory, 0, 1, max_bytes=2000)
+    if is_removed:
+        shutil.rmtree(directory)
+    else:
+        (directory / "rank0.old.jsonl").mkdir()
+    for steps in range(100):
+        recording.note(steps=steps)
+    recording.close()
 
 
 def test_line_with_many_numbers_is_refused_in_no_time(tmp_path: Path) -> None:
