@@ -239,7 +239,8 @@ class FailureAgreement:
 
     def dead(self, ranks: Collection[int]) -> set[int]:
         """Return those of these ranks that are on this host and have no process any more."""
-        self.members.learn()
+        with suppress(StoreSilent):  # a wait has its deadline then; a store that is gone ends it at once
+            self.members.learn()
         return self.members.dead(ranks)
 
     def _last_known_status(self, rank: int, group: str) -> RankStatus:

@@ -26,6 +26,8 @@ from ddpstats.guard.verdicts import ends_by_timeout, is_broken
 from ddpstats.testing import RankPool, run_ranks
 from tests.guard.runs import serve_by_rank_0
 from tests.guard.tiers import tiers
+from tests.programs import reserved_port
+from tests.ranks.store_host_runs import pid_of, serve_anew
 
 # -- what runs on the ranks -------------------------------------------------------------------------------------------
 
@@ -139,6 +141,33 @@ def host_is_killed(mode: GuardMode) -> tuple[str, str]:
     return "nothing", ""
 
 
+def host_is_stopped(port: int) -> tuple[Raised, float] | None:
+    """Rank 0, which serves the store, is stopped before it enters the guard in which rank 1 waits.
+
+    Return what rank 1 raises, and after how long.
+    """
+    rank = serve_anew(port)
+    host, store = pid_of(0), dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.wait(["has raised"])
+        return None
+    started = time.monotonic()
+    raised: Raised = "nothing", (), ""
+    try:
+        with collective_guard("strict", timeout_sec=2):
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+            assert work is not None
+            os.kill(host, signal.SIGSTOP)
+            work.wait()
+    except ddpstats.RankMissing as error:
+        raised = type(error).__name__, error.missing_ranks, str(error)
+    finally:
+        os.kill(host, signal.SIGCONT)
+    took_sec = time.monotonic() - started
+    store.set("has raised", "")
+    return raised, took_sec
+
+
 def aborted(mode: GuardMode, what: str, odd: int) -> Raised:
     """Do what makes gloo end one of the two processes. Rank 0 serves the store; rank ``odd`` differs."""
     serve_by_rank_0()
@@ -231,6 +260,16 @@ def test_rank_that_loses_the_store_with_rank_0_says_what_it_called_itself(mode: 
         assert "\nLook at their output and at the network first.\n" in text
         assert "in find" not in shown
         assert "During handling" not in shown
+
+
+def test_wait_ends_where_the_rank_that_serves_the_store_is_stopped_before_it_joins() -> None:
+    with reserved_port() as port:
+        result = run_ranks(host_is_stopped, 2, port, timeout_sec=60)[1].value
+    assert result is not None
+    (name, missing, text), took_sec = result
+    assert (name, missing) == ("RankMissing", (0,))
+    assert "rank 0: serves the store, which does not answer" in text
+    assert took_sec < 15
 
 
 @pytest.mark.parametrize(
