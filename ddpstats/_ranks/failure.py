@@ -59,6 +59,7 @@ _WRITE_SEC = 2.0  # for a store that is slow
 _DYING_SEC = 1.0  # a process that is killed closes its connections a moment before it is gone
 _BROKEN, _LATE = "broken", "late"  # why a collective failed, as the first rank saw it
 IS_GONE, IS_ABSENT = "the process is gone", "did not take part"  # the words of all errors about a missing rank
+SLOW = "A rank that is only slow needs a larger"
 
 # What a backend says of another rank. A rank that ends closes its connections (`CLOSED`); one that is late does not.
 # `LOST` holds both, and is for errors that a backend is known to have raised. `LOST_BY_BACKEND` is what only backends
@@ -144,7 +145,8 @@ class StoreLoss(NamedTuple):
 
     def message(self, head: Iterable[str], closing: str = "") -> str:
         """Return the error's text. ``head``: lines that say what was not completed; ``closing``: its last sentence."""
-        advice = f"Look at their output and at the network first. {closing}".rstrip()
+        whose = "their output" if self.missing else "the output of all ranks"
+        advice = f"Look at {whose} and at the network first. {closing}".rstrip()
         cause = f"The store, which could say which rank is missing, does not answer: {self.why}"
         return "\n".join([*head, self.line, advice, cause])
 
@@ -576,8 +578,6 @@ class FailureDetector:
         if not missing:
             lines.append("  no rank is known to be missing; the connection between ranks failed")
         lines.append(f"{self.name([self.rank])} waited and saw: {reason}")
-        lines.append(
-            "Look at the output of the missing ranks first. A rank that is only slow needs a larger "
-            f"{self._timeout_name}. {self._closing}".rstrip()
-        )
+        look_at = "the output of the missing ranks" if missing else "the output of all ranks and at the network"
+        lines.append(f"Look at {look_at} first. {SLOW} {self._timeout_name}. {self._closing}".rstrip())
         return "\n".join(lines)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from ddpstats._base.text import ranks_text
-from ddpstats._ranks.failure import IS_ABSENT, IS_GONE, Answer, Packed, find_missing
+from ddpstats._ranks.failure import IS_ABSENT, IS_GONE, SLOW, Answer, Packed, find_missing
 from ddpstats.guard.event import (
     BY_TORCH,
     MASK,
@@ -495,14 +495,11 @@ def _missing(group: str, words: str, by_rank: ByRank, seq: int, missing: tuple[i
         )
     else:
         may_be_slow = any(not by_rank[rank].dead and by_rank[rank].left is None for rank in missing)
-        lines.append(f"Look at the output of {ranks_text(missing)} first.{_LARGER_TIMEOUT if may_be_slow else ''}")
+        lines.append(f"Look at the output of {ranks_text(missing)} first.{_IF_SLOW if may_be_slow else ''}")
     return GuardFinding(MISSING, "\n".join(lines), group, seq, missing, (), events)
 
 
-_LARGER_TIMEOUT = (
-    " A rank that is only slow needs a larger timeout: that of its process group, and timeout_sec (or "
-    "DDPSTATS_TIMEOUT_SEC) where it is set."
-)
+_IF_SLOW = f" {SLOW} timeout: that of its process group, and timeout_sec (or DDPSTATS_TIMEOUT_SEC) where it is set."
 
 
 def _whereabouts(status: RankStatus, seq: int = 1, group: str = "") -> str:
@@ -607,7 +604,7 @@ def find_unmatched(event: Event, rank: int, words: str, peer: RankStatus | None)
     else:
         lines.append(
             f"Make {partner} call dist.{call} with a tensor of this shape and dtype, or leave out the call of "
-            f"{waiting}. Where both ranks {op} first, let one of them {answer} first.{_LARGER_TIMEOUT}"
+            f"{waiting}. Where both ranks {op} first, let one of them {answer} first.{_IF_SLOW}"
         )
         if not is_sent and not sent:
             lines.append("A guard sees no message that was sent before it began: if that is so here, begin it earlier.")

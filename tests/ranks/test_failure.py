@@ -258,13 +258,15 @@ def answer(detector: FailureDetector, seq: int) -> None:
     StoreLog(detector.store, "report").append(detector.rank, Answer(seq, ()).pack())
 
 
-def missing_text(rank: int, after: str, *lines: str, reason: str = "a reason") -> str:
+def missing_text(
+    rank: int, after: str, *lines: str, reason: str = "a reason", look_at: str = "the output of the missing ranks"
+) -> str:
     return "\n".join(
         [
             f"the test was not completed after {after} s:",
             *lines,
             f"rank {rank} waited and saw: {reason}",
-            "Look at the output of the missing ranks first. A rank that is only slow needs a larger timeout_sec "
+            f"Look at {look_at} first. A rank that is only slow needs a larger timeout_sec "
             "(or DDPSTATS_TIMEOUT_SEC). The group is closed.",
         ]
     )
@@ -405,7 +407,8 @@ def test_no_rank_is_missing_where_all_wait_and_a_connection_broke(clock: Clock) 
     answer(detector(store, 1), 5)
     verdict = decide(detector(store, 0), 5, 60.0, is_broken=True)
     line = "  no rank is known to be missing; the connection between ranks failed"
-    assert verdict == Verdict((), missing_text(0, "2.5", line))
+    look_at = "the output of all ranks and at the network"
+    assert verdict == Verdict((), missing_text(0, "2.5", line, look_at=look_at))
     assert clock.now < 4.0
 
 
@@ -517,6 +520,7 @@ def test_without_the_store_no_rank_is_named_and_the_text_says_why(clock: Clock, 
         assert verdict.missing == ()
         lines = verdict.message.splitlines()
         assert lines[:2] == ["the test was not completed:", "  which rank is missing cannot be determined"]
+        assert lines[2] == "Look at the output of all ranks and at the network first. The group is closed."
         assert lines[3].startswith("The store, which could say which rank is missing, does not answer: ")
         assert len(lines) == 4
     assert clock.now < 10.0
