@@ -222,10 +222,9 @@ class Recording:
         return self._path.with_suffix(".old.jsonl")
 
     def _close_file(self) -> None:
-        with self._turn:
+        with self._turn, suppress(OSError):  # none is open; or a network's file system says only now that it is full
             file, self._file = self._file, -1
-            if file >= 0:
-                os.close(file)
+            os.close(file)
 
     # -- the rank's state ---------------------------------------------------------------------------------------------
 
