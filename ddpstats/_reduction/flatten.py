@@ -23,7 +23,7 @@ from ddpstats._base.files import parse_json
 from ddpstats._base.paths import Index, Path, Step
 from ddpstats._base.text import dtype_name
 from ddpstats._ranks.exchange import InvalidLeaf, refuse
-from ddpstats._reduction.ops import MEAN, NONE, OPS, Marker, Op
+from ddpstats._reduction.ops import MARKERS, MEAN, NONE, OPS, Marker, Op
 
 # The path of a leaf and the name of its op; "none" for a leaf that is None.
 LeafKey = tuple[Path, str]
@@ -256,9 +256,7 @@ def _check_op(value: Any, path: Path) -> str:
     if inner is None:
         return NONE.name
     if not isinstance(inner, torch.Tensor) and not hasattr(inner, "__float__") and not is_numpy(inner):
-        # A dataclass with slots replaces its class: both are subclasses.
-        markers = ", ".join(dict.fromkeys(marker.__name__ for marker in Marker.__subclasses__()))
-        leaves = f"a real number, a tensor, None, or one of the markers {markers}"
+        leaves = f"a real number, a tensor, None, or one of the markers {MARKERS}"
         raise InvalidLeaf(path, f"{_type_name(inner)} is not a leaf; a leaf is {leaves}")
     if isinstance(value, torch.Tensor | Marker) or is_numpy(value):
         _ATOMS.add(type(value))

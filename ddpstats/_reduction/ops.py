@@ -124,3 +124,6 @@ class All(Marker):
     """True where the flag of every rank that holds the path is true. The flag is a bool, 0 or 1."""
 
     op: ClassVar[Op] = ALL
+
+
+MARKERS = "Mean, Sum, Min, Max, Any, All"  # in messages

@@ -118,11 +118,13 @@ def slow(mode: GuardMode, timeout_sec: float | None) -> str:
 
 def waited_for_later(mode: GuardMode) -> tuple[int, ...]:
     """Return who is missing from a collective that failed before this rank issued another one, and waited for it."""
-    pair = dist.new_group([0, 1])
+    pair, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
     with ddpstats.collective_guard(mode, timeout_sec=10):
         dist.all_reduce(torch.ones(1))
         if dist.get_rank() == 2:
+            store.wait(["rank 0 has gone on", "rank 1 has gone on"])
             os._exit(0)
+        store.set(f"rank {dist.get_rank()} has gone on", "")
         work = dist.all_reduce(torch.ones(1), async_op=True)
         assert work is not None
         until = time.monotonic() + 10
