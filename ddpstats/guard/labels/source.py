@@ -190,10 +190,8 @@ def tensor_argument(call: ast.expr) -> ast.expr | None:
             return keyword.value
     name = called_name(call)
     # by parts of the name, which collectives of objects and functions of libraries share with torch's
-    has_output = "reduce_scatter" in name or "all_gather" in name
-    # a functional collective takes no output: the name of the reduce op is where the others take their input
-    is_functional = any(isinstance(argument, ast.Constant) for argument in call.args[1:2])
-    return next(iter(call.args[1 if has_output and not is_functional else 0 :]), None)
+    is_behind_output = "reduce_scatter" in name or "all_gather" in name
+    return next(iter(call.args[1 if is_behind_output else 0 :]), None)
 
 
 def variable_of(expr: ast.expr | None) -> str:
