@@ -205,14 +205,14 @@ class TensorFiles:
     def flush(self) -> None:
         """Write all that was kept. Raises what the first write that failed has raised, after the others."""
         kept, self._kept = self._kept, []
-        errors: list[Exception] = []
+        first: Exception | None = None  # of the others each would keep a tensor on the host
         for file, tensor in kept:
             try:
                 self._write(tensor, file)
             except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+                first = first or error
+        if first is not None:
+            raise first
 
     def _write(self, tensor: Tensor, file: str) -> None:
         if tensor.is_meta:
