@@ -59,7 +59,7 @@ _WRITE_SEC = 2.0  # for a store that is slow
 _DYING_SEC = 1.0  # a process that is killed closes its connections a moment before it is gone
 _BROKEN, _LATE = "broken", "late"  # why a collective failed, as the first rank saw it
 IS_GONE, IS_ABSENT = "the process is gone", "did not take part"  # the words of all errors about a missing rank
-SLOW = "A rank that is only slow needs a larger"
+SLOW = "A rank that is only slow needs a larger"  # then: which timeout
 
 # What a backend says of another rank. A rank that ends closes its connections (`CLOSED`); one that is late does not.
 # `LOST` holds both, and is for errors that a backend is known to have raised. `LOST_BY_BACKEND` is what only backends

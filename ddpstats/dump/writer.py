@@ -212,7 +212,10 @@ class TensorFiles:
             except Exception as error:
                 first = first or error
         if first is not None:
-            raise first
+            try:
+                raise first
+            finally:
+                del first  # it holds this frame, and so all that was kept
 
     def _write(self, tensor: Tensor, file: str) -> None:
         if tensor.is_meta:

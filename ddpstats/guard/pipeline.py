@@ -131,8 +131,8 @@ class Watching(Subscriber):
 
     def after(self, call: Collective, work: Any) -> bool:
         """Wait for a blocking collective, so that a rank that never comes is named."""
-        # The program does not wait for a device here, either.
         issued = call.subscriber_state  # None of a call that began before this guard
+        # The program does not wait for a device here, either.
         if issued is None or self.comparing is None or self.state.silent or work is None or not call.is_on_host:
             return False
         if call.blocking:

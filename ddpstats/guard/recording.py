@@ -242,7 +242,8 @@ class Recording:
 
     def wait(self, since: float | None) -> None:
         """Record a wait for other ranks once it is a long one, and its end (None)."""
-        waits_since = since if since is not None and time.time() - since > LONG_WAIT_SEC else None
+        is_long = since is not None and time.time() - since > LONG_WAIT_SEC
+        waits_since = since if is_long else None
         if waits_since != self._now.get("waits_since"):
             self.note(waits_since=waits_since)
 

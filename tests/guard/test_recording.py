@@ -142,6 +142,7 @@ def test_file_that_cannot_be_rotated_stops_the_record_and_not_the_program(tmp_pa
         (directory / "rank0.old.jsonl").mkdir()
     for steps in range(100):
         recording.note(steps=steps)
+    assert recording._file == -1
     recording.close()
 
 
