@@ -109,8 +109,7 @@ def wait_in_slices(done_within: Callable[[float], bool], timeout_sec: float, wat
 
 
 def _check_watch(watch: Watch) -> None:
-    reason = watch()
-    if reason is not None:
+    if (reason := watch()) is not None:
         raise CommFailed(reason)
 
 

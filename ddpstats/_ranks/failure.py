@@ -206,12 +206,17 @@ class Membership:
 
     def dead(self, ranks: Collection[int] | None = None) -> set[int]:
         """Return the ranks of this host whose process is gone, of these ``ranks`` if given. Asks no store."""
-        peers = self.peers.copy().items()  # another thread may be in `learn`
-        return {rank for rank, process in peers if (ranks is None or rank in ranks) and process.is_dead()}
+        return {rank for rank in self._matching_peers(ProcessId.is_dead) if ranks is None or rank in ranks}
 
     def alive(self) -> list[int]:
         """Return this rank and the ranks of this host whose process is alive. Asks no store."""
-        return [self.rank, *(rank for rank, process in self.peers.copy().items() if process.is_alive())]
+        return [self.rank, *self._matching_peers(ProcessId.is_alive)]
+
+    def _matching_peers(self, holds: Callable[[ProcessId], bool]) -> list[int]:
+        """Look at each process once: ranks that are threads of one process would take turns for its files."""
+        peers = self.peers.copy()  # another thread may be in `learn`
+        matching = set(filter(holds, set(peers.values())))
+        return [rank for rank, process in peers.items() if process in matching]
 
     def diagnose_without_store(
         self,
@@ -544,8 +549,8 @@ class FailureDetector:
         with suppress(*STORE_ERRORS):
             if self._failure.count_as_reader() and self.rank == self.store.host_rank:  # the store may end with it
                 readers = len(set(self.ranks).difference(verdict.missing) | {self.rank})
-                look_sec = shared_poll(0.0, len(self.ranks))
-                self._failure.linger(readers, _LINGER_SEC + 2 * look_sec, max(_POLL_SEC, look_sec))
+                look_sec = shared_poll(_POLL_SEC, len(self.ranks))
+                self._failure.linger(readers, _LINGER_SEC + 2 * look_sec, look_sec)
         return verdict
 
     def _decide_without_store(self, error: BaseException) -> Verdict:

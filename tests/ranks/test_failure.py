@@ -134,6 +134,16 @@ def test_ranks_that_join_later_are_learnt_and_then_the_store_is_not_asked() -> N
     assert first.learn()
 
 
+@LINUX
+def test_process_of_many_ranks_is_looked_at_once() -> None:
+    """64 threads that read their process once for each other one waited seconds for each other (measured)."""
+    members = Membership(in_process(HashStore()), 0, range(64), dict.fromkeys(range(1, 64), ProcessId.mine()))
+    with mock.patch.object(failure, "_start_time", wraps=failure._start_time) as reads:
+        assert members.alive() == list(range(64))
+        assert members.dead() == set()
+    assert reads.call_count <= 6  # two of each look, and what `ProcessId.mine` reads
+
+
 def test_store_that_is_silent_for_a_moment_loses_no_rank_of_this_host() -> None:
     store = in_process(HashStore())
     members = [membership(store, rank) for rank in range(4)]
