@@ -25,12 +25,10 @@ _BY_ITSELF = (
     "torch.autograd", "torch.nn.parallel", "torch.distributed.algorithms", "torch.distributed.fsdp",
     "torch.distributed.optim",
 )  # fmt: skip
-# Where a program's own call of a collective arrives, and our doors, for what it calls on the group itself.
-_APIS = (
-    "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d",
-    "torch.distributed._functional_collectives",
-    "torch.distributed.nn.functional", "torch._ops", "ddpstats.",
-)  # fmt: skip
+# Where a program's own call of a collective arrives, and our doors, for what it calls on the group itself. Functional
+# ones return a new tensor, and overwrite none.
+_FUNCTIONAL_APIS = "torch.distributed._functional_collectives", "torch.distributed.nn.functional", "torch._ops"
+_APIS = "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d", "ddpstats.", *_FUNCTIONAL_APIS
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _LAUNCHERS = _PACKAGE, "<frozen runpy", _STDLIB + "runpy.py"
@@ -45,6 +43,7 @@ class CodePlan:
         internal: it is not the program's own.
         by_itself: torch runs it, and no line of the program asks for the collectives in it.
         is_api: a program's own call of a collective goes through it.
+        is_functional: so it does, and returns a new tensor.
         begins_thread: a Python thread begins with it.
     """
 
@@ -52,6 +51,7 @@ class CodePlan:
     internal: bool
     by_itself: bool
     is_api: bool
+    is_functional: bool
     begins_thread: bool
 
 
@@ -70,7 +70,8 @@ def _plan(code: CodeType, module: str) -> CodePlan:
     internal = internal or (code.co_filename.startswith(_STDLIB) and "-packages" not in code.co_filename)
     internal = internal or (not module and _is_generated(code.co_filename))
     by_itself = module.startswith(_BY_ITSELF) and module != "torch.autograd.function"
-    return CodePlan(code, internal, by_itself, module.startswith(_APIS), module == "threading")
+    is_api, is_functional = module.startswith(_APIS), module.startswith(_FUNCTIONAL_APIS)
+    return CodePlan(code, internal, by_itself, is_api, is_functional, module == "threading")
 
 
 def _is_generated(file: str) -> bool:
@@ -155,22 +156,22 @@ class CallSite:
 _NO_SITE = CallSite(None)
 
 
-def calling_frame(depth: int) -> tuple[FrameType | None, bool, bool]:
-    """Return the innermost frame of the program's own code, and two facts about the call.
+def calling_frame(depth: int) -> tuple[FrameType | None, bool, bool, bool]:
+    """Return the innermost frame of the program's own code, and three facts about the call.
 
-    These are whether torch calls by itself (from autograd, DDP, C++), and whether that frame calls a collective itself,
-    not a function of torch that issues one.
+    These are whether torch calls by itself (from autograd, DDP, C++); whether that frame calls a collective itself, not
+    a function of torch that issues one; and whether that collective is functional.
     """
     frame = sys._getframe(depth - 1).f_back  # None where C++ calls
-    by_torch, is_api, outermost = False, True, None
+    by_torch, outermost = False, None
     while frame is not None:
         plan = _plans.get(id(frame.f_code)) or plan_of(frame)
         if not plan.internal:
-            return frame, by_torch, is_api
-        by_torch, is_api, outermost = plan.by_itself or by_torch, plan.is_api, plan
+            return frame, by_torch, outermost is None or outermost.is_api, bool(outermost and outermost.is_functional)
+        by_torch, outermost = plan.by_itself or by_torch, plan
         frame = frame.f_back
     is_target = outermost is not None and outermost.begins_thread  # of a thread, that a program may start itself
-    return None, by_torch or not is_target, is_api
+    return None, by_torch or not is_target, False, False
 
 
 def site_of(frame: FrameType | None) -> CallSite:

@@ -188,12 +188,12 @@ class Watching(Subscriber):
         """
         parts, operator = parts_of(call), call.operator
         pieces = pieces_of(call) if operator.compared == "pieces" else NO_PIECES
-        frame, by_torch, is_api = calling_frame(4)  # from what called the function that shows the call
+        frame, by_torch, is_api, is_functional = calling_frame(4)  # from what called the function that shows the call
         label: str | Inferred | None = current_label()
         if label is None and by_torch:
             label = BY_TORCH if operator.combines else None
         elif label is None and self._settings.infer_labels and is_api and frame is not None and call.inputs:
-            label = infer(frame) if operator.combines or operator.op == _GATHERING else None
+            label = infer(frame, is_functional) if operator.combines or operator.op == _GATHERING else None
         call_site = (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
         key = group, parts, pieces, call.peer, call.tag, label, call_site
         event = self._known.get(key)

@@ -230,6 +230,17 @@ USE = """
         ("pass", "for value in stats.values(): fresh = value + 0; reduce(fresh); parts.append(fresh - value)", ""),
         ("pass", "{key: reduce(value) for key, value in stats.items()}", "stored"),
         ("pass", "sum(reduce(value.clone()) for value in stats.values())", "pooled"),
+        ("reduce(value); parts.append(value)", "return parts", "pooled element"),
+        ("reduce(value); parts.append(value)", "pile = len; pile(parts)", "pooled element"),
+        ("reduce(value); parts.append(value)", "dict(zip(stats, parts))", "element"),
+        ("parts.append(reduce(value))", "return parts", "element"),  # what waits for the result, of an in-place one
+        ("reduce(value); results[key] = value", "for key in results: total += results[key]", "pooled element"),
+        ("reduce(value); results[key] = value", "for key in results: total = total + results[key]", "pooled element"),
+        (
+            "text = ''; reduce(value); results[key] = value",
+            "for key, v in results.items(): text += f'{key}={v} '",
+            "stored",
+        ),
     ],
 )
 def test_use_is_what_the_program_does_with_the_result(in_loop: str, afterwards: str, use: str) -> None:
@@ -585,7 +596,7 @@ def _at_depth(depth: int, program: Program) -> None:
 def test_site_is_no_line_of_a_wing_that_watches_the_program(wing: str) -> None:
     between: dict[str, Any] = {"__name__": f"ddpstats.{wing}", "calling_frame": calling_frame}
     exec("def call(): return calling_frame(1)", between)
-    frame, by_torch, _ = between["call"]()
+    frame, by_torch, *_ = between["call"]()
     assert "test_labels.py" in str(site_of(frame))
     assert not by_torch
 

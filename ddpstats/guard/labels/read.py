@@ -331,22 +331,22 @@ _call_routes: EmptiedCache[tuple[int, int, Route | None], CallRoutes] = EmptiedC
 _tracers: EmptiedCache[SourceFile, LabelTracer] = EmptiedCache(_MAX_TRACERS)
 
 
-def call_routes(frame: FrameType, route: Route | None, callee: CodeType) -> CallRoutes:
+def call_routes(frame: FrameType, route: Route | None, callee: CodeType, is_functional: bool = False) -> CallRoutes:
     """Return the routes at the call that a frame is executing: of the collective's tensor, or of what ``route`` needs.
 
-    ``callee``: the function that ``route`` left by its parameter.
+    ``callee``: the function that ``route`` left by its parameter. The first call at a place in the text decides.
     """
     key = id(frame.f_code), frame.f_lasti, route
-    return _call_routes.get(key) or _call_routes.keep(key, _trace_call(frame, route, callee))
+    return _call_routes.get(key) or _call_routes.keep(key, _trace_call(frame, route, callee, is_functional))
 
 
-def _trace_call(frame: FrameType, route: Route | None, callee: CodeType) -> CallRoutes:
+def _trace_call(frame: FrameType, route: Route | None, callee: CodeType, is_functional: bool) -> CallRoutes:
     owner, call = activation(frame)[-1].f_code, call_of(frame)
     if call is None or (owner.co_flags & _CO_OPTIMIZED and mentions(call[0].scope_of(call[1]), _LOOKERS)):
         return CallRoutes(frame.f_code, owner)
     file, node = call
     tracer = _tracers.get(file) or _tracers.keep(file, LabelTracer(file))
-    routes = tracer.of_argument(node) if route is None else tracer.of_parameter(node, callee, route)
+    routes = tracer.of_argument(node, is_functional) if route is None else tracer.of_parameter(node, callee, route)
     is_wrapper = not routes and any(isinstance(argument, ast.Starred) for argument in getattr(node, "args", ()))
     return CallRoutes(frame.f_code, owner, file, node, routes, is_wrapper)
 
@@ -369,8 +369,8 @@ class Chain:
     """The calls and steps of a route as far as it was followed; one object for each such way.
 
     ``calls``: from the collective outwards. ``steps``: those that gave a name, innermost first, and the index of the
-    call of each. ``is_fresh``: the tensor is not the innermost element itself, nor an attribute of it. ``containers``:
-    what each step took its name from last.
+    call of each. ``is_fresh``: what is overwritten is not the innermost element itself, nor an attribute of it.
+    ``containers``: what each step took its name from last.
     """
 
     calls: tuple[CallRoutes, ...]
@@ -429,10 +429,14 @@ _labels: EmptiedCache[tuple[Any, ...], Inferred] = EmptiedCache(_MAX_KEPT)
 _FollowedRoute = tuple[Chain, tuple[str, ...], tuple[Any, ...]]
 
 
-def infer(frame: FrameType) -> Inferred | None:
-    """Return the label of the tensor that ``frame`` calls a collective with; None where the text gives it no name."""
+def infer(frame: FrameType, is_functional: bool = False) -> Inferred | None:
+    """Return the label of the tensor that ``frame`` calls a collective with; None where the text gives it no name.
+
+    ``is_functional``: the collective returns a new tensor, and overwrites none.
+    """
     try:
-        call = _call_routes.get((id(frame.f_code), frame.f_lasti, None)) or call_routes(frame, None, frame.f_code)
+        call = _call_routes.get((id(frame.f_code), frame.f_lasti, None))
+        call = call or call_routes(frame, None, frame.f_code, is_functional)
         walk = call.walk
         label = None if walk is None else walk.label(frame)
         if label is not None:

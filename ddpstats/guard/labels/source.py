@@ -188,10 +188,14 @@ def tensor_argument(call: ast.expr) -> ast.expr | None:
     for keyword in call.keywords:
         if keyword.arg in _TENSOR_KEYWORDS:
             return keyword.value
+    return next(iter(call.args[1 if is_behind_output(call) else 0 :]), None)
+
+
+def is_behind_output(call: ast.expr | None) -> bool:
+    """Say whether a collective writes into another tensor than it reads, which is its second argument."""
     name = called_name(call)
     # by parts of the name, which collectives of objects and functions of libraries share with torch's
-    is_behind_output = "reduce_scatter" in name or "all_gather" in name
-    return next(iter(call.args[1 if is_behind_output else 0 :]), None)
+    return "reduce_scatter" in name or "all_gather" in name
 
 
 def variable_of(expr: ast.expr | None) -> str:

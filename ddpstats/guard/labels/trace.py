@@ -27,6 +27,7 @@ from ddpstats.guard.labels.source import (
     called_name,
     end_of,
     find_parameters,
+    is_behind_output,
     mentions,
     names_in,
     tensor_argument,
@@ -46,6 +47,7 @@ _Assignment = (ast.Assign, ast.AnnAssign, ast.NamedExpr)
 _TOTALS = frozenset({"sum", "mean", "max", "min", "fsum", "prod", "any", "all", "median", "norm", "stack", "cat"})
 _KEEPERS = frozenset({"append", "extend", "insert", "appendleft", "put"})
 _STORERS = frozenset({"setattr", "update", "setdefault", "__setitem__"})
+_WALKS = frozenset({"zip", "enumerate", "len", "print"})
 
 # -- variables --------------------------------------------------------------------------------------------------------
 
@@ -160,7 +162,7 @@ class KeyStep:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Steps from the value outwards. ``fresh``: the tensor was made of the element, and is not the element itself.
+    """Steps from the value outwards. ``fresh``: what is overwritten was made of the element, and is not itself it.
 
     ``parameter``: where the route goes on, if it does. ``of_container``: the parameter has the container, and only
     other names for it are followed.
@@ -185,12 +187,13 @@ class LabelTracer:
         self.file = file
         self._bindings: dict[ast.AST, Bindings] = {}
 
-    def of_argument(self, call: ast.expr) -> tuple[Route, ...]:
-        """Return the routes of the tensor that a collective gets."""
+    def of_argument(self, call: ast.expr, is_functional: bool) -> tuple[Route, ...]:
+        """Return the routes of the tensor that a collective reads."""
         argument = tensor_argument(call)
         if argument is None or (called_name(call) == "all_gather" and not self._sums_gathered(call)):
             return ()
-        return self._some(itertools.chain(self._value(argument, False, 0), self._find_stored(call)))
+        fresh = is_functional or is_behind_output(call)
+        return self._some(itertools.chain(self._value(argument, fresh, 0), self._find_stored(call)))
 
     def of_parameter(self, call: ast.expr, callee: CodeType, route: Route) -> tuple[Route, ...]:
         """Return the routes of what ``call`` passed to ``callee`` as the parameter at which ``route`` ended."""
@@ -319,7 +322,8 @@ class Turn:
     """One function's part in a turn of the loop.
 
     ``call``: what leads to the collective. ``within``: the loop, or the function. ``names``: the variables that hold
-    the key here. ``results``: the texts of the expressions that hold the reduced tensor after the call.
+    the key here. ``results``: the texts of the expressions that hold the reduced tensor after the call. ``has_result``:
+    the call returns it, too.
     """
 
     file: SourceFile
@@ -328,6 +332,7 @@ class Turn:
     names: frozenset[str]
     results: frozenset[str]
     is_outermost: bool
+    has_result: bool
 
 
 # File, call and calling function of each, the collective first.
@@ -346,7 +351,7 @@ def use_of(step: KeyStep, calls: CallChain, is_element: bool) -> Use:
     turns = _turns_of(step, calls, is_element)
     reads = {read for turn in turns for node in ast.walk(turn.within) for read in _reads(node, turn)}
     if is_element and "stored" not in reads and turns and step.container is not None:
-        is_pooled = "open" in reads or _is_totalled(step.container, turns[0])
+        is_pooled = "open" in reads or _is_totalled(ast.unparse(step.container), turns[0])
         reads.add("pooled" if is_pooled else "kept")
     if "pooled" in reads:
         return "pooled element" if is_element or "stored" in reads else "pooled"
@@ -364,7 +369,7 @@ def _turns_of(step: KeyStep, calls: CallChain, is_element: bool) -> list[Turn]:
             if index == 0:
                 results |= {variable_of(tensor_argument(call)), *map(variable_of, call.args[:1])}
             results = _further(results, file, call, within) - names
-            turns.append(Turn(file, call, within, names, frozenset(results), not turns))
+            turns.append(Turn(file, call, within, names, frozenset(results), not turns, index > 0 or not is_element))
             names = find_parameters(call, calls[index - 1][2], names) if index else names
         loop = None
     return turns
@@ -397,10 +402,8 @@ def _reads(node: ast.AST, turn: Turn) -> Iterator[_Read]:
             is_over = isinstance(outer, ast.Expr) and (is_receiver or has_key_beside)
             yield "kept" if is_over or isinstance(outer, ast.Return) else _read_by_statement(outer, node, turn)
             return
-        parent = turn.file.parents.get(outer)
         if outer is turn.within:
-            is_pair = isinstance(outer, ast.DictComp) or called_name(parent) == "zip"
-            yield "stored" if is_pair else "pooled" if called_name(parent) in _TOTALS else "kept"
+            yield _read_of_collection(outer, node, turn) if isinstance(outer, Comprehension) else "kept"
             return
         if isinstance(outer, Function):
             yield "open"
@@ -408,12 +411,12 @@ def _reads(node: ast.AST, turn: Turn) -> Iterator[_Read]:
         beside = [part for part in ast.iter_child_nodes(outer) if part is not inner]
         name = called_name(outer)
         has_key_beside = has_key_beside or any(_has_key(part, turn) for part in beside)
-        is_pair = isinstance(outer, (ast.Tuple, ast.Dict)) and not isinstance(parent, ast.Assign)
+        is_pair = isinstance(outer, (ast.Tuple, ast.Dict)) and not isinstance(turn.file.parents[outer], ast.Assign)
         if has_key_beside and (is_pair or name in _KEEPERS | _STORERS):
             yield "stored"
             return
         if name in _KEEPERS and isinstance(outer, ast.Call) and isinstance(outer.func, ast.Attribute):
-            yield "pooled" if _is_totalled(outer.func.value, turn) else "kept"
+            yield _read_of_collection(outer.func.value, node, turn)
             return
         is_receiver = is_receiver and (isinstance(outer, ast.Attribute) or inner is getattr(outer, "func", None))
         inner = outer
@@ -432,10 +435,28 @@ def _read_by_statement(statement: ast.stmt, node: ast.AST, turn: Turn) -> _Read:
     if isinstance(target, ast.Name):
         return "pooled" if _goes_on(target.id, statement.value, turn.file, turn.call) else "kept"
     if isinstance(target, (ast.Subscript, ast.Attribute)) and _has_key(target, turn):
-        if not _is_totalled(target.value, turn):
+        if not _is_totalled(ast.unparse(target.value), turn):
             return "stored"
         return "pooled" if isinstance(target.value, ast.Name) else "open"  # others may read an attribute's elements
     return "open" if turn.is_outermost else "kept"
+
+
+def _read_of_collection(made: ast.expr, node: ast.AST, turn: Turn) -> _Read:
+    """Return what becomes of the results in a list, set or dict that a comprehension or a method puts them into."""
+    parent = turn.file.parents.get(made)
+    is_keyed = isinstance(made, ast.DictComp) or called_name(parent) == "zip"
+    if isinstance(parent, ast.Expr) or (node is turn.call and not turn.has_result):
+        return "stored" if is_keyed else "kept"  # nothing takes the collection, or it holds what waits for the results
+    names = _plain_targets(parent) if isinstance(parent, _Assignment) else iter(())
+    collection = next(names, ast.unparse(made))
+    if called_name(parent) in _TOTALS or _is_totalled(collection, turn):
+        return "pooled"
+    if is_keyed:
+        return "stored"
+    around = [turn.file.parents.get(read) for read in _later_reads(collection, turn)]
+    takes = [outer for outer in around if isinstance(outer, (ast.Return, ast.Call))]
+    is_kept = collection.isidentifier() and all(called_name(outer) in _WALKS for outer in takes)
+    return "kept" if is_kept else "open"
 
 
 def _has_key(node: ast.AST, turn: Turn) -> bool:
@@ -446,12 +467,42 @@ def _is_one_of(node: ast.AST, texts: Collection[str]) -> bool:
     return isinstance(getattr(node, "ctx", None), ast.Load) and ast.unparse(node) in texts
 
 
-def _is_totalled(collection: ast.expr, turn: Turn) -> bool:
+def _is_totalled(collection: str, turn: Turn) -> bool:
     """Say whether the function combines the elements of a collection after the loop."""
-    text = ast.unparse(collection)
-    after = [node for node in ast.walk(turn.file.scope_of(turn.call)) if _is_after(node, turn.within)]
-    reads = [node for node in after if _is_one_of(node, {text})]
-    return any(called_name(outer) in _TOTALS for node in reads for outer in turn.file.around(node))
+    for read in _later_reads(collection, turn):
+        for outer in turn.file.around(read):
+            is_summed = isinstance(outer, ast.For) and turn.file.is_inside(read, outer.iter) and _adds_up(outer, turn)
+            if is_summed or called_name(outer) in _TOTALS:
+                return True
+    return False
+
+
+def _adds_up(loop: ast.For, turn: Turn) -> bool:
+    """Say whether a loop adds what its target holds, or has the key of, to a variable that is no text."""
+    names = {name.id for name in names_in(loop.target)}
+    return any(mentions(value, names) and not _has_text(value, turn.file) for value in _summands(loop, turn))
+
+
+def _summands(loop: ast.For, turn: Turn) -> Iterator[ast.expr]:
+    """Yield what the statements of a loop add to variables."""
+    for node in ast.walk(loop):
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            yield node.value
+        elif isinstance(node, ast.Assign):
+            names = _plain_targets(node)
+            yield from (node.value for name in names if _goes_on(name, node.value, turn.file, turn.call))
+
+
+def _has_text(expr: ast.expr, file: SourceFile) -> bool:
+    """Say whether an expression has a text other than a key."""
+    texts = [part for part in ast.walk(expr) if isinstance(getattr(part, "value", None), str)]
+    return any(not isinstance(file.parents[text], ast.Subscript) for text in texts)
+
+
+def _later_reads(collection: str, turn: Turn) -> list[ast.AST]:
+    """Return where the function reads a collection after the loop."""
+    nodes = ast.walk(turn.file.scope_of(turn.call))
+    return [node for node in nodes if _is_after(node, turn.within) and _is_one_of(node, {collection})]
 
 
 def _is_after(node: ast.AST, earlier: ast.AST) -> bool:
