@@ -21,11 +21,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import re
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpstats._observe.operators import Operator, index_of_tensors, operator_of
@@ -45,6 +47,29 @@ LARGEST_ENTRY_BYTES = 64 << 20  # a larger line is neither written nor read
 VERSION, FORMAT = "ddpstats", 1  # the key before the entries that says which format it is, and the one of today
 
 _LONGEST, _LONGEST_PATH = 230, 100
+
+
+def rank_directory(root: Path, step: int, rank: int | None) -> Path:
+    """Return the directory of a step and a rank, None for a process without torch.distributed."""
+    return root / f"step{step}" / ("rank" if rank is None else f"rank{rank}")
+
+
+def steps_in(root: Path) -> dict[int, Path]:
+    """Return the step directories of a dump's root, ascending."""
+    matches = ((STEP_DIRECTORY.fullmatch(child.name), child) for child in root.glob("step*") if child.is_dir())
+    return dict(sorted((int(match[1]), child) for match, child in matches if match is not None))
+
+
+def stack_of_names(key: str, stack: Any) -> tuple[list[str], list[str]]:
+    """Return the names and lines of a member of stack.json: number and ``[names, lines]``, or a name and its lines."""
+    if isinstance(stack, list) and len(stack) == 2 and all(isinstance(part, list) for part in stack):
+        return strings_in(stack[0]), strings_in(stack[1])
+    return [key], strings_in(stack)
+
+
+def strings_in(value: Any) -> list[str]:
+    """Return the strings in a list; none of what is no list."""
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 def file_name(name: str, path: str) -> str:
@@ -68,9 +93,11 @@ def _safe_for_files(text: str) -> str:
 API_PREFIXES = ("Tensor", "Torch", "Functional", "Distributed", "NPU", "VF", "Aten", "MindSpeed")
 
 ROOT = "root"
+GRADIENTS = "parameters_grad"  # of a module's own parameters
+COLLECTIVE = "Distributed."  # how the NAME of a collective begins
 
 _API = re.compile(rf"({'|'.join(API_PREFIXES)})\.(.+)\.(\d+)\.(?:forward|(backward)(?:\.\d+)?)")
-_MODULE = re.compile(r"Module\.(?:(.+)\.)?([^.]+)\.(forward|backward|parameters_grad)(?:\.(\d+)(?:\.\d+)?)?")
+_MODULE = re.compile(rf"Module\.(?:(.+)\.)?([^.]+)\.(forward|backward|{GRADIENTS})(?:\.(\d+)(?:\.\d+)?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +110,7 @@ class Name:
         api: the function (``linear``), or the module's path in the model (``net.fc1``).
         class_name: a module's class; empty for a function.
         number: of the call in this step, from 0; None where the NAME has none.
-        direction: ``forward``, ``backward``, ``parameters_grad``, or empty.
+        direction: ``forward``, ``backward``, `GRADIENTS`, or empty.
     """
 
     full: str
@@ -126,6 +153,11 @@ def parse_name(full: str) -> Name:
 def module_base(path: str, class_name: str) -> str:
     """Return ``Module.{path}.{class}``; the path of the whole model is empty, and called ``root``."""
     return f"Module.{path or ROOT}.{class_name}"
+
+
+def forward_name(base: str, number: int) -> str:
+    """Return the NAME of a call of a function (``Torch.add``), or of a module (`module_base`)."""
+    return f"{base}.forward.{number}" if base.startswith("Module.") else f"{base}.{number}.forward"
 
 
 def backward_of(forward: str) -> str:
@@ -200,12 +232,13 @@ def _rename(
     return renamed
 
 
-def common_values(entry: DumpEntry, name: Name) -> dict[str, DumpLeaf]:
+def common_values(entry: DumpEntry) -> dict[str, DumpLeaf]:
     """Return an entry's values, None too, by paths on which two tools agree.
 
     An argument of a function in Python is known by its position, however it was passed, and left out where it has its
     default value. Gradients are counted without those that are None. Of a collective only tensors are returned.
     """
+    name = parse_name(entry.name)
     if name.is_collective:
         sides = zip(("input", "output"), _tensors(entry, operator_of(name.api) or _UNKNOWN), strict=True)
         return {f"{side}.{index}": leaf for side, tensors in sides for index, (_, leaf) in enumerate(tensors)}
@@ -296,13 +329,14 @@ class CollectiveEntry:
         return self.operator.is_message
 
 
-def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
+def read_collective(entry: DumpEntry, me: int) -> CollectiveEntry:
     """Read a collective as rank ``me`` ran it."""
     arguments = {path: leaf for path, leaf in entry.values() if not leaf.is_tensor}
     group = next((leaf.raw for leaf in arguments.values() if leaf.type.endswith("ProcessGroup")), {})
     ranks = group.get("group_ranks")
+    name = parse_name(entry.name)
     operator = operator_of(name.api) or _UNKNOWN
-    role = next((name for name in ("src", "dst") if name in operator.parameter_names), "")
+    role = next((role for role in ("src", "dst") if role in operator.parameter_names), "")
     rank = _integer(arguments, role, operator.parameter_names.index(role)) if role else None
     is_root = operator.is_message or rank in (None, me)
     inputs, outputs = _tensors(entry, operator)
@@ -344,6 +378,30 @@ def _integer(arguments: Mapping[str, DumpLeaf], name: str, index: int = -1) -> i
 
 TOLERANCE = 0.5  # of a relative error; above it a tensor is a Warning
 FAILED = ("Warning", "Different", "No", "N/A")  # verdicts; the others are Pass, Yes and nothing
+GROWTH = "the error of Max grows, from below 0.01 in all inputs to above 0.1"
+
+StatisticDifference = tuple[float | None, float | None]
+
+
+def difference(a: float | None, b: float | None) -> StatisticDifference:
+    """Return ``a - b``, and the error relative to b; None where a side has no number.
+
+    The relative error is NaN where one side is NaN, and infinite where only one side is infinite, or b is 0.
+    """
+    if a is None or b is None:
+        return None, None
+    if a == b or (a != a and b != b):
+        return 0.0, 0.0
+    if a != a or b != b:
+        return math.nan, math.nan
+    if math.isinf(a) or math.isinf(b) or b == 0:
+        return a - b, math.inf
+    return a - b, abs((a - b) / b)
+
+
+def error_grows(inputs: Sequence[float], output: float | None) -> bool:
+    """Return whether an output is worth a look, by the relative errors of Max in it and in all inputs of its call."""
+    return output is not None and output > 0.1 and bool(inputs) and max(inputs) < 0.01
 
 
 def is_accurate(cosine: float, max_abs: float) -> bool:

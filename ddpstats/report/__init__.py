@@ -16,8 +16,9 @@ from pathlib import Path
 from ddpstats._base.marks import Mark
 from ddpstats._base.text import check_writable, print_report, printable, write_file
 from ddpstats.capture.manifest import bundles_in, read_manifest
-from ddpstats.dump.analyze import find_ranks, rank_of, steps_in
+from ddpstats.dump.analyze import find_ranks, rank_of
 from ddpstats.dump.analyze.nan_origin import examine
+from ddpstats.dump.msprobe import steps_in
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard.record import NoRecord, RankRecord, read_records
 from ddpstats.report.flight_recorder import Spans, join, read_dumps

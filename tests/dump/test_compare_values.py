@@ -10,7 +10,6 @@ import pytest
 
 from ddpstats.dump.analyze import DumpEntry, RankDump
 from ddpstats.dump.analyze.compare import (
-    GROWTH,
     NONFINITE,
     CompareMode,
     Comparer,
@@ -18,8 +17,8 @@ from ddpstats.dump.analyze.compare import (
     LeafVerdict,
     PairedEntry,
     Side,
-    difference,
 )
+from ddpstats.dump.msprobe import GROWTH, difference
 from tests.dump.hand_made import forward, tensor
 
 NAN, INF = math.nan, math.inf

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from ddpstats.dump import analyze
-from ddpstats.dump.analyze import find_ranks, open_rank, ranks_without_dump, steps_in
+from ddpstats.dump.analyze import find_ranks, open_rank, ranks_without_dump
 from ddpstats.dump.analyze.nan_origin import examine
+from ddpstats.dump.msprobe import steps_in
 from ddpstats.errors import DumpError
 from tests.dump.hand_made import as_lines, backward, document, forward, tensor, write_lines, write_rank
 

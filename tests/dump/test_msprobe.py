@@ -85,7 +85,7 @@ def entries(rank: Path) -> dict[str, Any]:
 
 def values(full: str, raw: Any) -> dict[str, Any]:
     """Return shapes of tensors, and plain values, by common paths."""
-    common = common_values(DumpEntry(full, raw), parse_name(full))
+    common = common_values(DumpEntry(full, raw))
     return {path: leaf.shape if leaf.is_tensor else leaf.value for path, leaf in common.items()}
 
 
@@ -180,7 +180,7 @@ def test_collectives_of_msprobe_and_ours_have_the_same_paths() -> None:
 
 def test_collectives_of_msprobe_are_read() -> None:
     data = entries(TWO)
-    calls = {full: read_collective(DumpEntry(full, data[full]), parse_name(full), 0) for full in data if "Dist" in full}
+    calls = {full: read_collective(DumpEntry(full, data[full]), 0) for full in data if "Dist" in full}
     assert [(call.api, call.peer, len(call.inputs), len(call.outputs)) for call in calls.values()] == [
         ("all_reduce", None, 1, 1), ("broadcast", None, 0, 1), ("all_gather", None, 1, 2), ("send", 1, 1, 0),
     ]  # fmt: skip

@@ -117,7 +117,7 @@ def leaf_differences(
 ) -> Iterator[Difference]:
     if [path for path, _ in theirs.values(nulls=True)] != [path for path, _ in ours.values(nulls=True)]:
         yield Difference(ours.name, "paths", theirs.raw, ours.raw)
-    a, b = (common_values(entry, parse_name(entry.name)) for entry in (theirs, ours))
+    a, b = (common_values(entry) for entry in (theirs, ours))
     for path in dict.fromkeys([*a, *b]):
         if path not in a or path not in b:
             yield Difference(ours.name, "leaf", path in a, path in b, path)

@@ -36,7 +36,7 @@ from ddpstats.capture.bundle import Bundle
 from ddpstats.dump.analyze import compare, nan_origin, open_rank
 from ddpstats.dump.analyze.tensors import load_tensor
 from ddpstats.dump.config import read_config
-from ddpstats.dump.msprobe import common_names, common_values, parse_name, read_collective
+from ddpstats.dump.msprobe import common_names, common_values, read_collective
 from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, ProtocolMismatch
 from ddpstats.guard.diagnosis import Alarm, GuardFinding, RankStatus
 from ddpstats.guard.event import decode as decode_events
@@ -220,8 +220,7 @@ def _walk(path: Path) -> None:
             _ = (value.is_finite, value.has_nan, value.dtype, value.shape)
             if value.is_tensor and value.data_name is not None:
                 load_tensor(opened, value)
-        name = parse_name(entry.name)
-        read_collective(entry, name, 0), common_values(entry, name)
+        read_collective(entry, 0), common_values(entry)
     common_names((member.key for member in opened.entry_texts()), [])
 
 

@@ -17,7 +17,7 @@ from ddpstats._observe import collectives, groups
 from ddpstats._observe.groups import group_of_one
 from ddpstats._observe.operators import OPERATORS, Collective, operator_of
 from ddpstats.dump.analyze import DumpEntry
-from ddpstats.dump.msprobe import parse_name, read_collective
+from ddpstats.dump.msprobe import read_collective
 from ddpstats.errors import ConfigError
 from ddpstats.lint.lint import lint
 from ddpstats.report.flight_recorder import read_dumps
@@ -48,7 +48,7 @@ def test_its_row_is_known_to_what_reads_programs_and_files(monkeypatch: pytest.M
     (tmp_path / "trace_rank_0").write_bytes(pickle.dumps({"entries": [_recorded("nccl:relay")]}))
 
     def known() -> tuple[list[str], list[list[str]], bool, list[list[int]]]:
-        entries = [read_collective(call, parse_name(call.name), rank) for rank in (0, 1)]
+        entries = [read_collective(call, rank) for rank in (0, 1)]
         paths = [[path for path, _ in (*entry.inputs, *entry.outputs)] for entry in entries]
         ((record, _),) = read_dumps([tmp_path]).values()
         rules = [finding.rule for finding in lint([tmp_path / "main.py"]).findings]

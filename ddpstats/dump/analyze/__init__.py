@@ -148,17 +148,14 @@ class RankDump:
         stacks: dict[str, list[str]] = {}
         shared: dict[tuple[str, ...], list[str]] = {}  # few lines of a program make many calls
         for key, stack in self._read_beside(msprobe.STACK, "stack"):
-            if isinstance(stack, list) and len(stack) == 2 and all(isinstance(part, list) for part in stack):
-                stacks.update(dict.fromkeys(_strings(stack[0]), _strings(stack[1])))
-            else:  # a name, and the lines
-                lines = _strings(stack)
-                stacks[key] = shared.setdefault(tuple(lines), lines)
+            names, lines = msprobe.stack_of_names(key, stack)
+            stacks.update(dict.fromkeys(names, shared.setdefault(tuple(lines), lines)))
         return stacks
 
     @cached_property
     def _parents(self) -> dict[str, str | list[str] | None]:
         return {
-            name: parent if isinstance(parent, str) else _strings(parent) or None
+            name: parent if isinstance(parent, str) else msprobe.strings_in(parent) or None
             for name, parent in self._read_beside(msprobe.CONSTRUCT, "parent")
         }
 
@@ -202,7 +199,7 @@ def find_ranks(path: str | Path) -> list[RankDump]:
     path = Path(path)
     if path.is_file() or _file_in(path) is not None:
         return [open_rank(path)]
-    steps = steps_in(path)
+    steps = msprobe.steps_in(path)
     if len(steps) > 1:
         names = shorten((f"step{step}" for step in steps), _SHOWN, ", ...")
         raise DumpError(
@@ -229,12 +226,6 @@ def rank_of(dump: RankDump) -> int:
 def ranks_without_dump(step: Path) -> list[str]:
     """Return the rank directories without a dump: the rank ended early, or was not copied."""
     return sorted(child.name for child in _rank_directories(step) if not _has_dump(child))
-
-
-def steps_in(path: Path) -> dict[int, Path]:
-    """Return the step directories of a dump's root, ascending."""
-    matches = ((msprobe.STEP_DIRECTORY.fullmatch(child.name), child) for child in _subdirectories(path))
-    return dict(sorted((int(match[1]), child) for match, child in matches if match is not None))
 
 
 def open_rank(path: str | Path) -> RankDump:
@@ -272,12 +263,9 @@ def _file_in(directory: Path) -> Path | None:
     return next((directory / name for name in (msprobe.DUMP, msprobe.LINES) if (directory / name).is_file()), None)
 
 
-def _subdirectories(path: Path) -> list[Path]:
-    return [child for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
-
-
 def _rank_directories(step: Path) -> list[Path]:
-    return [child for child in _subdirectories(step) if msprobe.RANK_DIRECTORY.fullmatch(child.name)]
+    children = step.iterdir() if step.is_dir() else ()
+    return [child for child in children if child.is_dir() and msprobe.RANK_DIRECTORY.fullmatch(child.name)]
 
 
 def _explain_no_dump(path: Path) -> DumpError:
@@ -332,6 +320,7 @@ def _read_contents(path: Path) -> tuple[dict[str, Any], dict[str, str] | None]:
 
 
 def _read_foreign(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields before the entries and, in JSON, the entries: parsed they take three times the memory."""
     header = _parse_whole(path)
     data = header.pop("data", None)
     _check_mapping(path, '"data"', data)
@@ -399,10 +388,6 @@ def _records(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
                 raise explain_damage(path, f"the line at byte {offset:,} is not one of a dump: {error!r}") from None
             if offset:
                 yield offset, len(line), record
-
-
-def _strings(lines: Any) -> list[str]:
-    return [line for line in lines if isinstance(line, str)] if isinstance(lines, list) else []
 
 
 # -- one entry ---------------------------------------------------------------------------------------------------------
@@ -516,7 +501,7 @@ class DumpEntry:
 
     @cached_property
     def has_gradients_of_parameters(self) -> bool:
-        return msprobe.parse_name(self.name).direction == "parameters_grad"
+        return msprobe.parse_name(self.name).direction == msprobe.GRADIENTS
 
     @cached_property
     def inputs(self) -> list[tuple[str, DumpLeaf]]:

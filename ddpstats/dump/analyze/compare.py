@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpstats._base.text import check_writable, print_report, ranks_text, shorten
-from ddpstats.dump import statistics
+from ddpstats.dump import msprobe, statistics
 from ddpstats.dump.analyze import (
     DumpEntry,
     DumpLeaf,
@@ -36,17 +36,6 @@ from ddpstats.dump.analyze import (
     printable_errors,
     rank_of,
     ranks_without_dump,
-    steps_in,
-)
-from ddpstats.dump.msprobe import (
-    FAILED,
-    REPLICATED,
-    TOLERANCE,
-    VERSION,
-    common_names,
-    common_values,
-    parse_name,
-    read_collective,
 )
 from ddpstats.errors import DumpError
 
@@ -54,7 +43,6 @@ if TYPE_CHECKING:
     from ddpstats.dump.analyze.tensors import Closeness
 
 CompareMode = Literal["tensor", "md5", "statistics"]
-StatisticDifference = tuple[float | None, float | None]
 LeavesByName = Mapping[str, DumpLeaf]
 
 MODES: tuple[CompareMode, ...] = ("tensor", "md5", "statistics")  # what says most is first
@@ -63,7 +51,6 @@ _FIRST_ENTRIES = 200  # show what a dump holds
 _CHECKSUM = re.compile(r'"md5":\s*"')
 COMPARED: dict[CompareMode, str] = {"tensor": "elements", "md5": "checksum", "statistics": "statistics"}
 NONFINITE = "NaN or infinity on one side only"
-GROWTH = "the error of Max grows, from below 0.01 in all inputs to above 0.1"
 NOTHING_COMPARED = 2  # the status of a comparison of nothing: a success would be taken for equal dumps
 
 EPILOG = """examples:
@@ -136,13 +123,13 @@ class LeafVerdict:
     compared: str
     unequal: bool
     message: str = ""
-    errors: Mapping[str, StatisticDifference] = field(default_factory=dict)
+    errors: Mapping[str, msprobe.StatisticDifference] = field(default_factory=dict)
     closeness: Closeness | None = None
 
     @property
     def failed(self) -> bool:
         """Return whether it is over the tolerance, or cannot be compared."""
-        return self.result in FAILED
+        return self.result in msprobe.FAILED
 
 
 @dataclass
@@ -280,7 +267,7 @@ def compare(args: argparse.Namespace) -> CompareFindings:
         tasks = _pair_ranks(ranks[0], ranks[1], lacking)
     dumps = [side.dump for sides in tasks for side in sides]
     mode: CompareMode = args.mode or ("tensor" if args.tensor else _mode_of(dumps))
-    comparer = Comparer(mode, TOLERANCE if args.tolerance is None else args.tolerance)
+    comparer = Comparer(mode, msprobe.TOLERANCE if args.tolerance is None else args.tolerance)
     comparisons = []
     for sides in tasks:
         ranks_in = [rank_of(side.dump) for side in (sides if between_ranks else sides[:1])]
@@ -321,7 +308,7 @@ def compare(args: argparse.Namespace) -> CompareFindings:
 
 def _step_directory(path: Path, step: int | None) -> Path:
     """Return the directory of the step in a dump's root; of any other path, that."""
-    steps = steps_in(path)
+    steps = msprobe.steps_in(path)
     if step is None:
         return next(iter(steps.values())) if len(steps) == 1 else path
     return steps.get(step, path)
@@ -424,14 +411,15 @@ def entries_of_runs(sides: Sequence[Side], left_out: dict[str, int]) -> Iterator
 
     What cannot be compared is counted in ``left_out``.
     """
-    ours = [VERSION in side.dump.header for side in sides]
+    ours = [msprobe.VERSION in side.dump.header for side in sides]
     names = ([member.key for member in side.dump.entry_texts()] for side in sides)
-    keys: Sequence[Mapping[str, Hashable]] = ({}, {}) if all(ours) else common_names(*names)
+    keys: Sequence[Mapping[str, Hashable]] = ({}, {}) if all(ours) else msprobe.common_names(*names)
     for _, entries in pair_entries(sides, keys):
-        if len(entries) == len(sides) and _lack_tensors(entries, left_out):
+        is_on_all_sides = len(entries) == len(sides)
+        if is_on_all_sides and _lack_tensors(entries, left_out):
             continue
         values = {side.label: _values(entries.get(side.label), ours[0] != ours[1]) for side in sides}
-        if len(entries) == len(sides) and all(entry.name.startswith("Distributed.") for entry in entries.values()):
+        if is_on_all_sides and all(entry.name.startswith(msprobe.COLLECTIVE) for entry in entries.values()):
             values = _select_arguments(values)
         yield PairedEntry({label: entry.name for label, entry in entries.items()}, values)
 
@@ -455,7 +443,7 @@ def _select_arguments(values: Mapping[str, LeavesByName]) -> dict[str, LeavesByN
 def _values(entry: DumpEntry | None, of_two_tools: bool) -> LeavesByName:
     if entry is None:
         return {}
-    return common_values(entry, parse_name(entry.name)) if of_two_tools else dict(entry.values(nulls=True))
+    return msprobe.common_values(entry) if of_two_tools else dict(entry.values(nulls=True))
 
 
 def entries_of_ranks(sides: Sequence[Side], left_out: dict[str, int]) -> Iterator[PairedEntry]:
@@ -479,7 +467,7 @@ def entries_of_ranks(sides: Sequence[Side], left_out: dict[str, int]) -> Iterato
             if any(values.values()) and len(values) < len(sides):
                 tally(left_out, "entries with parameters, on the ranks that lack them")
         else:
-            made = {label: dict(read_collective(e, parse_name(e.name), 0).outputs) for label, e in entries.items()}
+            made = {label: dict(msprobe.read_collective(entry, 0).outputs) for label, entry in entries.items()}
             values = {labels[rank]: made.get(labels[rank], {}) for rank in key[1] or labels if rank in labels}
             if len(values) < 2 or not values.keys() & made or not all(made.values()):
                 tally(left_out, "collectives of which no other rank is compared, or some rank has no output")
@@ -498,8 +486,8 @@ def _collective_keys(side: Side) -> dict[str, Hashable]:
 
     Their number is that in the group, which our dumps have; otherwise they are counted as they began.
     """
-    members = [member for member in side.dump.entry_texts() if member.key.startswith("Distributed.")]
-    calls = [read_collective(entry, parse_name(entry.name), 0) for entry in map(side.dump.parse, members)]
+    members = [member for member in side.dump.entry_texts() if member.key.startswith(msprobe.COLLECTIVE)]
+    calls = [msprobe.read_collective(entry, 0) for entry in map(side.dump.parse, members)]
     counts: dict[Hashable, int] = {}
     keys: dict[str, Hashable] = {}
     for call in sorted(calls, key=lambda call: call.number):
@@ -513,7 +501,7 @@ def _collective_keys(side: Side) -> dict[str, Hashable]:
 def _is_sharded(leaf: DumpLeaf) -> bool:
     """Return whether its numbers are those of a part of a DTensor."""
     placements = leaf.raw.get("placements")
-    return isinstance(placements, list) and any(placement not in REPLICATED for placement in placements)
+    return isinstance(placements, list) and any(placement not in msprobe.REPLICATED for placement in placements)
 
 
 def entries_of_names(sides: Sequence[Side], names: Sequence[str]) -> Iterator[PairedEntry]:
@@ -554,7 +542,7 @@ class Comparer:
     """
 
     mode: CompareMode
-    tolerance: float = TOLERANCE
+    tolerance: float = msprobe.TOLERANCE
 
     def compare(
         self, sides: Sequence[Side], entries: Iterable[PairedEntry], comparison: Comparison
@@ -581,9 +569,8 @@ class Comparer:
         rows = [self._row(sides, shared, path) for path in ordered]
         inputs = [row.max_error for row in rows if row.path.startswith("input") and row.max_error is not None]
         for row in rows:
-            grows = row.path.startswith("output") and row.max_error is not None and row.max_error > 0.1
-            if grows and inputs and max(inputs) < 0.01:
-                row.highlight = row.highlight or GROWTH
+            if row.path.startswith("output") and msprobe.error_grows(inputs, row.max_error):
+                row.highlight = row.highlight or msprobe.GROWTH
         return rows
 
     def _row(self, sides: Mapping[str, Side], shared: PairedEntry, path: str) -> LeafRow:
@@ -637,7 +624,7 @@ class Comparer:
         if shape_a != shape_b:
             return _leave_uncompared(f"the shape is {shape_a} in {a.label} and {shape_b} in {b.label}")
         errors = {
-            row.key: difference(row.read(leaf_a.raw.get(row.key)), row.read(leaf_b.raw.get(row.key)))
+            row.key: msprobe.difference(row.read(leaf_a.raw.get(row.key)), row.read(leaf_b.raw.get(row.key)))
             for row in statistics.STATISTICS
             if row.compared == "relative"
         }
@@ -675,10 +662,10 @@ class Comparer:
 
     def _verdict_on_plain(self, a: Side, leaf_a: DumpLeaf, b: Side, leaf_b: DumpLeaf) -> LeafVerdict:
         types = {leaf_a.type, leaf_b.type}
-        error: StatisticDifference = (None, None)
+        error: msprobe.StatisticDifference = (None, None)
         if types in ({"float"}, {"float", "int"}):
             with contextlib.suppress(ValueError):
-                error = difference(statistics.read_number(leaf_a.value), statistics.read_number(leaf_b.value))
+                error = msprobe.difference(statistics.read_number(leaf_a.value), statistics.read_number(leaf_b.value))
         if error[1] is not None:
             unequal, failed = bool(error[0]), self._is_over(error)
         else:
@@ -687,7 +674,7 @@ class Comparer:
         message = f"{values[0]} in {a.label} and {values[1]} in {b.label}" if unequal else ""
         return LeafVerdict("Warning" if failed else "", "value", unequal, message)
 
-    def _is_over(self, error: StatisticDifference) -> bool:
+    def _is_over(self, error: msprobe.StatisticDifference) -> bool:
         """Return whether the relative error is over the tolerance; a NaN is over each."""
         return error[1] is not None and not error[1] <= self.tolerance
 
@@ -706,22 +693,6 @@ def _leave_uncompared(message: str) -> LeafVerdict:
 def _is_compared(leaf: DumpLeaf) -> bool:
     """Return whether it is compared: names of devices and what the dump has no value of are not."""
     return leaf.is_tensor or leaf.type in _PLAIN
-
-
-def difference(a: float | None, b: float | None) -> StatisticDifference:
-    """Return ``a - b``, and the error relative to b; None where a side has no number.
-
-    The relative error is NaN where one side is NaN, and infinite where only one side is infinite, or b is 0.
-    """
-    if a is None or b is None:
-        return None, None
-    if a == b or (a != a and b != b):
-        return 0.0, 0.0
-    if a != a or b != b:
-        return math.nan, math.nan
-    if math.isinf(a) or math.isinf(b) or b == 0:
-        return a - b, math.inf
-    return a - b, abs((a - b) / b)
 
 
 def tally(counts: dict[Any, int], key: Hashable) -> None:

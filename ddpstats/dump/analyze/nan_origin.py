@@ -40,7 +40,7 @@ from ddpstats.dump.analyze import (
     ranks_without_dump,
 )
 from ddpstats.dump.analyze.stomp import MemoryWalk
-from ddpstats.dump.msprobe import CollectiveEntry, Name, parse_name, read_collective
+from ddpstats.dump.msprobe import GRADIENTS, ROOT, CollectiveEntry, Name, parse_name, read_collective
 from ddpstats.dump.statistics import STATISTICS, statistic_keys
 from ddpstats.errors import DumpError
 
@@ -51,7 +51,7 @@ OriginKind = Literal["computation", "arrived", "parameter", "uninitialised", "gi
 Leaves = list[tuple[str, DumpLeaf]]
 
 _SHOWN, _SHOWN_FRAMES = 8, 4
-_PARAMETERS, _BACKWARD = "parameters.", ("backward", "parameters_grad")
+_PARAMETERS, _BACKWARD = "parameters.", ("backward", GRADIENTS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -306,7 +306,7 @@ class RankScan:
         if not self._starts:
             self.growth.take(entry, name)
         operation = "" if name.is_module or is_gradient else _without_library(name.api)
-        call = read_collective(entry, name, self.rank) if name.is_collective else None
+        call = read_collective(entry, self.rank) if name.is_collective else None
         inputs = self._inputs_of(entry, operation) if call is None else call.inputs
         made = _select_nonfinite(entry.outputs if call is None else call.outputs)
         taken = [self._find_input(entry, name, bad, bool(made)) for bad in _select_nonfinite(inputs)]
@@ -336,7 +336,7 @@ class RankScan:
         path, leaf = bad
         is_parameter = path.startswith(_PARAMETERS)
         if (tensor := self._find(leaf)) is None:
-            kind: OriginKind = "gradient" if name.direction == "parameters_grad" else "arrived"
+            kind: OriginKind = "gradient" if name.direction == GRADIENTS else "arrived"
             is_weighted = has_made and tensor_rules.is_weighted_product(name.class_name or _without_library(name.api))
             is_computed = is_weighted or is_parameter or leaf.requires_grad or name.direction in _BACKWARD
             may_mask = tensor_rules.may_be_mask(has_nan=leaf.has_nan, has_positive_infinity=leaf.max == math.inf)
@@ -348,7 +348,7 @@ class RankScan:
             if origin.kind in ("arrived", "parameter"):
                 # a function takes a parameter as an argument; the module around it, which comes later, has its name
                 origin.kind = "parameter"
-                module = "" if name.api == "root" else f"{name.api}."
+                module = "" if name.api == ROOT else f"{name.api}."
                 origin.parameters += (module + path.removeprefix(_PARAMETERS),)
         return tensor
 

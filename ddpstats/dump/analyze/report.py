@@ -17,7 +17,6 @@ from typing import Any
 from ddpstats._base.text import count_of, printable, ranks_text, shorten, write_file
 from ddpstats.dump.analyze import DumpLeaf
 from ddpstats.dump.analyze.compare import (
-    GROWTH,
     NONFINITE,
     NOTHING_COMPARED,
     CompareFindings,
@@ -25,7 +24,7 @@ from ddpstats.dump.analyze.compare import (
     Comparison,
     LeafRow,
 )
-from ddpstats.dump.msprobe import columns
+from ddpstats.dump.msprobe import GROWTH, columns
 from ddpstats.dump.statistics import statistic_keys
 
 _SHOWN_ROWS = 20

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ddpstats._base.lazy import breaks_graph
 from ddpstats.dump.config import DumpConfig, read_config
-from ddpstats.dump.msprobe import DUMP, LINES
+from ddpstats.dump.msprobe import DUMP, LINES, rank_directory, steps_in
 from ddpstats.dump.record.calls import CallWatch
 from ddpstats.dump.record.modules import ModuleWatch
 from ddpstats.dump.record.recorder import Recorder
@@ -119,7 +119,7 @@ class StatsDump:
                 "level L1 needs none"
             )
         if self._recorder is None or self._recorder not in _unfinished:
-            self._recorder = _open(self._config, _directory(self._config, self._step, rank))
+            self._recorder = _open(self._config, rank_directory(self._config.dump_path, self._step, rank))
             _unfinished[self._recorder] = []
         else:
             self._recorder.resume()
@@ -247,10 +247,6 @@ def _from_launcher(name: str) -> int | None:
     return int(value) if value.isdecimal() else None
 
 
-def _directory(config: DumpConfig, step: int, rank: int | None) -> Path:
-    return config.dump_path / f"step{step}" / ("rank" if rank is None else f"rank{rank}")
-
-
 def _check_model(model: Any) -> Any:
     if model is None or isinstance(model, torch.nn.Module):
         return model
@@ -268,10 +264,9 @@ def _check_path(config: DumpConfig) -> None:
             pass
     except OSError as error:
         raise _unwritable(root, error) from None
-    for step in root.glob("step*"):
-        number = step.name.removeprefix("step")
-        if number.isdecimal() and config.wants_step(int(number)) and config.wants_rank(rank):
-            _check_empty(_directory(config, int(number), rank))
+    for step in steps_in(root):
+        if config.wants_step(step) and config.wants_rank(rank):
+            _check_empty(rank_directory(root, step, rank))
 
 
 def _check_empty(directory: Path) -> None:

@@ -36,6 +36,7 @@ from ddpstats._observe.torch_compat import (
     is_tracing,
     library_of,
 )
+from ddpstats.dump.msprobe import forward_name
 from ddpstats.dump.record.backward import InputEdges, watch_backward
 from ddpstats.dump.record.leaves import tensors_in
 from ddpstats.dump.record.recorder import OpenEntry, Recorder
@@ -161,7 +162,7 @@ class CallWatch(TorchFunctionMode):
             name = ""
         if not name:
             return self._run_skipped(func, args, kwargs)
-        call = RecordedCall(self._recorder, f"{name}.{self._recorder.next_number(name)}.forward", args, kwargs)
+        call = RecordedCall(self._recorder, forward_name(name, self._recorder.next_number(name)), args, kwargs)
         try:
             result = func(*args, **kwargs)
         except BaseException as error:

@@ -28,6 +28,7 @@ from torch import Tensor
 from ddpstats._observe import collectives
 from ddpstats._observe.operators import Collective
 from ddpstats._observe.torch_compat import graph_task, queue_callback, source_rank
+from ddpstats.dump.msprobe import COLLECTIVE, forward_name
 from ddpstats.dump.record.recorder import OpenEntry, Recorder
 
 
@@ -140,9 +141,10 @@ class CollectiveWatch(collectives.Subscriber):
     def before(self, call: Collective) -> None:
         recorder = self._recorder
         with recorder.safely(call.op), recorder.lock:
-            number = recorder.next_number(f"Distributed.{call.op}")
+            base = f"{COLLECTIVE}{call.op}"
+            name = forward_name(base, recorder.next_number(base))
             # this polls: a message that has come from any rank gets its number before this one
-            entry = recorder.begin(f"Distributed.{call.op}.{number}.forward", list(call.inputs), {})
+            entry = recorder.begin(name, list(call.inputs), {})
             arguments = _arguments(call)
             if call.peer is not None or not call.operator.is_message:
                 arguments["seq"] = self._number(call, call.peer)

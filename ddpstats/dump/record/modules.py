@@ -35,7 +35,7 @@ from ddpstats._observe.torch_compat import (
     leave_no_hooks,
     without_compile,
 )
-from ddpstats.dump.msprobe import backward_of, module_base
+from ddpstats.dump.msprobe import GRADIENTS, backward_of, forward_name, module_base
 from ddpstats.dump.record.backward import PassEntries
 from ddpstats.dump.record.calls import RecordedCall
 from ddpstats.dump.record.recorder import OpenEntry, Recorder
@@ -93,7 +93,7 @@ class ModuleWatch:
     def _watch_parameters(self, module: nn.Module, base: str) -> None:
         own = nn.Module.named_parameters(module, recurse=False)
         wanting = [(name, each) for name, each in own if each.requires_grad and not is_lazy(each)]
-        entry_name = f"{base}.parameters_grad"
+        entry_name = f"{base}.{GRADIENTS}"
         gradients = ParameterGradients(recorder=self._recorder, name=entry_name, expected=len(wanting))
         self._gradients[id(module)] = gradients
         for name, parameter in wanting:
@@ -119,7 +119,7 @@ class ModuleWatch:
 
     def _forward_begins(self, base: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder, handled = self._recorder, sys.exc_info()[1]
-        name = f"{base}.forward.{recorder.next_number(base)}"
+        name = forward_name(base, recorder.next_number(base))
         call = RecordedCall(recorder, name, args, kwargs, dict(nn.Module.named_parameters(module, recurse=False)))
         self._running.append(_ForwardPass(module, call, handled))
         if id(module) in self._gradients:

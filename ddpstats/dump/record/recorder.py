@@ -33,7 +33,7 @@ from ddpstats._base.files import make_private_directory
 from ddpstats._observe.frames import step_frames
 from ddpstats._observe.torch_compat import in_backward, no_dispatch_no_grad
 from ddpstats.dump.config import ALL_MODES, DumpConfig, DumpSelection, pattern_of
-from ddpstats.dump.msprobe import ERRORS, TENSORS
+from ddpstats.dump.msprobe import COLLECTIVE, ERRORS, TENSORS
 from ddpstats.dump.record.leaves import TensorSummaries
 from ddpstats.dump.writer import StepWriter, TensorFiles
 
@@ -169,7 +169,7 @@ class Recorder:
             if not (self.is_active and entry.is_wanted):
                 return
             if not self.leaves.entry_fits(entry.name):  # its name, its stack and its parent stay
-                is_collective = entry.name.startswith("Distributed.")
+                is_collective = entry.name.startswith(COLLECTIVE)
                 for key, value in entry.raw.items():
                     if isinstance(value, (list, dict)) and not (is_collective and key == "input_kwargs"):
                         value.clear()
