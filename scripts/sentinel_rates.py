@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import Sentinel, SentinelAlarm
+from ddpstats.sentinel.matmul import MatmulChecksum
 from ddpstats.testing import BitFlip, inject_bit_flips, run_ranks
 from ddpstats.testing.flips import Where
 
@@ -217,7 +218,7 @@ def train_cleanly(steps: int, dtype: torch.dtype) -> Counter[str]:
     for _ in range(steps):
         alarms.update(trainer.step().keys())
         trainer.apply()
-    window = trainer.all_layers._setup.matmul.window
+    (window,) = (layer.window for layer in trainer.all_layers._detectors if isinstance(layer, MatmulChecksum))
     assert (window.checked > 0, window.problem) == (True, None)
     return alarms
 

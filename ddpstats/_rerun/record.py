@@ -398,9 +398,9 @@ def refuse_differences(by_rank: Mapping[int, Mapping[str, Any]], what: str, advi
         advice: the last sentence of the message.
     """
     first = next(iter(by_rank.values()))
-    differing = [name for name in first if any(settings[name] != first[name] for settings in by_rank.values())]
+    differing = [name for name in first if any(settings.get(name) != first[name] for settings in by_rank.values())]
     if differing:
-        texts = {rank: ", ".join(f"{name}={own[name]!r}" for name in differing) for rank, own in by_rank.items()}
+        texts = {rank: ", ".join(f"{name}={own.get(name)!r}" for name in differing) for rank, own in by_rank.items()}
         lines = [f"ranks made their {what} with different settings:", *holders_lines(texts), advice]
         raise ConfigError("\n".join(lines), ranks=by_rank)
 

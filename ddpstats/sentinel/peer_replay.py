@@ -40,7 +40,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,9 @@ from ddpstats._rerun.run import BatchChanged, Reruns
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel.activations import Checkpoints, NumberedTensors
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict
+
+if TYPE_CHECKING:
+    from ddpstats.sentinel.sentinel import Setup
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
 MOST_NOISE = 1e-2  # of the largest norm: beyond that it is another computation. Compiled bfloat16 comes to 2e-3
@@ -239,35 +242,19 @@ _LEFT = "something was left in .grad before its backward pass: zero the gradient
 class PeerReplay(Detector):
     """Layer 3: compares what ranks compute from the same micro-batch. Every rank of the group must make one.
 
-    It examines the first step, so that what cannot work is known at once, and every ``every_steps``-th.
-
-    Args:
-        model: as it is trained.
-        ranks: of the group, global, in the order of group ranks.
-        rank: this one, global.
-        reruns: of the step under way.
-        limit: the largest difference that counts as noise, as a part of the largest norm of a gradient.
-        every_steps: how often it examines.
-        raises: a step that cannot be repeated is an error on every rank, and not a warning.
+    It examines the first step, so that what cannot work is known at once, and every ``replay_every_steps``-th. From
+    mode 2 on a step that cannot be repeated is an error on every rank, and in mode 1 a warning.
 
     Raises:
         ConfigError: as `LocalGradients`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        reruns: Reruns,
-        ranks: Sequence[int],
-        rank: int,
-        limit: float,
-        every_steps: int,
-        *,
-        raises: bool,
-    ) -> None:
-        self._original = LocalGradients(model)
-        self._reruns, self._ranks, self._rank, self._limit = reruns, tuple(ranks), rank, limit
-        self._every_steps, self._raises = every_steps, raises
+    def __init__(self, setup: Setup, reruns: Reruns) -> None:
+        options = setup.options
+        self._original = LocalGradients(setup.model)
+        self._reruns, self._ranks, self._rank = reruns, setup.ranks, setup.rank
+        self._limit, self._every_steps = options.replay_tolerance, options.replay_every_steps
+        self._raises = options.mode >= 2
         self._noise: float | None = None
         self._compiled = False
         self._turn = -1

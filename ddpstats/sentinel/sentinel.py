@@ -16,7 +16,6 @@ import logging
 import os
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,11 +33,11 @@ from ddpstats._rerun.record import MicroBatch, Running, StepRecord, StepWatch, c
 from ddpstats._rerun.run import Reruns, StepFunction
 from ddpstats._rerun.state import place_text
 from ddpstats.errors import ConfigError, SentinelAlarm
-from ddpstats.sentinel.activations import Checkpoints, Selector
+from ddpstats.sentinel.activations import Selector
 from ddpstats.sentinel.matmul import MatmulChecksum
 from ddpstats.sentinel.peer_replay import MOST_NOISE, PeerReplay
 from ddpstats.sentinel.replicas import ReplicaDigests
-from ddpstats.sentinel.thresholds import RULES, SentinelSettings, Thresholds, read_settings
+from ddpstats.sentinel.thresholds import SentinelSettings, Thresholds, read_settings
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelVerdict
 
 _logger = logging.getLogger("ddpstats")
@@ -83,15 +82,14 @@ class Options(SentinelSettings):
             if not fnmatch.filter(names, pattern):
                 raise ConfigError(f"ignore={self.ignore!r}: {pattern!r} fits no parameter or buffer of the model")
 
-    def to_tree(self, checkpoint_names: Sequence[str]) -> dict[str, Any]:
+    def to_tree(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, for `gather_trees`."""
-        names_crc = zlib.crc32(repr(checkpoint_names).encode())
         return {
             **vars(self),
             "replay_fn": self.replay_fn is not None,
             "scaler": self.scaler is not None,
             "ignore": list(self.ignore),
-            "checkpoints": f"{len(checkpoint_names)} (CRC-32 of their names {names_crc:08x})",
+            "checkpoints": None,  # in `Thresholds.same_on_all_ranks`, by the modules that they choose
         }
 
 
@@ -107,8 +105,6 @@ class Setup:
         self.model, self.options = model, replace(options, replay_fn=None)
         self.ranks, self.rank = sentinel._ranks, sentinel._rank
         self.scale = scale = functools.partial(scale_of, options.scaler)
-        self.checkpoints = Checkpoints(unwrap(model), options.checkpoints, RULES[options.detector].value_of)
-        self.matmul = MatmulChecksum(options.checksum_steps if options.matmul_checksum else 0)
         self.record: StepRecord | None = None
         self.reruns: Reruns | None = None
         if options.replay_fn is not None:
@@ -125,11 +121,11 @@ def _replica_digests(setup: Setup) -> Detector | None:
 
 
 def _peer_replay(setup: Setup) -> Detector | None:
-    every_steps = setup.options.replay_every_steps
-    if not every_steps or setup.reruns is None:
-        return None
-    limit, raises = setup.options.replay_tolerance, setup.options.mode >= 2
-    return PeerReplay(setup.model, setup.reruns, setup.ranks, setup.rank, limit, every_steps, raises=raises)
+    return PeerReplay(setup, setup.reruns) if setup.reruns and setup.options.replay_every_steps else None
+
+
+def _matmul_checksum(setup: Setup) -> Detector:
+    return MatmulChecksum(setup.options.checksum_steps if setup.options.matmul_checksum else 0)
 
 
 # Functions that make the detectors of a sentinel that is on; None for a detector that is not asked for.
@@ -137,7 +133,7 @@ DETECTORS: list[Callable[[Setup], Detector | None]] = [
     Thresholds,
     _replica_digests,
     _peer_replay,
-    lambda setup: setup.matmul,  # the last one: it opens after an alarm of any other
+    _matmul_checksum,  # the last one: it opens after an alarm of any other
 ]
 
 
@@ -198,7 +194,7 @@ class Sentinel(StepWatch):
             optimizer.zero_grad()
     """
 
-    _setup: Setup | None = None  # a copy has none
+    _detectors: tuple[Detector, ...] = ()  # a copy has none
 
     def __init__(
         self,
@@ -240,7 +236,6 @@ class Sentinel(StepWatch):
         self._where: dict[int, str] = {}
         self._first_alarm: SentinelVerdict | None = None
         self._evidence: list[Any] = []
-        self._detectors: list[Detector] = []
         self._record: StepRecord | None = None
         with contextlib.ExitStack() as closing:  # hooks stay on a model
             if settings.mode:
@@ -251,14 +246,14 @@ class Sentinel(StepWatch):
 
     def _attach(self, model: nn.Module, closing: contextlib.ExitStack) -> None:
         _check_groups(model, self._ranks)
-        self._setup = setup = Setup(model, self._options, self)
+        setup = Setup(model, self._options, self)
         self._record = setup.record
         if setup.record is not None:
             closing.callback(setup.record.close)
         for make in DETECTORS:
             detector = make(setup)
             if detector is not None:
-                self._detectors.append(detector)
+                self._detectors += (detector,)
                 closing.callback(detector.close)
 
     def micro_batch(self, batch: Any) -> Running[MicroBatch | None]:
@@ -305,8 +300,9 @@ class Sentinel(StepWatch):
     def check_matmuls(self, steps: int) -> None:
         """Check every matrix product for so many steps, without an alarm. Local; every rank passes the same number."""
         check_count("check_matmuls: steps", steps, 1)
-        if self._setup is not None:
-            self._setup.matmul.open_for(steps)
+        for detector in self._detectors:
+            if isinstance(detector, MatmulChecksum):
+                detector.open_for(steps)
 
     # -- one micro-batch ----------------------------------------------------------------------------------------------
 
@@ -384,7 +380,7 @@ class Sentinel(StepWatch):
             return self._evidence
 
         trees = self._gather(suspicions, "what each rank saw") if is_suspected else {}
-        exam = Exam(self._step, self._gather, is_suspected)
+        exam = Exam(self._step, self._gather, self._detectors, is_suspected)
         for index, detector in enumerate(self._detectors):
             exam.evidence = {rank: tree[index] for rank, tree in trees.items()}
             exam.findings += detector.findings(exam)
@@ -422,7 +418,9 @@ class Sentinel(StepWatch):
 
     def _agree(self) -> None:
         """Agree on settings, in every mode: a rank that is off would leave the others waiting. Called once."""
-        names = self._setup.checkpoints.names if self._setup is not None else []
+        settings = self._options.to_tree()
+        for detector in self._detectors:
+            settings.update(detector.same_on_all_ranks)
         advice = "Every rank must make it with the same arguments, and have the same environment variables."
-        trees = self._agree_on(self._options.to_tree(names), advice, where=self._where_text)
+        trees = self._agree_on(settings, advice, where=self._where_text)
         self._where = {rank: tree["where"] for rank, tree in trees.items()}

@@ -30,6 +30,7 @@ import logging
 import math
 import re
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,8 +40,9 @@ import torch
 from torch import Tensor
 
 from ddpstats._base.config import check_choice
+from ddpstats._observe.gradients import unwrap
 from ddpstats.errors import ConfigError
-from ddpstats.sentinel.activations import NumberedTensors
+from ddpstats.sentinel.activations import Checkpoints, NumberedTensors
 from ddpstats.sentinel.peer_replay import explain_alarm
 from ddpstats.sentinel.verdict import Detector, Exam, SentinelFinding, SentinelVerdict, finding_of
 
@@ -342,9 +344,12 @@ class Thresholds(Detector):
     """Layer 1: compares this rank's values."""
 
     def __init__(self, setup: Setup) -> None:
-        self._setup, self._settings, self._checkpoints = setup, setup.options, setup.checkpoints
+        self._setup, self._settings = setup, setup.options
         self._rule = RULES[self._settings.detector]
-        self.warnings = self._checkpoints.warnings
+        self._checkpoints = Checkpoints(unwrap(setup.model), setup.options.checkpoints, self._rule.value_of)
+        self.warnings, names = self._checkpoints.warnings, self._checkpoints.names
+        names_crc = zlib.crc32(repr(names).encode())
+        self.same_on_all_ranks = {"checkpoints": f"{len(names)} (CRC-32 of their names {names_crc:08x})"}
         self._alarmed: frozenset[int] = frozenset()  # the ranks with an alarm in the step before
         self._state: State | None = None
         self._next: State | None = None
@@ -374,7 +379,8 @@ class Thresholds(Detector):
         before, self._alarmed = self._alarmed, frozenset(finding.culprit_ranks if finding else ())
         fresh = sorted(self._alarmed - before)
         if fresh and setup.reruns is not None:
-            setup.matmul.before_rerun()
+            for detector in exam.detectors:
+                detector.before_rerun()
             micro_batch = exam.evidence[fresh[0]]["micro_batch"]
             asked = (exam.gathered, setup.reruns, setup.ranks, setup.rank, fresh[0], micro_batch)
             note, exam.may_be_hardware = explain_alarm(*asked, self._has_error, self._checkpoints)

@@ -77,6 +77,7 @@ class Exam:
     Attributes:
         step: its number.
         gathered: every rank's tree by global rank; collective.
+        detectors: all of them, in their order.
         is_suspected: whether some detector of some rank suspects anything.
         evidence: global rank -> what `Detector.suspicious` returned there; empty where nothing is suspected.
         findings: of the detectors before this one.
@@ -86,6 +87,7 @@ class Exam:
 
     step: int
     gathered: Gathered
+    detectors: Sequence[Detector]
     is_suspected: bool = False
     evidence: Mapping[int, Any] = field(default_factory=dict)
     findings: list[SentinelFinding] = field(default_factory=list)
@@ -99,9 +101,12 @@ class Detector:
     A detector derives from this protocol, and overrides what it needs. No detector may hold what holds the sentinel.
 
     Attributes:
+        same_on_all_ranks: its own options, by name, beside the arguments of `Sentinel`; `Sentinel.step` refuses ranks
+            that differ in them.
         warnings: what it cannot see, a sentence each.
     """
 
+    same_on_all_ranks: Mapping[str, Any] = {}
     warnings: Sequence[str] = ()
 
     def begin(self) -> None:
@@ -116,6 +121,9 @@ class Detector:
     def findings(self, exam: Exam) -> Sequence[SentinelFinding]:
         """Return what all ranks conclude. Collective: called on every rank in every step that is judged."""
         return ()
+
+    def before_rerun(self) -> None:
+        """A micro-batch with an alarm is about to run again, on its rank and a peer. Local; called on every rank."""
 
     def conclude(self, verdict: SentinelVerdict | None) -> None:
         """The step is over: ``verdict``, or None where it was not judged. Local."""

@@ -264,13 +264,15 @@ def _zero_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class LargeParameter(Detector):
-    """A detector of the test's own, in one class: a parameter of some rank is beyond 100."""
+    """A detector of the test's own, in one class, with an option: a parameter of some rank is beyond ``limit``."""
 
-    def __init__(self, setup: Any) -> None:
-        self.parameters = dict(unwrap(setup.model).named_parameters())
+    def __init__(self, setup: Any, limit: float) -> None:
+        self.parameters, self.limit = dict(unwrap(setup.model).named_parameters()), limit
+        self.same_on_all_ranks = {"limit": limit}
 
     def suspicious(self, step: int) -> str | None:
-        return next((name for name, parameter in self.parameters.items() if bool((parameter.abs() > 100).any())), None)
+        is_large = {name: bool((parameter.abs() > self.limit).any()) for name, parameter in self.parameters.items()}
+        return next((name for name in is_large if is_large[name]), None)
 
     def findings(self, exam: Exam) -> list[SentinelFinding]:
         names = {rank: name for rank, name in exam.evidence.items() if name}
@@ -279,8 +281,8 @@ class LargeParameter(Detector):
         return [SentinelFinding("large parameter", tuple(names), min(names.values()), f"on {sorted(names)}")]
 
 
-def train_with_another_detector(plan: Plan) -> Outcome:
-    sentinel_module.DETECTORS.append(LargeParameter)
+def train_with_another_detector(plan: Plan, limit: float) -> Outcome:
+    sentinel_module.DETECTORS.append(lambda setup: LargeParameter(setup, limit))
     try:
         return train(plan)
     finally:
@@ -290,7 +292,7 @@ def train_with_another_detector(plan: Plan) -> Outcome:
 def large_on_rank_1(module: nn.Module, step: int) -> None:
     if step == 2 and dist.get_rank() == 1:
         with torch.no_grad():
-            module.get_parameter("head.bias")[3] = 1000.0
+            module.get_parameter("head.bias")[3] = 100.0
 
 
 # -- in the test's own process ----------------------------------------------------------------------------------------

@@ -201,6 +201,15 @@ def test_the_matmul_checksum_opens_after_an_alarm_and_names_the_rank(two_ranks: 
 
 
 @flips_products
+def test_a_rerun_after_an_alarm_shows_a_wrong_product_in_the_same_step(two_ranks: RankPool) -> None:
+    flip = BitFlip("blocks.0.up", "matmul", element=8, bit=EXPONENT, step=2, rank=1, sticky=True)
+    options = {"mode": 2, "matmul_checksum": True, "replay_fn": runs.step_fn}
+    _, layers, culprits, text = alarm_of(trained(two_ranks, Plan(options=options, flips=[flip])))
+    assert (layers, culprits) == (("thresholds", "matmul checksum"), (1,))
+    assert "rank 1: mm of " in text or "rank 1: addmm of " in text
+
+
+@flips_products
 def test_the_window_shuts_again(two_ranks: RankPool) -> None:
     flips = [BitFlip("blocks.0.up", "matmul", element=7, bit=27, step=step, rank=1) for step in (2, 3)]
     for outcome in trained(two_ranks, Plan(options={"mode": 1}, flips=flips, window_steps=2, steps=5)):
@@ -216,10 +225,24 @@ def test_an_alarm_is_explained_where_only_some_ranks_check_matmuls(two_ranks: Ra
 
 def test_a_detector_from_outside_is_one_class_and_one_entry_of_the_list(two_ranks: RankPool) -> None:
     plan = Plan(options={"mode": 2, "replay_fn": runs.step_fn}, after_backward=runs.large_on_rank_1)
-    step, layers, culprits, text = alarm_of(two_ranks.run(runs.train_with_another_detector, plan).values())
+    step, layers, culprits, text = alarm_of(two_ranks.run(runs.train_with_another_detector, plan, 99.0).values())
     assert (step, layers, culprits) == (2, ("large parameter",), (1,))
     assert "[large parameter] on [1]" in text
     assert "No rank has applied this step. Test the device of rank 1" in text
+    assert [run.alarms for run in two_ranks.run(runs.train_with_another_detector, plan, 101.0).values()] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("mode_of_rank_1", "words"),
+    [(2, ("rank 0: limit=99.0", "rank 1: limit=101.0")), (0, ("rank 0: mode=2", "rank 1: mode=0", "limit=None"))],
+)
+def test_an_option_of_a_detector_from_outside_must_be_the_same_on_all_ranks(
+    two_ranks: RankPool, mode_of_rank_1: int, words: tuple[str, ...]
+) -> None:
+    plans = PerRank([Plan(options={"mode": mode}) for mode in (2, mode_of_rank_1)])
+    first, second = two_ranks.run(runs.train_with_another_detector, plans, PerRank([99.0, 101.0])).values()
+    assert first.error == second.error
+    assert all(part in first.error for part in ("different settings", *words))
 
 
 # -- why: on an alarm -------------------------------------------------------------------------------------------------
