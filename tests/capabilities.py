@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpstats._observe.groups import list_lacking, operators_name_reduce_op
+from ddpstats._observe.groups import lacking, operators_name_reduce_op
 from ddpstats._observe.torch_compat import kernel_at, next_node_number
 
-needs_guard = pytest.mark.skipif(not operators_name_reduce_op, reason=f"the guard needs torch 2.10: {list_lacking()}")
-flips_products = pytest.mark.skipif(kernel_at is None, reason=f"bits of products cannot be flipped: {list_lacking()}")
-takes_kernels_away = pytest.mark.skipif(kernel_at is None, reason=f"kernels that were parked stay: {list_lacking()}")
+needs_guard = pytest.mark.skipif(not operators_name_reduce_op, reason=f"the guard needs torch 2.10: {sorted(lacking)}")
+flips_products = pytest.mark.skipif(kernel_at is None, reason=f"bits of products cannot be flipped: {sorted(lacking)}")
+takes_kernels_away = pytest.mark.skipif(kernel_at is None, reason=f"kernels that were parked stay: {sorted(lacking)}")
 shards_on_cpu = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="this torch cannot shard modules on the CPU (FSDP2)"
 )
 numbers_nodes = pytest.mark.skipif(
-    next_node_number() == -1, reason=f"a replay does not tell the module of a backward operation: {list_lacking()}"
+    next_node_number() == -1, reason=f"a replay does not tell the module of a backward operation: {sorted(lacking)}"
 )

@@ -68,16 +68,12 @@ def plan_of(frame: FrameType) -> CodePlan:
 def _plan(code: CodeType, module: str) -> CodePlan:
     internal = any(module == name or module.startswith(name + ".") for name in _INTERNAL)
     internal = internal or (code.co_filename.startswith(_STDLIB) and "-packages" not in code.co_filename)
-    internal = internal or (not module and _is_generated(code.co_filename))
+    # Code of no module, which torch has made for `torch.compile` or from a graph.
+    directory = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or _OF_A_GRAPH)
+    internal = internal or (not module and code.co_filename.startswith((_OF_A_GRAPH, directory + os.sep)))
     by_itself = module.startswith(_BY_ITSELF) and module != "torch.autograd.function"
     is_api, is_functional = module.startswith(_APIS), module.startswith(_FUNCTIONAL_APIS)
     return CodePlan(code, internal, by_itself, is_api, is_functional, module == "threading")
-
-
-def _is_generated(file: str) -> bool:
-    """Return whether torch has made the code, for `torch.compile` or from a graph: it belongs to no module."""
-    directory = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or _OF_A_GRAPH)
-    return file.startswith((_OF_A_GRAPH, directory + os.sep))
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:

@@ -28,6 +28,7 @@ Checked on torch 2.13. It relies on ``Tensor.register_post_accumulate_grad_hook`
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import weakref
 from collections.abc import Callable
@@ -47,7 +48,7 @@ from ddpstats._observe.gradient_norms import (
     is_sparse,
     norms_of,
 )
-from ddpstats._observe.groups import issued_counts, live_replicas
+from ddpstats._observe.groups import issued_counts
 from ddpstats._observe.torch_compat import accumulated_hooks, graph_task, in_backward, queue_callback, without_compile
 
 
@@ -209,12 +210,14 @@ def _put_first(hooks: Any, number: int) -> None:
 def replicas_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
     """Return every DistributedDataParallel in ``module``; where it has none, the one around it.
 
-    A module does not know what contains it, so that one is looked for among all objects.
+    A module does not know what contains it, so that one is looked for among all objects of the process: a second where
+    these are many.
     """
     inside = [child for child in module.modules() if isinstance(child, nn.parallel.DistributedDataParallel)]
     if inside or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return inside
-    return [replica for replica in live_replicas() if replica.module is module]
+    replicas = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.parallel.DistributedDataParallel))
+    return [replica for replica in replicas if replica.module is module]
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -6,7 +6,6 @@ of a group's collectives is the number that its backend (gloo, NCCL, XCCL, ...) 
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpstats._observe.torch_compat import find, list_lacking as list_lacking, note_lack
-from ddpstats._ranks.gloo import OWN_GROUP, gloo_backend, group_around, store_of
+from ddpstats._observe.torch_compat import find, lacking as lacking
+from ddpstats._ranks.gloo import OWN_GROUP, gloo_backend, group_around
 
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
 
@@ -36,11 +35,6 @@ def bucket_count(replica: nn.parallel.DistributedDataParallel) -> float:
     """
     ask = getattr(replica.reducer, "_get_zeros_like_grad_buckets", None)
     return float("inf") if ask is None else len(ask())
-
-
-def live_replicas() -> Iterator[nn.parallel.DistributedDataParallel]:
-    """Yield every DDP of this process. Looks at all of its objects, which takes a second where these are many."""
-    return (thing for thing in gc.get_objects() if issubclass(type(thing), nn.parallel.DistributedDataParallel))
 
 
 # -- process groups ---------------------------------------------------------------------------------------------------
@@ -76,7 +70,7 @@ try:
 except (AttributeError, RuntimeError):
     operators_name_reduce_op = False
 if not operators_name_reduce_op:
-    note_lack("torch.classes.c10d.ReduceOp.op")
+    lacking.add("torch.classes.c10d.ReduceOp.op")
 
 # The backend of a group for a kind of device. Raises ``RuntimeError`` where it has none.
 backend_of: Callable[[Any, torch.device], Any] = find("distributed.ProcessGroup._get_backend")
@@ -120,12 +114,6 @@ def group_of_one(name: str) -> Iterator[list[Any]]:
         yield only
     finally:
         only.clear()
-
-
-def default_store() -> Any:
-    """Return the store that all ranks met on."""
-    assert dist.group.WORLD is not None
-    return store_of(dist.group.WORLD)
 
 
 def start_fake_group(rank: int, world_size: int) -> None:

@@ -2,8 +2,8 @@
 
 `Kernels` registers kernels that see operators of torch, and takes them away again.
 
-`find` looks for a name when this file is imported; versions are never compared. `list_lacking` returns the names that
-this torch has not; a comment at each says what that costs. Names for process groups and DDP are in `groups`, in the
+`find` looks for a name when this file is imported; versions are never compared. `lacking` holds the names that this
+torch has not; a comment at each says what that costs. Names for process groups and DDP are in `groups`, in the
 same way. What other files import from here are functions and values that work either way. Names that are read off an
 object later (of a process group, a node, a module) are looked for there.
 
@@ -29,18 +29,7 @@ from ddpstats._base.text import first_line
 from ddpstats._ranks.device import device_kinds
 from ddpstats.errors import ConfigError
 
-_lacking: list[str] = []
-
-
-def list_lacking() -> list[str]:
-    """Return the private names that this torch does not have, of those that have been looked for."""
-    return list(_lacking)
-
-
-def note_lack(path: str) -> None:
-    """Note that this torch has nothing at ``path``."""
-    if path not in _lacking:
-        _lacking.append(path)
+lacking: set[str] = set()  # private names that this torch does not have, of those that have been looked for
 
 
 def find(path: str, default: Any = None) -> Any:
@@ -49,7 +38,7 @@ def find(path: str, default: Any = None) -> Any:
     for name in path.split("."):
         value = getattr(value, name, None)
         if value is None:
-            note_lack(f"torch.{path}")
+            lacking.add(f"torch.{path}")
             return default
     return value
 
@@ -213,7 +202,7 @@ def hide_from_dynamo(function: Any) -> None:
         skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
         _eval_frame.set_code_exec_strategy(function.__code__, skip)
     except AttributeError:
-        note_lack("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+        lacking.add("torch._C._dynamo.eval_frame.set_code_exec_strategy")
 
 
 def compiled_call(module: nn.Module) -> Any:
@@ -322,7 +311,7 @@ def engine_under(mode: Any, function: Any) -> Callable[..., Any]:
     """
     names, code = function.__globals__, function.__code__
     if _ENGINE not in names or _ENGINE not in code.co_names:
-        note_lack(f"torch.autograd.{_ENGINE}")
+        lacking.add(f"torch.autograd.{_ENGINE}")
         return cast(Callable[..., Any], function)
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -15,7 +15,7 @@ from ddpstats._ranks.store import STORE_ERRORS
 from ddpstats.errors import CollectiveMismatch, DdpstatsError
 from ddpstats.guard.diagnosis import Alarm
 from ddpstats.guard.event import MASK, Event, roll, same_labels
-from ddpstats.guard.group import FindLimit, Group, GuardState, Session, Settings
+from ddpstats.guard.group import Group, GuardState, Limit, Session, Settings
 from ddpstats.guard.notes import Note, Overrun, agree, share
 from ddpstats.guard.verdicts import GivenUp, Silenced, Verdicts
 
@@ -72,7 +72,7 @@ class Comparing:
         except STORE_ERRORS as error:
             self.verdicts.conclude_alone(group, number if self._strict else group.seq, error)
 
-    def settle(self, group: Group, until: int, find_limit: FindLimit | None = None) -> bool:
+    def settle(self, group: Group, until: int, find_limit: Callable[[], Limit] | None = None) -> bool:
         """Compare what all ranks have posted, up to that note.
 
         Waits for them, for no longer than the limit; without one it never waits. True where the program's own timeout
@@ -91,7 +91,7 @@ class Comparing:
         for group in self.session.groups():
             self.settle(group, group.posted, group.limit)
 
-    def _settle_one(self, group: Group, find_limit: FindLimit | None) -> bool:
+    def _settle_one(self, group: Group, find_limit: Callable[[], Limit] | None) -> bool:
         """Compare the next note with those of all ranks. False where it is not there, or nothing more is compared."""
         assert group.exchange is not None
         number = group.settled + 1

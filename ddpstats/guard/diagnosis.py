@@ -104,9 +104,8 @@ class RankStatus(WithEvents):
 
     def waits_for(self, group: str, before: int | None = None) -> bool:
         """Return whether the rank waits in that group, in a number ``before`` that one if it is given."""
-        if self.dead or self.waits_in is None or self.waits_in[0] != group:
-            return False
-        return before is None or self.waits_in[1] < before
+        name, number, *_ = self.waits_in or ("", 0)
+        return not self.dead and name == group and (before is None or number < before)
 
     def at(self, seq: int) -> Event | None:
         """The rank's event of that number; None if it has none, or not any more."""
@@ -356,17 +355,14 @@ def _other_order(parties: Sequence[Sequence[int]], by_rank: ByRank, seq: int) ->
     if len(parties) < 2:
         return []
     a, b = (ranks_text(ranks) for ranks in parties[:2])
-    of_a, of_b = (_two_calls(by_rank[ranks[0]], seq) for ranks in parties[:2])
+    events_of = [[event for event in by_rank[ranks[0]].events if event.seq >= seq] for ranks in parties[:2]]
+    of_a, of_b = ([(event.digest, event.word) for event in events[:2]] for events in events_of)
     if len(of_a) > 1 and of_a == of_b[::-1]:
         return [f"the order is swapped: {a} and {b} run the same two collectives in different order."]
     if of_a[1:] == of_b[1:]:
         return []  # they differ here alone
     pairs = (a, of_a, b, of_b), (b, of_b, a, of_a)
     return [_say_skip(late, early, second[1:]) for early, first, late, second in pairs if first[1:] == second[:1]][:1]
-
-
-def _two_calls(status: RankStatus, seq: int) -> list[tuple[int, int]]:
-    return [(event.digest, event.word) for event in status.events if event.seq >= seq][:2]
 
 
 def _say_skip(behind: str, ahead: str, next_calls: object = True) -> str:

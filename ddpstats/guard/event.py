@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ddpstats._base.files import LATEST_TIME_SEC, parse_json
 from ddpstats._base.text import printable
 
@@ -59,7 +61,7 @@ class Signature:
             arguments.append(self.reduce_op)
         if self.root is not None:
             arguments.append(f"root={self.root}")
-        return f"{self.op}({', '.join(arguments)})"
+        return printable([f"{self.op}({', '.join(arguments)})"])  # it may be from an untrusted file
 
 
 def digest_of(signature: Signature) -> int:
@@ -141,15 +143,11 @@ class Evidence:
             set_by = {"sorted": "loop", "caller": "text"}.get(text_of(chosen_by), chosen_by)
         else:
             key, names, source, use, aliases, set_by, outer = parts
-        return cls(
-            text_of(key),
-            tuple(map(text_of, (before.names if before else ()) if names is None else names)),
-            text_of(source),
-            text_of(use),
-            tuple(map(text_of, aliases)),
-            text_of(set_by),
-            None if outer is None else cls.from_list(outer, before and before.outer),
-        )
+        names = (before.names if before else ()) if names is None else names
+        for text in (key, source, use, set_by, *names, *aliases):
+            text_of(text)
+        outer = None if outer is None else cls.from_list(outer, before and before.outer)
+        return cls(key, tuple(names), source, use, tuple(aliases), set_by, outer)
 
 
 @dataclass(slots=True)
@@ -211,20 +209,13 @@ class Event:
     def from_dict(cls, entry: Mapping[str, Any], before: Evidence | None = None) -> Event:
         """Raises ValueError for what `as_dict`, with the same ``before``, did not write."""
         try:
-            signature = Signature(
-                line_of(entry["op"]),
-                None if entry.get("reduce_op") is None else line_of(entry["reduce_op"]),
-                _int_or_none(entry.get("root")),
-                tuple(tuple(map(int, shape)) for shape in entry.get("shapes", [])),
-                tuple(map(line_of, entry.get("dtypes", []))),
-                tuple(tuple(map(int, strides)) for strides in entry.get("strides", [])),
-            )
+            signature = msgspec.convert(entry, Signature)
             if len(signature.shapes) != len(signature.dtypes):
                 raise ValueError("as many shapes as dtypes are needed")
             started = float(entry.get("time", 0.0))
             if not 0 <= started < LATEST_TIME_SEC:
                 raise ValueError("no time")
-            label = text_or_none(entry.get("label"))
+            label = msgspec.convert(entry.get("label"), str | None)
             return cls(
                 group=text_of(entry["group"]),
                 seq=int(entry["seq"]),
@@ -235,8 +226,8 @@ class Event:
                 digest=digest_of(signature),
                 pieces=line_of(entry.get("pieces", "")),
                 balance=int(entry.get("balance", 0)),
-                peer=_int_or_none(entry.get("peer")),
-                tag=_int_or_none(entry.get("tag")),
+                peer=msgspec.convert(entry.get("peer"), int | None),
+                tag=msgspec.convert(entry.get("tag"), int | None),
                 started=started,
                 read_source=line_of(entry.get("source", "")),
                 evidence_source=Evidence.from_list(entry["evidence"], before) if "evidence" in entry else None,
@@ -283,14 +274,6 @@ def text_of(value: Any) -> str:
 def line_of(value: Any) -> str:
     """Return text from an untrusted file in a form that cannot begin another line of a report."""
     return printable([text_of(value)])
-
-
-def text_or_none(value: Any) -> str | None:
-    return None if value is None else text_of(value)
-
-
-def _int_or_none(value: Any) -> int | None:
-    return None if value is None else int(value)
 
 
 def encode(event: Event) -> bytes:

@@ -55,20 +55,21 @@ class OwnRank(Protocol):
         """Take each verdict, before it is raised."""
 
 
-# Returns the last collectives of a rank in a group, as it wrote them into memory before it issued them.
-AnnouncedBy = Callable[[str, int], list[Event]]
-
-
 class FailureAgreement:
     """This rank's side.
 
     ``members``: which processes of all ranks live. The watchdog keeps the ``position`` of the ``own`` rank in the store
-    for the case that the process dies; ``announced_by``: what ranks of this host keep in shared memory for that. When
-    the store is no longer ``is_reachable``, the watchdog ends.
+    for the case that the process dies; ``announced_by`` returns the last collectives of a rank of this host in a group,
+    as that wrote them into shared memory before it issued them. When the store is no longer ``is_reachable``, the
+    watchdog ends.
     """
 
     def __init__(
-        self, members: Membership, own: OwnRank, announced_by: AnnouncedBy, is_reachable: Callable[[], bool]
+        self,
+        members: Membership,
+        own: OwnRank,
+        announced_by: Callable[[str, int], list[Event]],
+        is_reachable: Callable[[], bool],
     ) -> None:
         self.members, self.rank, self.store = members, members.rank, members.store
         self.verdicts = 0  # so far

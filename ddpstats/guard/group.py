@@ -23,9 +23,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch.distributed as dist
 
 from ddpstats._base.text import ranks_text
-from ddpstats._observe.groups import GroupView, default_store, longest_timeout_sec
+from ddpstats._observe.groups import GroupView, longest_timeout_sec
 from ddpstats._ranks.comm import attempt_prefix, bounded_part, refuse_fake
 from ddpstats._ranks.failure import Membership
+from ddpstats._ranks.gloo import store_of
 from ddpstats._ranks.store import GLANCE_SEC, LIMIT_SEC, STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
 from ddpstats.guard.event import Event, MessageNumbers, NumberedEvent, decode
@@ -113,9 +114,9 @@ def world_store(prefix: str, limit_sec: float | None = None) -> BoundedStore:
     ranks waits for the answer (strace: 5 s for each one that was lost, and with 64 ranks on one host the store was
     silent for 90 s).
     """
-    world = dist.group.WORLD
+    world: Any = dist.group.WORLD
     if world not in _connections:
-        _connections[world] = bounded_part(default_store(), "world", "the default group", lambda _: "ddpstats/world")
+        _connections[world] = bounded_part(store_of(world), "world", "the default group", lambda _: "ddpstats/world")
     return _connections[world].part(attempt_prefix() + prefix, limit_sec)
 
 
@@ -129,10 +130,6 @@ class Limit(NamedTuple):
 
     seconds: float
     is_own: bool
-
-
-# Called where a rank has to wait, and not before.
-FindLimit = Callable[[], Limit]
 
 
 @dataclass(slots=True, eq=False)
@@ -233,8 +230,7 @@ class Session:
 
     def is_over(self) -> bool:
         """Return whether the program has destroyed the process group since."""
-        world = self._world()
-        return world is None or world is not dist.group.WORLD
+        return dist.group.WORLD is None or self._world() is not dist.group.WORLD
 
     def is_reachable(self) -> bool:
         """Return whether the store is likely to answer: torchrun's outlives a process group, another goes with it."""
@@ -277,10 +273,6 @@ class Session:
         """
         used = [group for group in list(self.named.values()) if group.exchange and group.seq and not group.is_given_up]
         return sorted(used, key=lambda group: group.name)
-
-    def has_given_up(self) -> bool:
-        """Return whether torch's own timeout has ended a collective of some group."""
-        return any(group.is_given_up for group in self.named.values())
 
     def _forget_destroyed(self) -> None:
         """Close what belongs to groups that are destroyed, once these are many: programs may make thousands."""

@@ -170,7 +170,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def _explain(self, error: BaseException) -> DdpstatsError | None:
         """Return the verdict that explains what the program has raised, if there is one."""
         state, comparing = self._watching.state, self._watching.comparing
-        if comparing is None or state.is_raised or comparing.session.has_given_up():
+        if comparing is None or state.is_raised or any(group.is_given_up for group in comparing.session.named.values()):
             return None
         behind = errors_behind(error)
         if comparing.verdicts.passed_on in behind or not any(map(is_broken, behind)):

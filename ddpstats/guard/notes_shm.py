@@ -51,9 +51,6 @@ _MESSAGES_AT = _EVENTS_AT + _EVENTS_KEPT * _EVENT_WORDS
 _RANK_WORDS = _MESSAGES_AT + _MESSAGES_KEPT * _HEAD_WORDS
 _RANK_BYTES = _RANK_WORDS * _WORD_BYTES
 
-# Called now and then by a rank that waits; raises to end the wait.
-LookMeanwhile = Callable[[], None]
-
 
 class Exchange:
     """The notes of one group. ``store`` is for this group and this guard alone; ``index`` is the rank in the group.
@@ -114,7 +111,7 @@ class Exchange:
             os.sched_yield()
         return notes
 
-    def wait(self, seq: int, watch: LookMeanwhile) -> list[Note]:
+    def wait(self, seq: int, watch: Callable[[], None]) -> list[Note]:
         """Return all ranks' notes; waits until they are there, or ``watch`` raises."""
         poll_sec, looked = 2e-5, time.monotonic()
         longest_sec = _LONGEST_POLL_SEC if self.is_quick else shared_poll(_LONGEST_POLL_SEC, self._size)

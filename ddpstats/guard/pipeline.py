@@ -165,9 +165,8 @@ class Watching(Subscriber):
         if entry[0].is_message:
             comparing.verdicts.wait_for_message(work, group, event_of(entry))
             return True
-        if group.is_given_up or (self._mode == "strict" and comparing.settle(group, entry[1], issued.limit)):
-            return False
-        if not self.state.silent:
+        is_over = group.is_given_up or (self._mode == "strict" and comparing.settle(group, entry[1], issued.limit))
+        if not is_over and not self.state.silent:
             comparing.verdicts.wait_for(work, issued)
         return False
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from ddpstats._observe.groups import default_store
 from ddpstats._ranks.device import accelerator
 from tests.guard import scenarios
 
@@ -57,7 +56,7 @@ def join(device: str) -> None:
         return
     rank, size = dist.get_rank(), dist.get_world_size()
     name_hosts(rank)
-    store = PrefixStore(device, default_store())
+    store = PrefixStore(device, dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     torch.accelerator.set_device_index(0)
     dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))

@@ -17,8 +17,6 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddpstats._observe.groups import default_store
-
 LIMIT_SEC = 60.0
 """How long the device is kept busy at most: a test that waits for it takes as long, and fails."""
 
@@ -35,7 +33,7 @@ def join(timeout_sec: float = 60.0) -> Any:
     refdev = register()
     if "refccl" not in str(dist.get_backend_config()):
         rank, size = dist.get_rank(), dist.get_world_size()
-        store = PrefixStore("refccl", default_store())
+        store = PrefixStore("refccl", dist.distributed_c10d._get_default_store())
         dist.destroy_process_group()
         timeout = timedelta(seconds=timeout_sec)
         dist.init_process_group("cpu:gloo,refdev:refccl", store=store, rank=rank, world_size=size, timeout=timeout)

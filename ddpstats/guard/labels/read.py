@@ -435,8 +435,7 @@ def infer(frame: FrameType, is_functional: bool = False) -> Inferred | None:
     ``is_functional``: the collective returns a new tensor, and overwrites none.
     """
     try:
-        call = _call_routes.get((id(frame.f_code), frame.f_lasti, None))
-        call = call or call_routes(frame, None, frame.f_code, is_functional)
+        call = call_routes(frame, None, frame.f_code, is_functional)
         walk = call.walk
         label = None if walk is None else walk.label(frame)
         if label is not None:

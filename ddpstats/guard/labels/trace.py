@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -47,7 +48,7 @@ _Assignment = (ast.Assign, ast.AnnAssign, ast.NamedExpr)
 _TOTALS = frozenset({"sum", "mean", "max", "min", "fsum", "prod", "any", "all", "median", "norm", "stack", "cat"})
 _KEEPERS = frozenset({"append", "extend", "insert", "appendleft", "put"})
 _STORERS = frozenset({"setattr", "update", "setdefault", "__setitem__"})
-_WALKS = frozenset({"zip", "enumerate", "len", "print"})
+_text = functools.lru_cache(1 << 16)(ast.unparse)  # of the same expressions again and again
 
 # -- variables --------------------------------------------------------------------------------------------------------
 
@@ -331,7 +332,6 @@ class Turn:
     within: ast.AST
     names: frozenset[str]
     results: frozenset[str]
-    is_outermost: bool
     has_result: bool
 
 
@@ -351,7 +351,7 @@ def use_of(step: KeyStep, calls: CallChain, is_element: bool) -> Use:
     turns = _turns_of(step, calls, is_element)
     reads = {read for turn in turns for node in ast.walk(turn.within) for read in _reads(node, turn)}
     if is_element and "stored" not in reads and turns and step.container is not None:
-        is_pooled = "open" in reads or _is_totalled(ast.unparse(step.container), turns[0])
+        is_pooled = "open" in reads or _is_totalled(_text(step.container), turns[0])
         reads.add("pooled" if is_pooled else "kept")
     if "pooled" in reads:
         return "pooled element" if is_element or "stored" in reads else "pooled"
@@ -365,11 +365,11 @@ def _turns_of(step: KeyStep, calls: CallChain, is_element: bool) -> list[Turn]:
     for index, (file, call, _) in reversed(list(enumerate(calls))):
         if file is not None and isinstance(call, ast.Call):
             within = loop if loop is not None and file.is_inside(call, loop) else file.scope_of(call)
-            results = {ast.unparse(argument) for argument in call.args} if is_element else set()
+            results = {_text(argument) for argument in call.args} if is_element else set()
             if index == 0:
                 results |= {variable_of(tensor_argument(call)), *map(variable_of, call.args[:1])}
             results = _further(results, file, call, within) - names
-            turns.append(Turn(file, call, within, names, frozenset(results), not turns, index > 0 or not is_element))
+            turns.append(Turn(file, call, within, names, frozenset(results), index > 0 or not is_element))
             names = find_parameters(call, calls[index - 1][2], names) if index else names
         loop = None
     return turns
@@ -394,7 +394,8 @@ def _goes_on(name: str, value: ast.expr, file: SourceFile, call: ast.expr) -> bo
 
 def _reads(node: ast.AST, turn: Turn) -> Iterator[_Read]:
     """Yield what becomes of a result where this node reads it."""
-    if node is not turn.call and not (_is_after(node, turn.call) and _is_one_of(node, turn.results)):
+    is_result = turn.has_result if node is turn.call else _is_after(node, turn.call) and _is_one_of(node, turn.results)
+    if not is_result:
         return
     inner, is_receiver, has_key_beside = node, True, False
     for outer in turn.file.around(node):
@@ -403,7 +404,7 @@ def _reads(node: ast.AST, turn: Turn) -> Iterator[_Read]:
             yield "kept" if is_over or isinstance(outer, ast.Return) else _read_by_statement(outer, node, turn)
             return
         if outer is turn.within:
-            yield _read_of_collection(outer, node, turn) if isinstance(outer, Comprehension) else "kept"
+            yield _read_of_collection(outer, turn) if isinstance(outer, Comprehension) else "kept"
             return
         if isinstance(outer, Function):
             yield "open"
@@ -416,7 +417,7 @@ def _reads(node: ast.AST, turn: Turn) -> Iterator[_Read]:
             yield "stored"
             return
         if name in _KEEPERS and isinstance(outer, ast.Call) and isinstance(outer.func, ast.Attribute):
-            yield _read_of_collection(outer.func.value, node, turn)
+            yield _read_of_collection(outer.func.value, turn)
             return
         is_receiver = is_receiver and (isinstance(outer, ast.Attribute) or inner is getattr(outer, "func", None))
         inner = outer
@@ -427,36 +428,34 @@ def _read_by_statement(statement: ast.stmt, node: ast.AST, turn: Turn) -> _Read:
     if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) or statement.value is None:
         return "open"
     target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-    text = ast.unparse(target)
-    if text in turn.results and (text == ast.unparse(node) or not isinstance(target, ast.Name)):
+    text = _text(target)
+    if text in turn.results and (text == _text(node) or not isinstance(target, ast.Name)):
         return "kept"  # mean = mean / 2, stats[key] /= 2
     if isinstance(statement, ast.AugAssign):
         return "stored" if _has_key(target, turn) else "pooled"
     if isinstance(target, ast.Name):
         return "pooled" if _goes_on(target.id, statement.value, turn.file, turn.call) else "kept"
     if isinstance(target, (ast.Subscript, ast.Attribute)) and _has_key(target, turn):
-        if not _is_totalled(ast.unparse(target.value), turn):
+        if not _is_totalled(_text(target.value), turn):
             return "stored"
         return "pooled" if isinstance(target.value, ast.Name) else "open"  # others may read an attribute's elements
-    return "open" if turn.is_outermost else "kept"
+    return "open"
 
 
-def _read_of_collection(made: ast.expr, node: ast.AST, turn: Turn) -> _Read:
+def _read_of_collection(made: ast.expr, turn: Turn) -> _Read:
     """Return what becomes of the results in a list, set or dict that a comprehension or a method puts them into."""
     parent = turn.file.parents.get(made)
+    while isinstance(parent, ast.Call) and called_name(parent) in ("list", "tuple"):
+        made, parent = parent, turn.file.parents.get(parent)
     is_keyed = isinstance(made, ast.DictComp) or called_name(parent) == "zip"
-    if isinstance(parent, ast.Expr) or (node is turn.call and not turn.has_result):
-        return "stored" if is_keyed else "kept"  # nothing takes the collection, or it holds what waits for the results
     names = _plain_targets(parent) if isinstance(parent, _Assignment) else iter(())
-    collection = next(names, ast.unparse(made))
+    collection = next(names, _text(made))
     if called_name(parent) in _TOTALS or _is_totalled(collection, turn):
         return "pooled"
-    if is_keyed:
-        return "stored"
-    around = [turn.file.parents.get(read) for read in _later_reads(collection, turn)]
-    takes = [outer for outer in around if isinstance(outer, (ast.Return, ast.Call))]
-    is_kept = collection.isidentifier() and all(called_name(outer) in _WALKS for outer in takes)
-    return "kept" if is_kept else "open"
+    if is_keyed or isinstance(parent, ast.Expr):
+        return "stored" if is_keyed else "kept"
+    readers = {called_name(turn.file.parents.get(read)) for read in _later_reads(collection, turn)}
+    return "kept" if readers & {"zip", "enumerate"} else "open"  # with their names again; or anywhere
 
 
 def _has_key(node: ast.AST, turn: Turn) -> bool:
@@ -464,39 +463,38 @@ def _has_key(node: ast.AST, turn: Turn) -> bool:
 
 
 def _is_one_of(node: ast.AST, texts: Collection[str]) -> bool:
-    return isinstance(getattr(node, "ctx", None), ast.Load) and ast.unparse(node) in texts
+    return isinstance(getattr(node, "ctx", None), ast.Load) and _text(node) in texts
 
 
 def _is_totalled(collection: str, turn: Turn) -> bool:
     """Say whether the function combines the elements of a collection after the loop."""
     for read in _later_reads(collection, turn):
         for outer in turn.file.around(read):
-            is_summed = isinstance(outer, ast.For) and turn.file.is_inside(read, outer.iter) and _adds_up(outer, turn)
-            if is_summed or called_name(outer) in _TOTALS:
+            if called_name(outer) in _TOTALS or (isinstance(outer, ast.For) and _adds_up(outer, read, turn)):
                 return True
     return False
 
 
-def _adds_up(loop: ast.For, turn: Turn) -> bool:
-    """Say whether a loop adds what its target holds, or has the key of, to a variable that is no text."""
-    names = {name.id for name in names_in(loop.target)}
-    return any(mentions(value, names) and not _has_text(value, turn.file) for value in _summands(loop, turn))
-
-
-def _summands(loop: ast.For, turn: Turn) -> Iterator[ast.expr]:
-    """Yield what the statements of a loop add to variables."""
+def _adds_up(loop: ast.For, read: ast.AST, turn: Turn) -> bool:
+    """Say whether a loop adds numbers that it reads from a collection to one variable."""
+    file, targets = turn.file, [name.id for name in names_in(loop.target)]
+    held = set(targets[-1:]) if file.is_inside(read, loop.iter) else set[str]()
     for node in ast.walk(loop):
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            yield node.value
-        elif isinstance(node, ast.Assign):
-            names = _plain_targets(node)
-            yield from (node.value for name in names if _goes_on(name, node.value, turn.file, turn.call))
+        if not isinstance(node, (ast.Assign, ast.AugAssign)) or _makes_text(node.value):
+            continue
+        names = set() if isinstance(node, ast.AugAssign) else set(_plain_targets(node)).difference(targets)
+        if mentions(node.value, held) or file.is_inside(read, node.value):
+            if isinstance(node, ast.AugAssign) and not mentions(node.target, targets):
+                return True
+            if any(_goes_on(name, node.value, file, turn.call) for name in names):
+                return True
+            held |= names
+    return False
 
 
-def _has_text(expr: ast.expr, file: SourceFile) -> bool:
-    """Say whether an expression has a text other than a key."""
-    texts = [part for part in ast.walk(expr) if isinstance(getattr(part, "value", None), str)]
-    return any(not isinstance(file.parents[text], ast.Subscript) for text in texts)
+def _makes_text(expr: ast.expr) -> bool:
+    """Say whether an expression makes a text, or a list, of its parts."""
+    return any(isinstance(part, (ast.JoinedStr, ast.Mod, ast.List)) for part in ast.walk(expr))
 
 
 def _later_reads(collection: str, turn: Turn) -> list[ast.AST]:
