@@ -26,7 +26,7 @@ _BY_ITSELF = (
     "torch.distributed.optim",
 )  # fmt: skip
 # Where a program's own call of a collective arrives, and our doors, for what it calls on the group itself. Functional
-# ones return a new tensor, and overwrite none.
+# ones return a new tensor, and overwrite none (but for `all_reduce_inplace` and the like).
 _FUNCTIONAL_APIS = "torch.distributed._functional_collectives", "torch.distributed.nn.functional", "torch._ops"
 _APIS = "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d", "ddpstats.", *_FUNCTIONAL_APIS
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -43,7 +43,7 @@ class CodePlan:
         internal: it is not the program's own.
         by_itself: torch runs it, and no line of the program asks for the collectives in it.
         is_api: a program's own call of a collective goes through it.
-        is_functional: so it does, and returns a new tensor.
+        is_functional: it is such a call, and returns a new tensor.
         begins_thread: a Python thread begins with it.
     """
 

@@ -206,15 +206,16 @@ class Membership:
 
     def dead(self, ranks: Collection[int] | None = None) -> set[int]:
         """Return the ranks of this host whose process is gone, of these ``ranks`` if given. Asks no store."""
-        return {rank for rank in self._matching_peers(ProcessId.is_dead) if ranks is None or rank in ranks}
+        return set(self._matching_peers(ProcessId.is_dead, ranks))
 
     def alive(self) -> list[int]:
         """Return this rank and the ranks of this host whose process is alive. Asks no store."""
         return [self.rank, *self._matching_peers(ProcessId.is_alive)]
 
-    def _matching_peers(self, holds: Callable[[ProcessId], bool]) -> list[int]:
+    def _matching_peers(self, holds: Callable[[ProcessId], bool], ranks: Collection[int] | None = None) -> list[int]:
         """Look at each process once: ranks that are threads of one process would take turns for its files."""
-        peers = self.peers.copy()  # another thread may be in `learn`
+        # A copy, for another thread may be in `learn`.
+        peers = {rank: process for rank, process in self.peers.copy().items() if ranks is None or rank in ranks}
         matching = set(filter(holds, set(peers.values())))
         return [rank for rank, process in peers.items() if process in matching]
 

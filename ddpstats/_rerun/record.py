@@ -398,7 +398,8 @@ def refuse_differences(by_rank: Mapping[int, Mapping[str, Any]], what: str, advi
         advice: the last sentence of the message.
     """
     first = next(iter(by_rank.values()))
-    differing = [name for name in first if any(settings.get(name) != first[name] for settings in by_rank.values())]
+    names = dict.fromkeys(name for settings in by_rank.values() for name in settings)
+    differing = [name for name in names if any(own.get(name) != first.get(name) for own in by_rank.values())]
     if differing:
         texts = {rank: ", ".join(f"{name}={own.get(name)!r}" for name in differing) for rank, own in by_rank.items()}
         lines = [f"ranks made their {what} with different settings:", *holders_lines(texts), advice]

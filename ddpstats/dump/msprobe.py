@@ -61,7 +61,10 @@ def steps_in(root: Path) -> dict[int, Path]:
 
 
 def stack_of_names(key: str, stack: Any) -> tuple[list[str], list[str]]:
-    """Return the names and lines of a member of stack.json: number and ``[names, lines]``, or a name and its lines."""
+    """Return the names and the lines of a member of stack.json.
+
+    Such a member is a number with ``[names, lines]``, or a name with its lines.
+    """
     if isinstance(stack, list) and len(stack) == 2 and all(isinstance(part, list) for part in stack):
         return strings_in(stack[0]), strings_in(stack[1])
     return [key], strings_in(stack)

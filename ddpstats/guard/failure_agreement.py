@@ -55,6 +55,9 @@ class OwnRank(Protocol):
         """Take each verdict, before it is raised."""
 
 
+AnnouncedBy = Callable[[str, int], list[Event]]
+
+
 class FailureAgreement:
     """This rank's side.
 
@@ -65,11 +68,7 @@ class FailureAgreement:
     """
 
     def __init__(
-        self,
-        members: Membership,
-        own: OwnRank,
-        announced_by: Callable[[str, int], list[Event]],
-        is_reachable: Callable[[], bool],
+        self, members: Membership, own: OwnRank, announced_by: AnnouncedBy, is_reachable: Callable[[], bool]
     ) -> None:
         self.members, self.rank, self.store = members, members.rank, members.store
         self.verdicts = 0  # so far

@@ -174,7 +174,7 @@ def _steps(numbers: Iterable[int]) -> list[int]:
 
 
 def _call(event: Event) -> dict[str, Any]:
-    fields = {"group": event.group, "op": event.signature.op, "label": event.label}
+    fields = {"group": event.group, "op": printable([event.signature.op]), "label": event.label}
     call = f"{event}, {event.pieces}".removesuffix(", ")
     return {**fields, "call": call, "site": event.site, "source": event.source, "message": event.is_message}
 

@@ -573,7 +573,7 @@ class MatmulChecksum(Detector):
             self._has_opened = True
 
     def before_rerun(self) -> None:
-        """Check the micro-batch, too: what its products show is of this step."""
+        """Check the products of the micro-batch that runs again: what they show is of this step."""
         self.open_after_alarm()
         self._has_rerun = True  # also where the window of this rank is closed: all ranks gather, or none
 

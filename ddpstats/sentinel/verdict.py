@@ -123,7 +123,7 @@ class Detector:
         return ()
 
     def before_rerun(self) -> None:
-        """A micro-batch with an alarm is about to run again, on its rank and a peer. Local; called on every rank."""
+        """The sentinel is about to run a micro-batch with an alarm again, on two ranks. Local; called on every rank."""
 
     def conclude(self, verdict: SentinelVerdict | None) -> None:
         """The step is over: ``verdict``, or None where it was not judged. Local."""

@@ -237,6 +237,11 @@ USE = """
         ("parts.append(reduce(value))", "return parts", "element"),  # what waits for the result, of an in-place one
         ("reduce(value); results[key] = value", "for key in results: total += results[key]", "pooled element"),
         ("reduce(value); results[key] = value", "for key in results: total = total + results[key]", "pooled element"),
+        ("reduce(value)", "for v, key in zip(stats.values(), stats): total += v.sum(dim=[0])", "pooled element"),
+        ("reduce(value)", "for v in stats.values():\n        part = v * 2\n        total += part", "pooled element"),
+        ("reduce(value)", "for key, v in stats.items(): v = v / 2; results[key] = v", "element"),
+        ("text = ''; reduce(value)", "for key, v in stats.items(): text += '{}={}'.format(key, v)", "element"),
+        ("text = ''; reduce(value)", "for key in stats: text = text + key + ' ' + str(stats[key])", "element"),
         (
             "text = ''; reduce(value); results[key] = value",
             "for key, v in results.items(): text += f'{key}={v} '",

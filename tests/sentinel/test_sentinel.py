@@ -233,13 +233,17 @@ def test_a_detector_from_outside_is_one_class_and_one_entry_of_the_list(two_rank
 
 
 @pytest.mark.parametrize(
-    ("mode_of_rank_1", "words"),
-    [(2, ("rank 0: limit=99.0", "rank 1: limit=101.0")), (0, ("rank 0: mode=2", "rank 1: mode=0", "limit=None"))],
+    ("modes", "words"),
+    [
+        ((2, 2), ("rank 0: limit=99.0", "rank 1: limit=101.0")),
+        ((2, 0), ("rank 0: mode=2", "rank 1: mode=0", "limit=None")),
+        ((0, 2), ("rank 0: mode=0", "limit=None", "limit=101.0")),
+    ],
 )
 def test_an_option_of_a_detector_from_outside_must_be_the_same_on_all_ranks(
-    two_ranks: RankPool, mode_of_rank_1: int, words: tuple[str, ...]
+    two_ranks: RankPool, modes: tuple[int, int], words: tuple[str, ...]
 ) -> None:
-    plans = PerRank([Plan(options={"mode": mode}) for mode in (2, mode_of_rank_1)])
+    plans = PerRank([Plan(options={"mode": mode}) for mode in modes])
     first, second = two_ranks.run(runs.train_with_another_detector, plans, PerRank([99.0, 101.0])).values()
     assert first.error == second.error
     assert all(part in first.error for part in ("different settings", *words))

@@ -327,16 +327,16 @@ class DictWalk:
         return label
 
 
-_call_routes: EmptiedCache[tuple[int, int, Route | None], CallRoutes] = EmptiedCache(_MAX_KEPT)
+_call_routes: EmptiedCache[tuple[int, int, Route | None, bool], CallRoutes] = EmptiedCache(_MAX_KEPT)
 _tracers: EmptiedCache[SourceFile, LabelTracer] = EmptiedCache(_MAX_TRACERS)
 
 
 def call_routes(frame: FrameType, route: Route | None, callee: CodeType, is_functional: bool = False) -> CallRoutes:
     """Return the routes at the call that a frame is executing: of the collective's tensor, or of what ``route`` needs.
 
-    ``callee``: the function that ``route`` left by its parameter. The first call at a place in the text decides.
+    ``callee``: the function that ``route`` left by its parameter.
     """
-    key = id(frame.f_code), frame.f_lasti, route
+    key = id(frame.f_code), frame.f_lasti, route, is_functional
     return _call_routes.get(key) or _call_routes.keep(key, _trace_call(frame, route, callee, is_functional))
 
 

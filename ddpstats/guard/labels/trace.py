@@ -38,7 +38,7 @@ from ddpstats.guard.labels.source import (
 
 _MAX_HOPS = 16
 _MAX_ROUTES = 8
-_IN_PLACE = re.compile(r"[a-z]\w*[^_]_$")  # `div_`, which gives the tensor itself
+_IN_PLACE = re.compile(r"[a-z]\w*([^_]_|_inplace)$")  # `div_`, which gives the tensor itself
 _OTHER_THAN_VALUES = frozenset({"device", "dtype", "shape", "layout", "ndim", "generator", "requires_grad"})
 _CONVERTERS = frozenset({"to", "cuda", "xpu", "type"})  # methods that take a device or a dtype
 # Expressions that hand on their operands, and operators, which make a new value of them.
@@ -48,7 +48,7 @@ _Assignment = (ast.Assign, ast.AnnAssign, ast.NamedExpr)
 _TOTALS = frozenset({"sum", "mean", "max", "min", "fsum", "prod", "any", "all", "median", "norm", "stack", "cat"})
 _KEEPERS = frozenset({"append", "extend", "insert", "appendleft", "put"})
 _STORERS = frozenset({"setattr", "update", "setdefault", "__setitem__"})
-_text = functools.lru_cache(1 << 16)(ast.unparse)  # of the same expressions again and again
+_text = functools.lru_cache(1 << 16)(ast.unparse)  # the same expressions are compared again and again
 
 # -- variables --------------------------------------------------------------------------------------------------------
 
@@ -163,10 +163,11 @@ class KeyStep:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Steps from the value outwards. ``fresh``: what is overwritten was made of the element, and is not itself it.
+    """Steps from the value outwards.
 
-    ``parameter``: where the route goes on, if it does. ``of_container``: the parameter has the container, and only
-    other names for it are followed.
+        ``fresh``: what is overwritten was made of the element, and is not the element itself. ``parameter``: where the
+    route goes on, if it does. ``of_container``: the parameter has the container, and only other names for it are
+    followed.
     """
 
     steps: tuple[KeyStep, ...] = ()
@@ -193,7 +194,7 @@ class LabelTracer:
         argument = tensor_argument(call)
         if argument is None or (called_name(call) == "all_gather" and not self._sums_gathered(call)):
             return ()
-        fresh = is_functional or is_behind_output(call)
+        fresh = (is_functional and not _IN_PLACE.match(called_name(call))) or is_behind_output(call)
         return self._some(itertools.chain(self._value(argument, fresh, 0), self._find_stored(call)))
 
     def of_parameter(self, call: ast.expr, callee: CodeType, route: Route) -> tuple[Route, ...]:
@@ -455,7 +456,7 @@ def _read_of_collection(made: ast.expr, turn: Turn) -> _Read:
     if is_keyed or isinstance(parent, ast.Expr):
         return "stored" if is_keyed else "kept"
     readers = {called_name(turn.file.parents.get(read)) for read in _later_reads(collection, turn)}
-    return "kept" if readers & {"zip", "enumerate"} else "open"  # with their names again; or anywhere
+    return "kept" if readers & {"zip", "enumerate"} else "open"  # beside their names again, or anywhere
 
 
 def _has_key(node: ast.AST, turn: Turn) -> bool:
@@ -477,24 +478,26 @@ def _is_totalled(collection: str, turn: Turn) -> bool:
 
 def _adds_up(loop: ast.For, read: ast.AST, turn: Turn) -> bool:
     """Say whether a loop adds numbers that it reads from a collection to one variable."""
-    file, targets = turn.file, [name.id for name in names_in(loop.target)]
-    held = set(targets[-1:]) if file.is_inside(read, loop.iter) else set[str]()
+    file, targets = turn.file, {name.id for name in names_in(loop.target)}
+    held = set(targets) if file.is_inside(read, loop.iter) else set[str]()
     for node in ast.walk(loop):
         if not isinstance(node, (ast.Assign, ast.AugAssign)) or _makes_text(node.value):
             continue
-        names = set() if isinstance(node, ast.AugAssign) else set(_plain_targets(node)).difference(targets)
+        names = set[str]() if isinstance(node, ast.AugAssign) else set(_plain_targets(node)) - targets
         if mentions(node.value, held) or file.is_inside(read, node.value):
-            if isinstance(node, ast.AugAssign) and not mentions(node.target, targets):
-                return True
-            if any(_goes_on(name, node.value, file, turn.call) for name in names):
+            is_sum = isinstance(node, ast.AugAssign) and not mentions(node.target, targets)
+            if is_sum or any(_goes_on(name, node.value, file, turn.call) for name in names):
                 return True
             held |= names
     return False
 
 
 def _makes_text(expr: ast.expr) -> bool:
-    """Say whether an expression makes a text, or a list, of its parts."""
-    return any(isinstance(part, (ast.JoinedStr, ast.Mod, ast.List)) for part in ast.walk(expr))
+    """Say whether an expression makes a text or a list."""
+    if isinstance(expr, ast.BinOp):
+        return _makes_text(expr.left) or _makes_text(expr.right)
+    is_text = isinstance(expr, (ast.JoinedStr, ast.List)) or isinstance(getattr(expr, "value", None), str)
+    return is_text or called_name(expr) in ("format", "join", "str", "repr")
 
 
 def _later_reads(collection: str, turn: Turn) -> list[ast.AST]:
