@@ -205,9 +205,7 @@ def test_rank_that_is_interrupted_in_a_call_is_missing_and_says_why(two_ranks: R
 def stay_away(group: ThreadGroup, together: threading.Barrier) -> Missed:
     StatsReducer(group=group, timeout_sec=LONG_SEC)({"loss": 1.0})
     together.wait(LIMIT_SEC)  # the last of 64 threads may come much later from that than the first
-    reducer = group.reducer(
-        timeout_sec=4 * SHORT_SEC
-    )  # 64 threads, on two cores beside other tests, answer within 0.2 s
+    reducer = group.reducer(timeout_sec=4 * SHORT_SEC)  # under load their answers came within 0.2 s
     if group.rank == 40:
         together.wait(LIMIT_SEC)
         return attempt(reducer, {"loss": 1.0})
