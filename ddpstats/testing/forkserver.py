@@ -23,13 +23,15 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import connection, reduction
+from multiprocessing import connection, forkserver as standard_forkserver, reduction
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 _LONG_PATH = 60
+_ANSWER_SEC = 300.0  # for a server that imports torch from a slow file system
 
 _preloaded = ["torch", "torch.distributed", "ddpstats.testing.rank"]
 _lock = threading.Lock()
@@ -65,12 +67,19 @@ class Fork(ForkServerProcess):
         self._streams: tuple[Any, ...] = (stdout, stderr)
 
     def start(self) -> None:
-        """Start it. Raises `RuntimeError` if there is no server to fork it from."""
+        """Start it. Raises `RuntimeError` if there is no server to fork it from, or it does not answer in time."""
+        limit, began = threading.Timer(_ANSWER_SEC, _kill_server), time.monotonic()
         with _lock, _state_for_the_server():
+            limit.start()
             try:
                 super().start()
             except (ConnectionError, EOFError) as error:
-                raise RuntimeError("the process that forks ranks has ended: its own stderr says why") from error
+                is_late = time.monotonic() > began + _ANSWER_SEC
+                how = f"has not answered for {_ANSWER_SEC:g} s" if is_late else "has ended"
+                raise RuntimeError(f"the process that forks ranks {how}: its own stderr says why") from error
+            finally:
+                limit.cancel()
+                limit.join()
 
     def kill(self) -> None:
         """Kill it with its process group, which outlives it where it left child processes."""
@@ -92,6 +101,12 @@ class Fork(ForkServerProcess):
         finally:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
             atexit._run_exitfuncs()
+
+
+def _kill_server() -> None:
+    server = standard_forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server is not None:
+        os.kill(server, signal.SIGKILL)
 
 
 @contextlib.contextmanager

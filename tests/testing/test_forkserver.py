@@ -47,9 +47,10 @@ def _exit_with_threads() -> None:
 
 
 @pytest.mark.slow
-def test_server_that_cannot_start_is_an_error_and_long_directories_are_not(tmp_path: pathlib.Path) -> None:
+def test_server_that_cannot_start_or_is_silent_is_an_error_and_long_directories_are_not(tmp_path: pathlib.Path) -> None:
     """The path of a socket has about 100 bytes at most."""
     (tmp_path / "breaks.py").write_text("raise OSError")
+    (tmp_path / "never_ends.py").write_text("import time\ntime.sleep(1000)")
     directory = tmp_path / ("x" * 100)
     directory.mkdir()
     script = tmp_path / "script.py"
@@ -62,7 +63,14 @@ def test_server_that_cannot_start_is_an_error_and_long_directories_are_not(tmp_p
             run_ranks(os.getpid, 1)
         except RuntimeError as error:
             print(error)
-        forkserver._preloaded.remove("breaks")
+        forkserver._preloaded[-1] = "never_ends"
+        forkserver._ANSWER_SEC = 1.0
+        try:
+            run_ranks(os.getpid, 1)
+        except RuntimeError as error:
+            print(error)
+        forkserver._preloaded.remove("never_ends")
+        forkserver._ANSWER_SEC = 300.0
         for _ in range(600):  # until the system says that the server has ended
             try:
                 run_ranks(os.getpid, 1).values()
@@ -76,8 +84,9 @@ def test_server_that_cannot_start_is_an_error_and_long_directories_are_not(tmp_p
     )
     environ = {"TMPDIR": str(directory), "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = programs.run([str(script)], environ=environ, fresh=True)
-    answer, last = done.stdout.splitlines()[-2:]
-    assert answer.startswith("the process that forks ranks has ended"), done.stderr
+    ended, silent, last = done.stdout.splitlines()[-3:]
+    assert ended.startswith("the process that forks ranks has ended"), done.stderr
+    assert silent.startswith("the process that forks ranks has not answered for 1 s"), done.stderr
     assert last == "done"
 
 
