@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ddpstats._base.caches import EmptiedCache
 from ddpstats._base.lazy import is_fake
 from ddpstats._ranks.device import HostCopy, accelerator_in_use, is_capturing
 from ddpstats._ranks.exchange import Failure, InvalidLeaf, failure_of
@@ -204,12 +203,11 @@ class Plan:
         return [leaf.item() if type(leaf) is tensor else leaf for leaf in leaves]
 
 
-_plans: EmptiedCache[Structure, Plan] = EmptiedCache(max_entries=64, max_cost=65_536)
-
-
 def plan_of(flat: Flat) -> Plan:
     """Return how to read leaves of this structure together."""
-    return _plans.get(flat.structure) or _plans.keep(flat.structure, Plan(flat), len(flat.leaves) + 1)
+    plan: Plan = flat.structure.plan or Plan(flat)
+    flat.structure.plan = plan
+    return plan
 
 
 def as_tensor(values: array[float]) -> torch.Tensor:
