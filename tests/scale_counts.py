@@ -151,9 +151,6 @@ class CountingWorld(ThreadWorld):
         self.all_ranks, self.tally = tuple(range(world_size)), Tally(played)
         self.alike = world_size - played + 1  # ranks that the last one represents, itself included
 
-    def comm(self, rank: int) -> ThreadComm:
-        return CountingComm(self, rank)
-
 
 class CountingComm(ThreadComm):
     """Counts what this rank hands to a collective, and what it takes out of it."""
@@ -206,7 +203,7 @@ def reductions(world_size: int, keys: int, played: int = PLAYED) -> dict[str, Ph
 
     def play(rank: int) -> None:
         world.tally.plays(rank)
-        comm = world.comm(rank)
+        comm = CountingComm(world, rank)
         channel = Channel(world.all_ranks, rank, "threads", lambda timeout_sec, watch: comm, in_process(HashStore()))
         channel._detector = None  # the store is counted by itself
 

@@ -23,7 +23,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver as standard_forkserver, reduction
@@ -68,18 +67,18 @@ class Fork(ForkServerProcess):
 
     def start(self) -> None:
         """Start it. Raises `RuntimeError` if there is no server to fork it from, or it does not answer in time."""
-        limit, began = threading.Timer(_ANSWER_SEC, _kill_server), time.monotonic()
         with _lock, _state_for_the_server():
+            standard_forkserver.ensure_running()
+            server = (standard_forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            limit = threading.Timer(_ANSWER_SEC, os.kill, server)
             limit.start()
             try:
                 super().start()
             except (ConnectionError, EOFError) as error:
-                is_late = time.monotonic() > began + _ANSWER_SEC
-                how = f"has not answered for {_ANSWER_SEC:g} s" if is_late else "has ended"
-                raise RuntimeError(f"the process that forks ranks {how}: its own stderr says why") from error
+                text = f"the process that forks ranks has ended, or gave no answer for {_ANSWER_SEC:g} s"
+                raise RuntimeError(f"{text}: its own stderr may say why") from error
             finally:
                 limit.cancel()
-                limit.join()
 
     def kill(self) -> None:
         """Kill it with its process group, which outlives it where it left child processes."""
@@ -101,12 +100,6 @@ class Fork(ForkServerProcess):
         finally:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
             atexit._run_exitfuncs()
-
-
-def _kill_server() -> None:
-    server = standard_forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if server is not None:
-        os.kill(server, signal.SIGKILL)
 
 
 @contextlib.contextmanager

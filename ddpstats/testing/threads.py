@@ -55,10 +55,6 @@ class ThreadWorld:
         self._round, self._broken = 0, ""
         self._result: Any = None
 
-    def comm(self, rank: int) -> ThreadComm:
-        """Return the `Comm` of one rank."""
-        return ThreadComm(self, rank)
-
     def leave(self, rank: int) -> None:
         """Fail all ranks that wait for this one, now or later: it is gone."""
         with self._changed:
@@ -145,7 +141,7 @@ class ThreadGroup:
         self._world = world
         ranks = tuple(range(world.world_size))
         self.channel = Channel(
-            ranks, rank, f"{world.world_size} threads", lambda timeout_sec, watch: world.comm(rank), world.store
+            ranks, rank, f"{world.world_size} threads", lambda timeout_sec, watch: ThreadComm(world, rank), world.store
         )
 
     def reducer(self, **settings: Any) -> StatsReducer:

@@ -33,7 +33,7 @@ from ddpstats._ranks.grid import GridComm, gloo_comm, sides_of
 from ddpstats._ranks.store import BoundedStore, bounded
 from ddpstats.errors import ConfigError
 from ddpstats.testing import RankPool
-from ddpstats.testing.threads import ThreadWorld
+from ddpstats.testing.threads import ThreadComm, ThreadWorld
 
 LIMIT_SEC = 60.0
 LONG_SEC = 30.0
@@ -61,7 +61,7 @@ def _gloo(pool: RankPool, fn: Callable[..., Any], *args: Any) -> list[Any]:
 def _threads(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     world = ThreadWorld(world_size)
     with ThreadPoolExecutor(world_size) as threads:
-        answers = [threads.submit(fn, world.comm(rank), *args) for rank in range(world_size)]
+        answers = [threads.submit(fn, ThreadComm(world, rank), *args) for rank in range(world_size)]
         return [answer.result(LIMIT_SEC) for answer in answers]
 
 
