@@ -64,14 +64,18 @@ def test_dump_of_a_killed_run_is_read_without_its_broken_last_line(tmp_path: Pat
 
 
 @pytest.mark.parametrize("first", ["", '{"task": "stat'])
-def test_rank_that_was_killed_in_its_first_line_has_no_dump(first: str, tmp_path: Path) -> None:
+def test_rank_that_was_killed_in_its_first_line_has_no_dump(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_rank(tmp_path / "step0" / "rank0", ENTRIES)
     killed = tmp_path / "step0" / "rank1" / "dump.jsonl"
     killed.parent.mkdir()
     killed.write_text(first)
     assert [dump.rank for dump in find_ranks(tmp_path)] == [0]
     assert ranks_without_dump(tmp_path / "step0") == ["rank1"]
-    assert "rank1, which has no dump" in examine(find_ranks(tmp_path)).left_out
+    monkeypatch.chdir(tmp_path / "step0" / "rank0")
+    for path in (tmp_path, Path()):
+        assert "rank1, which has no dump" in examine(find_ranks(path)).left_out
 
 
 def test_broken_line_in_the_middle_is_refused(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def examine(dumps: Sequence[RankDump]) -> OriginFindings:
     left_out = _describe_left_out(scans)
     left_out += sorted({scan.unknown_memory for scan in scans} - {""})
     ranks, origins = [scan.summary() for scan in scans], [*map(_origin, _pick_earliest(scans, matches))]
-    left_out += [f"{name}, which has no dump" for name in ranks_without_dump(dumps[0].directory.parent)]
+    left_out += [f"{name}, which has no dump" for name in ranks_without_dump(dumps[0].directory.absolute().parent)]
     if unmeasured := sum(rank.unmeasured for rank in ranks):
         left_out.append(f"the numbers of {count_of(unmeasured, 'tensors')}")
     if dropped := sum(rank.dropped for rank in ranks):
