@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from ddpstats.lint.collectives import CollectiveCall, Collectives, is_for_one_rank
+from ddpstats.lint.collectives import TRY, CollectiveCall, Collectives, is_for_one_rank
 from ddpstats.lint.origins import RANK_BRANCH, SAME, Differs, Origin, Origins, is_of_rank
 from ddpstats.lint.program import Exit, FunctionNode, blocks_of, calls_in, exits, heads_of, last_name, parts_of, text_of
 
@@ -118,7 +118,7 @@ class FlowWalk:
                 self._block(side, later, is_reported=is_reported)
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             self._loop(node, later)
-        elif isinstance(node, ast.Try):
+        elif isinstance(node, TRY):
             self._try(node, later)
         elif isinstance(node, (ast.With, ast.AsyncWith)):
             self._with(node, later)

@@ -23,7 +23,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from ddpstats.lint.collectives import SYNCED, Collectives, is_about_world
+from ddpstats.lint.collectives import SYNCED, TRY, Collectives, is_about_world
 from ddpstats.lint.program import (
     Exit,
     FunctionNode,
@@ -207,7 +207,7 @@ class Origins:
                     self._assign(target, node.value)
             if isinstance(node, ast.If):
                 self._sides([node.body, node.orelse], node.test)
-            elif isinstance(node, ast.Try):
+            elif isinstance(node, TRY):
                 whole = [*node.body, *node.orelse, *node.finalbody]
                 self._sides([whole, *(handler.body for handler in node.handlers)])
             else:

@@ -67,6 +67,25 @@ def test_a_collective_is_found_however_it_is_imported(tmp_path: Path, imported: 
     assert [finding.rule for finding in lint([path]).findings] == ["rank-branch"]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has except* since 3.11")
+@pytest.mark.parametrize("word", ["except", "except*"])
+def test_a_group_of_exceptions_is_handled_like_an_exception(tmp_path: Path, word: str) -> None:
+    handler = f"    {word} ValueError:"
+    lines = [
+        *("import torch.distributed as dist", "def on_error(x):", "    try:", "        x.load()"),
+        *(handler, "        dist.barrier()", "def log(x, rank):", "    if rank == 0:", "        on_error(x)"),
+        *("def save(x, rank):", "    try:", "        if rank == 0:", "            dist.barrier()", handler),
+        *("        raise", "def load(x):", "    try:", "        first = dist.get_rank()", handler, "        first = 0"),
+        *("    if first == 0:", "        dist.barrier()"),
+    ]
+    path = tmp_path / "groups.py"
+    path.write_text("\n".join(lines))
+    assert [(finding.line, finding.rule) for finding in lint([path]).findings] == [
+        (13, "rank-branch"),
+        (22, "rank-branch"),
+    ]
+
+
 def test_clean_file_exits_0(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lint", "src/legal.py", "src/legal.py"]) == 0
     assert capsys.readouterr().out == "nothing found in 1 file\n"
