@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -134,6 +135,7 @@ def test_arguments_that_are_no_tensors_have_type_and_value(tmp_path: Path) -> No
         torch.zeros((2, 1), dtype=torch.float16, device=torch.device("cpu"))
         torch.cat([x, x], dim=1)
         x.mul(2 + 1j)
+        nn.functional.dropout(x, np.float32(0.5))  # type: ignore[arg-type]
 
     entries = dumped(tmp_path, body)
     index = entries["Tensor.__getitem__.0.forward"]["input_args"][1]
@@ -143,6 +145,8 @@ def test_arguments_that_are_no_tensors_have_type_and_value(tmp_path: Path) -> No
     assert zeros["input_kwargs"]["dtype"] == {"type": "torch.dtype", "value": "torch.float16"}
     assert [leaf["shape"] for leaf in entries["Torch.cat.0.forward"]["input_args"][0]] == [[4, 3], [4, 3]]
     assert entries["Tensor.mul.0.forward"]["input_args"][1] == {"type": "complex", "value": "(2+1j)"}
+    dropout = entries["Functional.dropout.0.forward"]
+    assert dropout["input_kwargs"]["p"] == {"type": "float32", "value": 0.5}  # as msprobe writes it
 
 
 def test_mix_gives_functions_their_modules_as_parents(tmp_path: Path) -> None:

@@ -153,6 +153,9 @@ def test_argument_of_one_side_only_fails(extra: Any) -> None:
         (plain("float", "abc"), plain("float", 0.5)),
         (plain("float", "nan"), plain("float", 0.5)),
         (plain("bool", True), plain("int", 1)),
+        (plain("float64", 1.0), plain("float64", 3.0)),
+        (plain("Color", 1), plain("Color", 2)),
+        (plain("str_", "a"), {"type": "MyClass"}),
     ],
 )
 def test_different_arguments_fail(a: Any, b: Any) -> None:
@@ -165,6 +168,9 @@ def test_equal_arguments_and_devices_do_not_fail() -> None:
         (plain("float", "nan"), plain("float", NAN)),
         (plain("slice", [1]), plain("slice", [1])),
         (plain("int", 1), plain("float", 1.0)),
+        (plain("float64", NAN), plain("float64", NAN)),
+        (plain("float32", 1.0), plain("int64", 1)),
+        (plain("float32", 1.0), {"type": "float32"}),  # of ddpstats 0.1.0
     ):
         assert not of_inputs(a, b).unequal
     assert rows(forward(plain("torch.device", "cuda:0")), forward(plain("torch.device", "cpu"))) == []

@@ -661,16 +661,18 @@ class Comparer:
         return LeafVerdict(result, compared, unequal, "; ".join(messages), errors, closeness)
 
     def _verdict_on_plain(self, a: Side, leaf_a: DumpLeaf, b: Side, leaf_b: DumpLeaf) -> LeafVerdict:
-        types = {leaf_a.type, leaf_b.type}
+        if leaf_a.type == leaf_b.type and ("value" in leaf_a.raw) != ("value" in leaf_b.raw):
+            return LeafVerdict("", "", False, "values that one dump does not have")
+        kinds = {_kind(leaf_a), _kind(leaf_b)}
         error: msprobe.StatisticDifference = (None, None)
-        if types in ({"float"}, {"float", "int"}):
+        if kinds in ({"float"}, {"float", "int"}):
             with contextlib.suppress(ValueError):
                 error = msprobe.difference(statistics.read_number(leaf_a.value), statistics.read_number(leaf_b.value))
         if error[1] is not None:
             unequal, failed = bool(error[0]), self._is_over(error)
         else:
-            unequal = failed = leaf_a.value != leaf_b.value or len(types) > 1
-        values = [repr(leaf.value) if leaf.type in _PLAIN else f"a {leaf.type}" for leaf in (leaf_a, leaf_b)]
+            unequal = failed = leaf_a.value != leaf_b.value or len(kinds) > 1
+        values = [repr(leaf.value) if _kind(leaf) in _PLAIN else f"a {leaf.type}" for leaf in (leaf_a, leaf_b)]
         message = f"{values[0]} in {a.label} and {values[1]} in {b.label}" if unequal else ""
         return LeafVerdict("Warning" if failed else "", "value", unequal, message)
 
@@ -692,7 +694,12 @@ def _leave_uncompared(message: str) -> LeafVerdict:
 
 def _is_compared(leaf: DumpLeaf) -> bool:
     """Return whether it is compared: names of devices and what the dump has no value of are not."""
-    return leaf.is_tensor or leaf.type in _PLAIN
+    return leaf.is_tensor or _kind(leaf) in _PLAIN
+
+
+def _kind(leaf: DumpLeaf) -> str:
+    """Return the type by which a value is compared: Python's, where the value is of numpy or an enum."""
+    return leaf.type if leaf.type in _PLAIN or leaf.type.startswith("torch.") else type(leaf.value).__name__
 
 
 def tally(counts: dict[Any, int], key: Hashable) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -478,6 +479,9 @@ def _items_of(value: Any, depth: int) -> Mapping[Any, Any] | None:
 
 def _describe_value(value: Any) -> Leaf:
     kind = type(value).__name__
+    numpy = sys.modules.get("numpy")  # a program that has not loaded it holds none of its numbers
+    if numpy is not None and isinstance(value, numpy.generic):
+        value = value.item()
     if isinstance(value, _SCALARS):
         short = value[:_MOST_CHARACTERS] if isinstance(value, str) else value
         plain = short if type(short) in _SCALARS else _as_number(short)
@@ -497,7 +501,7 @@ def _describe_value(value: Any) -> Leaf:
 
 
 def _as_number(value: Any) -> int | float | str:
-    """Return a number of another class, such as numpy's or an enum's, as Python's."""
+    """Return a number of another class, such as an enum's, as Python's."""
     return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else str(value)
 
 
