@@ -160,10 +160,16 @@ def parse_losses(losses: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, flo
         rank 0: {"loss_cls": tensor(1.), "loss_mask": tensor(2.)}   rank 1: {"loss_cls": tensor(3.)}
         both log {"loss_cls": 2.0, "loss_mask": 2.0, "loss": 3.0}; rank 0 differentiates a loss of 3, rank 1 of 3
     """
-    means = {name: _mean(value) for name, value in losses.items()}
-    numbers = {str(name): mean for name, mean in means.items() if isinstance(mean, torch.Tensor | float | int)}
-    loss: Any = sum(mean for name, mean in numbers.items() if "loss" in name)
-    log_vars: dict[str, float] = reduce_stats({**means, "loss": loss}, name="parse_losses").values
+    try:
+        means = {name: _mean(value) for name, value in losses.items()}
+        numbers = {str(name): mean for name, mean in means.items() if isinstance(mean, torch.Tensor | float | int)}
+        loss: Any = sum(mean for name, mean in numbers.items() if "loss" in name)
+    except Exception as error:  # this rank must take part, and be refused
+        means, loss = {}, error
+    try:
+        log_vars: dict[str, float] = reduce_stats({**means, "loss": loss}, name="parse_losses").values
+    except InvalidStats as error:
+        raise error from (loss if isinstance(loss, Exception) else None)
     return loss, log_vars
 
 

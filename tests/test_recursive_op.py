@@ -529,6 +529,18 @@ def test_parse_losses_of_what_is_no_loss_is_an_error_on_every_rank(two_ranks: Ra
     assert "'loss_mask'" in str(first)
 
 
+def losses_without_a_mean(is_bad: bool) -> Any:
+    loss = torch.tensor([1.0, 2.0])
+    return parse_losses({"loss": torch.quantize_per_tensor(loss, 0.1, 0, torch.qint8) if is_bad else loss})
+
+
+def test_parse_losses_of_a_tensor_without_a_mean_is_an_error_on_every_rank(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(losses_without_a_mean, PerRank([False, True])).errors().values()
+    assert type(first) is type(second) is InvalidStats
+    assert str(first) == str(second)
+    assert "rank 1" in str(first)
+
+
 def test_drop_ins_without_a_group_are_local_and_take_what_the_originals_take() -> None:
     assert plain(means({"b": torch.tensor(2.0), "a": torch.tensor(1)})) == {"b": 2.0, "a": 1.0}
     assert plain(sums({"b": torch.tensor(2.0)})) == {"b": 2.0}

@@ -74,11 +74,6 @@ class Rank(int):
         return int.__repr__(self) if int(self) == self.group_rank else f"{int(self)} (group rank {self.group_rank})"
 
 
-def members(global_ranks: Iterable[int]) -> tuple[int, ...]:
-    """Return the global ranks of a group, ascending, each with its group rank."""
-    return tuple(Rank(rank, group_rank) for group_rank, rank in enumerate(sorted(global_ranks)))
-
-
 def ranks_text(ranks: Collection[int]) -> str:
     """Return "rank 3" or "ranks 0, 1, 2", with at most eight of them."""
     return f"rank{'s' if len(ranks) > 1 else ''} {shorten(sorted(ranks), _SHOWN_RANKS)}"

@@ -55,7 +55,7 @@ from ddpstats._ranks.exchange import (
 from ddpstats._ranks.store import wait_for
 from ddpstats.errors import InvalidStats
 
-STALE, FAILED, PARTIAL, WEIGHT = 8, 9, 10, 11
+PARTIAL, WEIGHT = 10, 11  # lanes; before them are the control lanes, of which 8 is "stale" and 9 "failed"
 _CONTROL_LANES = 10
 HEADER_LANES = 12
 _BYTES = 8

@@ -67,7 +67,7 @@ class Channel:
     """The reductions of one group. Made by `channel_of`."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, group_name: str, connect: Connect, store: Any = None) -> None:
-        self.ranks, self.rank, self.group_name = ranks, rank, group_name  # global ranks, ascending; this process's own
+        self.ranks, self.rank, self.group_name = ranks, rank, group_name  # global ranks; this process's own
         self._process, self._connect, self._what = os.getpid(), connect, f"a reduction on {group_name}"
         self._worker = Worker("ddpstats")
         self._turn = threading.Condition()

@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from ddpstats._base.text import first_line, members
+from ddpstats._base.text import Rank, first_line
 from ddpstats._ranks.failure import CLOSED
 from ddpstats._ranks.gloo import (
     OWN_GROUP,
@@ -338,8 +338,8 @@ def _host_rank() -> int | None:
 
 
 def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the global ranks of the group's members, ascending."""
-    return members(dist.get_process_group_ranks(group))
+    """Return the global ranks of the group's members in the group's order, each with its group rank."""
+    return tuple(Rank(rank, group_rank) for group_rank, rank in enumerate(dist.get_process_group_ranks(group)))
 
 
 def as_byte_tensor(buffer: bytearray) -> torch.Tensor:

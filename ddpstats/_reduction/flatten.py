@@ -102,18 +102,19 @@ def flatten(stats: Any, keep_dtypes: bool = False) -> Flat:
 def _flatten_any(stats: Any, keep_dtypes: bool) -> Flat:
     leaves: list[Any] = []
     try:
-        key: Hashable = _signature(stats, leaves, 0)
+        signature: Any = _signature(stats, leaves, 0)
     except _Unfamiliar:
         return _walk(stats, keep_dtypes)
-    signature, dtypes = key, _dtypes_key(leaves) if keep_dtypes else None
-    if keep_dtypes:
-        key = (signature, dtypes)
+    dtypes = _dtypes_key(leaves) if keep_dtypes else None
+    key = signature, dtypes
     known = _structures.get(key)
     if known is None:
         flat = _walk(stats, keep_dtypes)
         known, leaves = _structures.keep(key, flat.structure, len(leaves) + 1), flat.leaves
-    if type(stats) is dict and isinstance(signature, tuple) and (not keep_dtypes or isinstance(dtypes, torch.dtype)):
-        _remember_recent(signature, known, dtypes)
+    is_flat = type(stats) is dict and len(signature) == 4 and _are_str(signature[1])
+    if is_flat and (not keep_dtypes or isinstance(dtypes, torch.dtype)):
+        _, keys, count, types = signature
+        _recent.keep((count, keep_dtypes), _Recent([*keys], types, frozenset([dtypes]), known), count + 1)
     return Flat(known, leaves)
 
 
@@ -131,13 +132,6 @@ class _Recent(NamedTuple):
 
 # By number of keys, and whether dtypes count (then all are tensors of one dtype): the last such dict.
 _recent: EmptiedCache[tuple[int, bool], _Recent] = EmptiedCache(max_entries=16, max_cost=262_144)
-
-
-def _remember_recent(signature: tuple[Any, ...], structure: Structure, dtype: Hashable) -> None:
-    """Keep ``signature`` of `_signature` if it is that of a flat dict of interchangeable values with str keys."""
-    if len(signature) == 4 and _are_str(signature[1]):
-        _, keys, count, types = signature
-        _recent.keep((count, dtype is not None), _Recent([*keys], types, frozenset([dtype]), structure), count + 1)
 
 
 # -- the fast look ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -173,7 +173,8 @@ class StatsWindow:
         finally:
             self._content.structure = content.structure
 
-    def timed(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
         """Add the seconds spent inside, as a mean over its uses: ``time/NAME``. Local; not counted in `adds`.
 
         ``values["time"][NAME]`` of the next flush is seconds per use, over the uses of all ranks, and
@@ -187,10 +188,6 @@ class StatsWindow:
         """
         if not isinstance(name, str):
             raise ConfigError(f"name={name!r} must be a str")
-        return self._timed(name)
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
         started, start_event = time.perf_counter(), record_event(timing=True)
         try:
             yield

@@ -153,6 +153,8 @@ def _plain_array(value: Any, path: str) -> dict[str, Any]:
     if value.dtype.kind not in _ARRAY_KINDS:
         raise CannotStore(path, f"{_type_name(value)} of dtype {value.dtype}")
     kind = "array" if type(value).__name__ == "ndarray" else "scalar"
+    if not value.dtype.itemsize:  # an empty string
+        value = sys.modules["numpy"].asarray(value).astype(f"{value.dtype.kind}1")
     return {"kind": kind, "data": _bytes_tensor(value.tobytes()), "dtype": value.dtype.str, "shape": list(value.shape)}
 
 

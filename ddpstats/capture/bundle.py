@@ -309,10 +309,12 @@ class PartSource:
             tensor = parameter.detach()
             if not hasattr(tensor, "to_local"):
                 part.parameters[name] = tensor
-            elif (local := tensor.to_local()).numel():
+                continue
+            local, offsets = tensor.to_local(), list[int]()
+            if local.numel():
                 (chunk,) = getattr(tensor, "__create_chunk_list__")()  # noqa: B009  torch's protocol for distributed checkpoints
-                part.parameters[name] = local
-                part.shards[name] = Shard(list(tensor.shape), list(chunk.offsets))
+                part.parameters[name], offsets = local, list(chunk.offsets)
+            part.shards[name] = Shard(list(tensor.shape), offsets)  # also of a rank that has no element of it
         return part
 
     def rank_part(self, rank: int, world_size: int, step: int, error: str | None = None) -> RankPart:

@@ -369,7 +369,8 @@ class Replay:
         from ddpstats._observe.gradient_norms import elements, held_values, measure, parts_of
 
         batch, named, tensors = self._runner.batch(micro), self.named_parameters(), outcome.tensors
-        arrived, has_backward = set[str](), micro.norms is not None or self.part.error is not None
+        arrived, are_unseen = set[str](), all(each.norms is None for each in self.part.micro_batches)
+        has_backward = micro.norms is not None or are_unseen or self.part.error is not None  # unseen: FSDP2's gradients
         watching = search.watch(index, batch) if search else contextlib.nullcontext()
         with contextlib.ExitStack() as hooks, self._runner.restore_state(micro), watching:
             for name, parameter in named.items():

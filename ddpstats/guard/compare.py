@@ -117,6 +117,7 @@ class Comparing:
             raise
         except STORE_ERRORS as error:
             self.verdicts.conclude_alone(group, seq, error)
+            return False
         return True
 
     def _judge(self, group: Group, seq: int, notes: Sequence[Note]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from ddpstats._base.text import ranks_text
+from ddpstats._base.text import Rank, ranks_text
 from ddpstats._ranks.failure import IS_ABSENT, IS_GONE, SLOW, Answer, Packed, find_missing
 from ddpstats.guard.event import (
     BY_TORCH,
@@ -147,7 +147,7 @@ class GuardFinding(WithEvents):
 
 @dataclass(frozen=True)
 class Alarm(Packed):
-    """An alarm says what is in question.
+    """An alarm says what is in question. ``ranks``: of the group, in its order; of a message, its two.
 
     ``overdue``: whether all ranks should have reached ``seq`` by now. ``tentative``: it may turn out to be nothing.
     """
@@ -177,25 +177,24 @@ ByRank = Mapping[int, RankStatus]
 # -- the first thing that went wrong ----------------------------------------------------------------------------------
 
 
-def find(
-    group: str, words: str, statuses: Sequence[RankStatus], overdue: int | None = None, tentative: bool = False
-) -> GuardFinding | None:
-    """Return the first thing that went wrong in ``group``, which ``words`` describe; None if all ranks agree.
+def find(alarm: Alarm, statuses: Sequence[RankStatus]) -> GuardFinding | None:
+    """Return the first thing that went wrong in the alarm's group; None if all ranks agree.
 
-    ``overdue``: a number that every rank should have reached, and in which some rank has waited too long, or cannot be
-    joined by all any more. ``tentative``: only digests or labels differ so far; without ``overdue`` no rank has waited
-    in vain, and none is missing.
+    ``statuses``: of its ranks. Where the alarm is ``overdue``, some rank has waited in its ``seq`` too long, or cannot
+    be joined by all any more. Where it is ``tentative``, only digests or labels differ so far; unless it is overdue no
+    rank has waited in vain, and none is missing.
     """
-    by_rank = {status.rank: status for status in statuses}
+    group, words, overdue = alarm.group, alarm.words, alarm.seq if alarm.overdue else None
     if group.endswith(MESSAGES):
-        return _message_finding(group, words, by_rank, overdue is not None)
+        return _message_finding(group, words, {status.rank: status for status in statuses}, alarm.overdue)
+    by_rank: ByRank = {Rank(status.rank, alarm.ranks.index(status.rank)): status for status in statuses}
     seq, judged = first_difference(statuses)
     if seq is not None:
         return _mismatch(group, words, by_rank, seq)
-    missing = None if tentative and overdue is None else _missing_ranks(by_rank, overdue)
+    missing = None if alarm.tentative and overdue is None else _missing_ranks(by_rank, overdue)
     if missing is not None:
         return _missing(group, words, by_rank, *missing)
-    if not judged and tentative:  # labels may differ for good reasons
+    if not judged and alarm.tentative:  # labels may differ for good reasons
         return GuardFinding(NOTHING, "", group, overdue or 0, doubts=_find_partly_labelled(statuses))
     return _doubt(group, words, by_rank, judged) if judged else None
 
@@ -302,9 +301,7 @@ _LABEL = Difference(
     f"lacks), or use ddpstats.reduce_stats. {_IF_MEANT}",
 )
 _LABEL_TOO = Difference("the label", _LABEL.remedy)
-_GRADIENTS = Difference(
-    "the label: one reduces gradients, which torch does by itself, and the other is a call of the program", _ORDER
-)
+_GRADIENTS = Difference("the label: one reduces gradients, as torch does; the other is a call of the program", _ORDER)
 _PIECES = Difference(
     "the pieces that ranks send to each other: what one rank sends is not what the other expects",
     "Compare the split sizes, shapes and dtypes, in the order of the ranks: what rank 0 sends to rank 1 has to be what "
@@ -526,6 +523,8 @@ def _whereabouts(status: RankStatus, seq: int = 1, group: str = "") -> str:
 # A sender, which of its messages, the receiver, which of its messages: the two sides of one message.
 MessagePair = tuple[int, int, int, int]
 
+_UNSEEN = "A guard sees no message that was sent before it began: if that is so here, begin it earlier."
+
 
 def pair_messages(messages: Mapping[int, Sequence[Event]]) -> tuple[list[MessagePair], list[tuple[int, int]]]:
     """Return the messages that both ranks know of, and (rank, which of its messages) of those that only one knows of.
@@ -556,7 +555,7 @@ def message_mismatch(messages: Mapping[int, Sequence[Event]]) -> GuardFinding | 
             *call_lines([sender], sent),
             *call_lines([receiver], received),
             f"What differs: {'the dtype' if expected.dtypes != passed.dtypes else 'the shape'}.",
-            "Make both ranks pass tensors of one shape and dtype, in the same order per tag.",
+            f"Make both ranks pass tensors of one shape and dtype, in the same order per tag. {_UNSEEN}",
         ]
         by_rank = {sender: sent, receiver: received}
         return GuardFinding(MISMATCH, "\n".join(lines), received.group, received.seq, (), (), by_rank)
@@ -603,6 +602,6 @@ def find_unmatched(event: Event, rank: int, words: str, peer: RankStatus | None)
             f"{waiting}. Where both ranks {op} first, let one of them {answer} first.{_IF_SLOW}"
         )
         if not is_sent and not sent:
-            lines.append("A guard sees no message that was sent before it began: if that is so here, begin it earlier.")
+            lines.append(_UNSEEN)
     missing = () if peer is None else (peer.rank,)
-    return GuardFinding(MISSING, "\n".join(lines), event.group, event.seq, missing, (), {rank: event})
+    return GuardFinding(MISSING, "\n".join(lines), event.group, event.seq, missing, by_rank={rank: event})

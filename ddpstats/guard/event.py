@@ -9,7 +9,6 @@ While the program runs there is one for all calls that are equal, and of each ca
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 from collections import Counter, deque
@@ -22,6 +21,7 @@ import msgspec
 
 from ddpstats._base.files import LATEST_TIME_SEC, parse_json
 from ddpstats._base.text import printable
+from ddpstats._ranks.exchange import fingerprint
 
 MASK = (1 << 64) - 1
 EVENT_BYTES = 992  # of one event in shared memory
@@ -71,7 +71,7 @@ def digest_of(signature: Signature) -> int:
 
 
 def stable_hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+    return int.from_bytes(fingerprint(text.encode("utf-8", "surrogatepass")), "little")
 
 
 MESSAGES = " (point-to-point)"  # after the name of a group

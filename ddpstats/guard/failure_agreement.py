@@ -142,7 +142,8 @@ class FailureAgreement:
             if not events:
                 return None
             statuses.append(_status_from_memory(rank, events))
-        finding = diagnosis.find(alarm.group, alarm.words, sorted(statuses, key=lambda status: status.rank))
+        statuses.sort(key=lambda status: status.rank)
+        finding = diagnosis.find(replace(alarm, overdue=False, tentative=False), statuses)
         return finding if finding is not None and finding.kind == MISMATCH else None
 
     # -- verdicts -----------------------------------------------------------------------------------------------------
@@ -201,8 +202,7 @@ class FailureAgreement:
 
     def _judge(self, alarm: Alarm, statuses: Mapping[int, RankStatus]) -> GuardFinding:
         all_statuses = [statuses.get(rank) or self._last_known_status(rank, alarm.group) for rank in alarm.ranks]
-        overdue = alarm.seq if alarm.overdue else None
-        finding = diagnosis.find(alarm.group, alarm.words, all_statuses, overdue, alarm.tentative)
+        finding = diagnosis.find(alarm, all_statuses)
         finding = finding or diagnosis.find_unexplained(alarm.group, alarm.words, alarm.seq, alarm.overdue)
         gone = {*finding.missing, *self.dead(alarm.ranks)}
         idle = {rank for rank, status in statuses.items() if status.is_idle}  # they may never come to print it

@@ -23,6 +23,7 @@ from ddpstats._base.text import count_of, ranks_text
 from ddpstats.guard.diagnosis import (
     LEFT,
     NOTHING,
+    Alarm,
     GuardFinding,
     MessagePair,
     RankStatus,
@@ -356,7 +357,8 @@ def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRec
         for rank in described["ranks"]
         if (record := by_rank.get(rank)) is None or record.complete or name in record.events_by_group
     ]  # what the others did there was dropped
-    return find(name, described["words"], statuses) if statuses else None
+    alarm = Alarm(name, described["words"], tuple(described["ranks"]), 0, overdue=False)
+    return find(alarm, statuses) if statuses else None
 
 
 def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:
@@ -386,7 +388,7 @@ def findings_as_json(findings: Sequence[GuardFinding]) -> list[dict[str, Any]]:
             "seq": finding.seq,
             "missing_ranks": list(finding.missing),
             "culprit_ranks": list(finding.culprits),
-            "by_rank": {str(rank): event.as_dict() for rank, event in finding.by_rank.items()},
+            "by_rank": {str(int(rank)): event.as_dict() for rank, event in finding.by_rank.items()},
             "message": finding.message,
         }
         for finding in findings

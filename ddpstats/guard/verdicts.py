@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 from ddpstats._base.text import ranks_text
 from ddpstats._observe import collectives
@@ -101,8 +101,8 @@ class Verdicts:
             raise GivenUp
         self.await_verdict(alarm_of(group, seq, tentative=tentative))
 
-    def conclude_alone(self, group: Group, seq: int, error: BaseException) -> NoReturn:
-        """Raise what this rank can conclude where the store does not answer."""
+    def conclude_alone(self, group: Group, seq: int, error: BaseException) -> None:
+        """Raise what this rank can conclude where the store does not answer; return where that is no error."""
         alarm = alarm_of(group, seq, overdue=True)
         finding = self.agreement.without_store(alarm, error)
         if self.ends_by is not None and finding.kind == MISSING:
@@ -112,7 +112,6 @@ class Verdicts:
         except DdpstatsError as verdict:
             verdict.__context__ = error.__context__  # the program's; how the store was asked helps no reader
             raise
-        raise AssertionError("a missing rank is always raised")
 
     def explain(self, last: Event | None, group: Group | None = None, overdue: bool = True) -> DdpstatsError | None:
         """Return the verdict on a wait that has failed: what differs or who is missing; None where nothing is known.
@@ -120,7 +119,7 @@ class Verdicts:
         ``last``: this rank's last event. ``overdue``: the others have had time to come.
         """
         group = group or (self._session.named.get(last.group.removesuffix(MESSAGES)) if last is not None else None)
-        if group is None:
+        if group is None or self._state.silent:
             return None
         alarm = self.agreement.alarm() or alarm_of(group, group.seq, overdue, tentative=True)
         try:

@@ -28,7 +28,6 @@ whether running statistics count.
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from ddpstats._base.text import dtype_name, holders_lines, ranks_text, shorten
 from ddpstats._observe.gradient_norms import is_sharded, parts_of
 from ddpstats._observe.gradients import ForwardBegins, replicas_in, unwrap
 from ddpstats._observe.torch_compat import buffers_of
+from ddpstats._ranks.exchange import fingerprint
 from ddpstats._rerun.blame import Gathered
 from ddpstats._rerun.digest import digests, flatten_elements
 from ddpstats._rerun.record import BufferCopies
@@ -452,9 +452,8 @@ class ReplicaDigests(Detector):
 def _summary(entries: Sequence[TensorEntry]) -> dict[str, Any]:
     """Return a digest of what the tensors are, and one of their digests, as they are gathered."""
     words = "\n".join(f"{entry.kind} {entry.name} {entry.described}" for entry in entries)
-    hashed = hashlib.blake2b(words.encode(), digest_size=8).digest()
     digest = digests([digests(tensors_of(entries))])
-    return {"signature": int.from_bytes(hashed, "little"), "digest": int(digest)}
+    return {"signature": int.from_bytes(fingerprint(words.encode()), "little"), "digest": int(digest)}
 
 
 def _find_sharded(model: nn.Module) -> set[int]:

@@ -420,7 +420,8 @@ class Sentinel(StepWatch):
         """Agree on settings, in every mode: a rank that is off would leave the others waiting. Called once."""
         settings = self._options.to_tree()
         for detector in self._detectors:
-            settings.update(detector.same_on_all_ranks)
+            kind, own = type(detector).__name__, detector.same_on_all_ranks
+            settings.update({f"{kind}.{name}": value for name, value in own.items()})
         advice = "Every rank must make it with the same arguments, and have the same environment variables."
         trees = self._agree_on(settings, advice, where=self._where_text)
         self._where = {rank: tree["where"] for rank, tree in trees.items()}

@@ -102,7 +102,7 @@ class Detector:
 
     Attributes:
         same_on_all_ranks: its own options, by name, beside the arguments of `Sentinel`; `Sentinel.step` refuses ranks
-            that differ in them.
+            that differ in them, and puts the name of the detector's class before theirs.
         warnings: what it cannot see, a sentence each.
     """
 

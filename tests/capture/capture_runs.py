@@ -201,12 +201,24 @@ def scaled(dirpath: str, factor: float, steps: int, **options: Any) -> list[Capt
     return verdicts
 
 
-def sharded_model() -> nn.Module:
+def plain_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def one_row() -> nn.Module:
+    return nn.Linear(6, 1)
+
+
+def sum_step(module: nn.Module, batch: Batch) -> Tensor:
+    return module(batch["x"]).sum()  # type: ignore[no-any-return]
+
+
+def sharded_model(make: Callable[[], nn.Module] = plain_model) -> nn.Module:
     """Return a model under FSDP2, which reduces and shards gradients before a capture can see them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    model = make()
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return model
 
@@ -235,6 +247,12 @@ def sharded(dirpath: str, **options: Any) -> Sharded:
         patch.setattr(DTensor, "full_tensor", counted)
         verdict = captured(dirpath, model, 1, batch_of=planted({(0, 1, 0): torch.nan}), **options).verdicts[0]
     return Sharded(verdict, gathered, parameters)
+
+
+def sharded_row(dirpath: str) -> CaptureVerdict:
+    """The verdict of a step under FSDP2 in which rank 1 has no element of any parameter."""
+    batch_of = planted({(0, 0, 0): torch.nan})
+    return captured(dirpath, sharded_model(one_row), 1, batch_of=batch_of, loss_of=sum_step).verdicts[0]
 
 
 def changed_batch(dirpath: str) -> list[CaptureVerdict]:

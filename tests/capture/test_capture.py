@@ -180,7 +180,7 @@ def test_a_scaler_that_skips_calls_no_gradients_finite_where_no_rank_is_the_culp
 
 @shards_on_cpu
 def test_shards_are_nonfinite_without_a_culprit_and_are_written_by_their_owners(
-    two_ranks: RankPool, tmp_path: Path
+    two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = two_ranks.run(runs.sharded, str(tmp_path), attribute=True, step_fn=training.loss_of)
     captured = same(run.values())
@@ -194,9 +194,20 @@ def test_shards_are_nonfinite_without_a_culprit_and_are_written_by_their_owners(
     assert part["shards"]["0.weight"] == {"shape": [8, 6], "offsets": [4, 0]}
     parameters = Bundle.open(captured.verdict.bundle).parameters(1)
     assert {name: tensor.tolist() for name, tensor in parameters.items()} == captured.parameters
+    names = ["--model", "tests.capture.capture_runs:plain_model", "--step", "tests.training:loss_of"]
+    assert cli.main(["replay", str(captured.verdict.bundle), *names, "--rank", "1"]) == 0
+    assert "reproduced: gradients of 4 of 4 parameters not finite" in capsys.readouterr().out
     (tmp_path / captured.verdict.bundle.name / "model.safetensors").unlink()
     with pytest.raises(BundleError, match=r"model\.safetensors cannot be read"):
         Bundle.open(captured.verdict.bundle).parameters(1)
+
+
+@shards_on_cpu
+def test_a_rank_without_an_element_of_any_parameter_has_those_of_all(two_ranks: RankPool, tmp_path: Path) -> None:
+    verdict = same(two_ranks.run(runs.sharded_row, str(tmp_path)).values())
+    zero, one = (Bundle.open(verdict.bundle).parameters(rank) for rank in (0, 1))
+    assert one["weight"].shape == (1, 6)
+    assert one.keys() == zero.keys()
 
 
 def test_memory_is_one_batch_by_reference_and_the_buffers(tmp_path: Path) -> None:

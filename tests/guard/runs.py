@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -73,6 +74,38 @@ def warned() -> tuple[list[str], int]:
             op = dist.ReduceOp.MAX if dist.get_rank() == 1 and step == 1 else dist.ReduceOp.SUM
             dist.all_reduce(torch.ones(1), op=op)
     return messages, guard.counters.collectives
+
+
+def warned_and_then_alone(mode: Any) -> tuple[list[str], str]:
+    """Go on after a warning, until rank 1 dies of something else. Return the warnings, and the error of rank 0."""
+    rank, error = dist.get_rank(), "nothing"
+    with logged() as messages:
+        try:
+            with collective_guard(mode, on_mismatch="warn", timeout_sec=10) as guard:
+                dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+                guard.step()
+                if rank:
+                    os._exit(3)
+                dist.all_reduce(torch.ones(1))
+        except RuntimeError as raised:
+            error = type(raised).__name__
+    return messages, error
+
+
+def message_from_before_the_guard(mode: Any) -> str:
+    """Rank 0 sends a message before it has a guard, which rank 1 receives under one. No rank does anything wrong."""
+    first, second, rank = torch.ones(2), torch.ones(4), dist.get_rank()
+    work = None if rank else dist.isend(first, 1)
+    try:
+        with collective_guard(mode, timeout_sec=10):
+            dist.all_reduce(torch.ones(1))
+            for tensor in (first, second) if rank else (second,):
+                dist.recv(tensor, 0) if rank else dist.send(tensor, 1)
+            if work is not None:
+                work.wait()
+    except ddpstats.DdpstatsError as error:
+        return str(error)
+    return "silent"
 
 
 def values_after_a_mismatch() -> dict[str, tuple[str, list[float]]]:

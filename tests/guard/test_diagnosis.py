@@ -17,7 +17,7 @@ import torch.distributed as dist
 import ddpstats
 from ddpstats._ranks.store import BoundedStore
 from ddpstats.guard import collective_guard
-from ddpstats.guard.diagnosis import RankStatus, find, message_place, what_differs
+from ddpstats.guard.diagnosis import Alarm, RankStatus, find, message_place, what_differs
 from ddpstats.guard.event import BY_TORCH, MESSAGES, Event, Signature, digest_of, label_word
 from ddpstats.guard.labels import read, trace
 from ddpstats.testing import RankPool, run_ranks
@@ -266,9 +266,19 @@ def test_all_that_differs_is_named_and_shapes_of_as_many_elements_do_not_differ(
 
 
 def text_of(*statuses: RankStatus, overdue: int | None = None, group: str = "0") -> str:
-    finding = find(group, "the default group", statuses, overdue)
+    alarm = Alarm(group, "the default group", tuple(range(4)), overdue or 0, overdue=overdue is not None)
+    finding = find(alarm, statuses)
     assert finding is not None
     return finding.message
+
+
+def test_ranks_have_their_group_ranks_beside_them() -> None:
+    alarm = Alarm("1", "group 'model' of ranks 1, 3", (3, 1), 1, overdue=False)
+    calls = {rank: replace(event(shapes=((rank,),)), seq=1) for rank in alarm.ranks}
+    finding = find(alarm, [RankStatus(rank, [call], count=1) for rank, call in calls.items()])
+    assert finding is not None
+    assert "  rank 1: all_reduce" in finding.message
+    assert "  rank 3 (group rank 0): all_reduce" in finding.message
 
 
 def test_rank_that_skipped_a_call_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,11 +17,13 @@ from ddpstats import ConfigError, cli, label
 from ddpstats._observe import collectives, operators
 from ddpstats._ranks.store import StoreSilent, bounded
 from ddpstats.guard import collective_guard
+from ddpstats.guard.diagnosis import NOTHING, GuardFinding
 from ddpstats.guard.guard import _log_once
 from ddpstats.guard.notes import NOTES_KEPT, Note, Overrun
 from ddpstats.guard.notes_shm import Exchange
 from ddpstats.guard.record import diagnose, read_records
-from ddpstats.testing import RankPool, run_ranks
+from ddpstats.guard.verdicts import Verdicts
+from ddpstats.testing import RankDied, RankPool, run_ranks
 from tests import programs
 from tests.guard import runs
 from tests.guard.scenarios import latest_sec
@@ -67,6 +70,30 @@ def test_on_mismatch_warn_logs_once_and_goes_on(two_ranks: RankPool) -> None:
         assert len(messages) == 1
         assert "the reduce op" in messages[0]
         assert count == 3
+    two_ranks.restart()
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_a_rank_that_dies_after_a_warning_is_torchs_error_without_another_warning(mode: str) -> None:
+    first, second = run_ranks(runs.warned_and_then_alone, 2, mode)
+    assert isinstance(second.error, RankDied)
+    messages, error = first.value
+    assert len(messages) == 1
+    assert error == "RuntimeError"
+
+
+def test_what_a_rank_concludes_alone_need_not_be_an_error() -> None:
+    verdicts = Verdicts.__new__(Verdicts)
+    verdicts.ends_by = None
+    verdicts.agreement = SimpleNamespace(without_store=lambda *_: GuardFinding(NOTHING, "", "0", 1))  # type: ignore[assignment]
+    group: Any = SimpleNamespace(name="0", words="the default group", view=SimpleNamespace(ranks=(0, 1)))
+    verdicts.conclude_alone(group, 1, RuntimeError("the store is gone"))
+
+
+def test_where_a_message_came_from_before_the_guard_the_error_says_that_it_may(two_ranks: RankPool) -> None:
+    """A limit, which docs/guard.md names: a guard that is entered between the two ends of a message pairs others."""
+    for text in two_ranks.run(runs.message_from_before_the_guard, "strict").values():
+        assert "A guard sees no message that was sent before it began: if that is so here, begin it earlier." in text
     two_ranks.restart()
 
 

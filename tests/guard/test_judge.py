@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats.guard.diagnosis import DOUBT, MISMATCH, NOTHING, GuardFinding, RankStatus, find
+from ddpstats.guard.diagnosis import DOUBT, MISMATCH, NOTHING, Alarm, GuardFinding, RankStatus, find
 from ddpstats.guard.event import BY_TORCH, Event, Evidence, Signature, digest_of, label_word
 from ddpstats.guard.labels.judge import Judgement, judge
 from ddpstats.guard.record import read_records
@@ -109,7 +109,7 @@ def test_the_worst_of_all_pairs_counts() -> None:
 def verdict_of(*pairs: tuple[Evidence, Evidence]) -> GuardFinding | None:
     columns = zip(*[(event(a, seq=seq), event(b, seq=seq)) for seq, (a, b) in enumerate(pairs, 1)], strict=True)
     statuses = [RankStatus(rank, events, count=len(pairs)) for rank, events in enumerate(columns)]
-    return find("default_pg", "the default group of 2 ranks", statuses)
+    return find(Alarm("default_pg", "the default group of 2 ranks", (0, 1), 0, overdue=False), statuses)
 
 
 def test_a_fault_goes_before_doubts_and_data() -> None:

@@ -23,7 +23,7 @@ from ddpstats._base import config
 from ddpstats._ranks.comm import GlooComm
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import bounded
-from ddpstats.guard.diagnosis import LEFT, MISMATCH, MISSING, NOTHING, RankStatus, find
+from ddpstats.guard.diagnosis import LEFT, MISMATCH, MISSING, NOTHING, Alarm, RankStatus, find
 from ddpstats.guard.event import Event, Signature, digest_of
 from ddpstats.guard.failure_agreement import FailureAgreement
 from ddpstats.guard.group import GuardMode
@@ -165,6 +165,8 @@ def test_rank_is_named_by_a_late_wait_and_by_a_future(mode: GuardMode) -> None:
 
 
 SIGNATURE = Signature("all_reduce", "sum", None, ((1,),), ("float32",))
+IN_TIME = Alarm("0", "the default group", tuple(range(4)), 5, overdue=False)
+OVERDUE = replace(IN_TIME, overdue=True)
 FAILED, GONE = f"{LEFT} by KeyboardInterrupt", f"{LEFT} by RankMissing: rank 3"
 
 
@@ -201,7 +203,7 @@ def status(rank: int, count: int, waits: int | None = None, **fields: object) ->
 )
 def test_rank_that_failed_is_named(others: list[RankStatus], named: tuple[int, ...]) -> None:
     """Rank 0 waits in number 5."""
-    finding = find("0", "the default group", [status(0, 5, 5), *others], overdue=5)
+    finding = find(OVERDUE, [status(0, 5, 5), *others])
     assert finding is not None
     assert (finding.kind, finding.missing) == (MISSING, named), finding.message
     assert finding.seq == (4 if any(status_of_other.left == LEFT for status_of_other in others) else 5)
@@ -212,7 +214,7 @@ def test_rank_that_failed_is_named(others: list[RankStatus], named: tuple[int, .
 def test_a_rank_that_waits_in_another_group_may_have_skipped_the_call_or_have_the_groups_in_another_order() -> None:
     """Both leave the same traces: rank 1 would come to the call later, or never."""
     elsewhere = replace(status(1, 4), waits_in=("1", 7, "group 'mesh_tp' of ranks 0, 1"))
-    finding = find("0", "the default group", [status(0, 5, 5), elsewhere], overdue=5)
+    finding = find(OVERDUE, [status(0, 5, 5), elsewhere])
     assert finding is not None
     assert finding.kind == MISMATCH
     assert "a rank skipped a call, or the order is swapped between groups" in finding.message
@@ -221,7 +223,7 @@ def test_a_rank_that_waits_in_another_group_may_have_skipped_the_call_or_have_th
         in finding.message
     )
     last = "number 7 of group 'mesh_tp' of ranks 0, 1, all_reduce(float32[1], sum), at train.py:3"
-    finding = find("0", "the default group", [status(0, 5, 5), replace(elsewhere, last=last)], overdue=5)
+    finding = find(OVERDUE, [status(0, 5, 5), replace(elsewhere, last=last)])
     assert finding is not None
     assert f"  rank 1: waits in {last}\n" in finding.message
 
@@ -230,7 +232,7 @@ def test_a_rank_that_compares_behind_its_last_collective_is_where_its_stack_says
     """As in `guard.step()`, after a collective that this rank skipped."""
     last = "number 4 of the default group of 2 ranks, all_reduce(float32[1], sum), at train.py:3"
     behind = status(1, 4, 4, last=last, stack="train.py:9 in main")
-    finding = find("0", "the default group", [status(0, 5, 5), behind], overdue=5)
+    finding = find(OVERDUE, [status(0, 5, 5), behind])
     assert finding is not None
     assert finding.missing == (1,)
     assert f"  rank 1: waits for the other ranks; its last known collective was {last}\n" in finding.message
@@ -240,17 +242,17 @@ def test_a_rank_that_compares_behind_its_last_collective_is_where_its_stack_says
 @pytest.mark.parametrize("stack", [None, "train.py:7 in load"])
 def test_rank_without_a_status_is_missing_where_the_others_wait(stack: str | None) -> None:
     gone = RankStatus(1, last="number 2 of the default group", dead=stack is None, stack=stack)
-    finding = find("0", "the default group", [status(0, 5, 5), gone], overdue=5)
+    finding = find(OVERDUE, [status(0, 5, 5), gone])
     assert finding is not None
     assert (finding.seq, finding.missing) == (5 if stack is None else 1, (1,))
     assert ("number 2 of the default group" in finding.message) == (stack is not None)
 
 
 def test_no_rank_is_missing_where_only_labels_differ() -> None:
-    finding = find("0", "the default group", [status(0, 6), status(1, 2)], tentative=True)
+    finding = find(replace(IN_TIME, tentative=True), [status(0, 6), status(1, 2)])
     assert finding is not None
     assert finding.kind == NOTHING
-    finding = find("0", "the default group", [status(0, 6), status(1, 2)])
+    finding = find(IN_TIME, [status(0, 6), status(1, 2)])
     assert finding is not None
     assert finding.missing == (1,)
 
@@ -259,7 +261,7 @@ def test_no_rank_is_missing_where_only_labels_differ() -> None:
 def test_rank_that_came_to_its_end_is_missing_in_a_later_collective(at_end: bool, missing: tuple[int, ...]) -> None:
     others = [status(0, 4, 5, left=LEFT), status(2, 3)] if at_end else [status(0, 5, 5), status(2, 5, 5)]
     statuses = [others[0], status(1, 4, 5, left=LEFT), others[1]]
-    finding = find("0", "the default group", statuses, overdue=5)
+    finding = find(OVERDUE, statuses)
     assert finding is not None
     assert finding.missing == missing
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
-from ddpstats._base.text import members
+from ddpstats._base.text import Rank
 from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.comm import Watch, wait_in_slices
 from ddpstats._ranks.failure import PROCESS_ID_BYTES, Membership, ProcessId
@@ -99,7 +99,8 @@ class LonelyGroup:
         came_sec: float = 0.0,
         reduced_sec: float | None = None,
     ) -> None:
-        ranks, store = members(ranks), in_process(HashStore())
+        ranks = tuple(Rank(rank, group_rank) for group_rank, rank in enumerate(ranks))
+        store = in_process(HashStore())
 
         def join() -> None:
             for rank in ranks[1:]:

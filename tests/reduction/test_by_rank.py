@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 import ddpstats
 from ddpstats import ConfigError, InvalidStats, Max, Min, ProtocolMismatch, StatsReducer, Sum
+from ddpstats._ranks.gather import gather_trees
 from ddpstats._reduction import reduce
 from ddpstats.testing import PerRank, RankPool, ThreadGroup, count_collectives, run_threads
+from tests.capabilities import orders_groups
 
 t = torch.tensor
 
@@ -49,6 +51,21 @@ def test_each_value_comes_through_to_the_bit(two_ranks: RankPool) -> None:
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def in_a_group_of_another_order() -> list[Any]:
+    group, rank = dist.new_group([2, 0, 1], sort_ranks=False), dist.get_rank()
+    held = ddpstats.reduce_stats({"a": float(rank)}, group=group, per_rank=True).by_rank["a"]
+    with pytest.raises(InvalidStats) as refused:
+        ddpstats.reduce_stats({"a": "no number" if rank == 2 else 1.0}, group=group)
+    return [held.ranks, held.values, gather_trees(rank, name="in order", group=group), str(refused.value)]
+
+
+@orders_groups
+def test_ranks_are_in_the_order_of_their_group(three_ranks: RankPool) -> None:
+    for ranks, values, trees, refused in three_ranks.run(in_a_group_of_another_order).values():
+        assert (ranks, values, trees) == ((2, 0, 1), (2.0, 0.0, 1.0), [2, 0, 1])
+        assert "rank 2 (group rank 0)" in refused
 
 
 def in_a_subgroup(value: float) -> tuple[Any, ...] | None:

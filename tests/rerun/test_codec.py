@@ -135,6 +135,7 @@ def test_a_packed_sequence_can_be_used_again() -> None:
         numpy.arange(6, dtype="int16").reshape(2, 3),
         numpy.array([math.nan, 1.0]),
         numpy.array(["ab", "c"]),
+        numpy.array(["", ""]),
         numpy.array(["2020-01-01"], dtype="datetime64[D]"),
         numpy.zeros((0, 2), dtype="float32"),
         numpy.arange(4, dtype=">i4")[::2],
@@ -148,7 +149,11 @@ def test_array_of_numpy_comes_back_as_it_was(array: Any) -> None:
     back[...] = back  # it can be written to
 
 
-@pytest.mark.parametrize("scalar", [numpy.float32(1.5), numpy.int64(3), numpy.bool_(True), numpy.str_("ab")])
+@pytest.mark.parametrize(
+    "scalar",
+    [numpy.float32(1.5), numpy.int64(3), numpy.bool_(True), numpy.str_("ab"), numpy.str_("")],
+    ids=repr,
+)
 def test_scalar_of_numpy_comes_back_with_its_type(scalar: Any) -> None:
     back = through_a_file(scalar)
     assert type(back) is type(scalar)

@@ -264,11 +264,11 @@ def _zero_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class LargeParameter(Detector):
-    """A detector of the test's own, in one class, with an option: a parameter of some rank is beyond ``limit``."""
+    """A detector of the test's own, in one class, with options: a parameter of some rank is beyond ``limit``."""
 
     def __init__(self, setup: Any, limit: float) -> None:
         self.parameters, self.limit = dict(unwrap(setup.model).named_parameters()), limit
-        self.same_on_all_ranks = {"limit": limit}
+        self.same_on_all_ranks = {"limit": limit, "mode": "its own"}
 
     def suspicious(self, step: int) -> str | None:
         is_large = {name: bool((parameter.abs() > self.limit).any()) for name, parameter in self.parameters.items()}

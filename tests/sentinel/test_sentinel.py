@@ -235,9 +235,10 @@ def test_a_detector_from_outside_is_one_class_and_one_entry_of_the_list(two_rank
 @pytest.mark.parametrize(
     ("modes", "words"),
     [
-        ((2, 2), ("rank 0: limit=99.0", "rank 1: limit=101.0")),
-        ((2, 0), ("rank 0: mode=2", "rank 1: mode=0", "limit=None")),
-        ((0, 2), ("rank 0: mode=0", "limit=None", "limit=101.0")),
+        ((2, 2), ("rank 0: LargeParameter.limit=99.0", "rank 1: LargeParameter.limit=101.0")),
+        ((2, 0), ("rank 0: mode=2", "rank 1: mode=0", "LargeParameter.limit=None")),
+        ((0, 2), ("rank 0: mode=0", "LargeParameter.limit=None", "LargeParameter.limit=101.0")),
+        ((2, 1), ("rank 0: mode=2", "rank 1: mode=1")),  # not hidden by the detector's own "mode"
     ],
 )
 def test_an_option_of_a_detector_from_outside_must_be_the_same_on_all_ranks(
