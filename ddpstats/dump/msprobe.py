@@ -192,7 +192,8 @@ def common_names(a: Iterable[str], b: Iterable[str]) -> tuple[dict[str, str], di
     1. Where all modules of one dump are inside of ``module``, which DistributedDataParallel calls its model, and those
        of the other are not, ``module`` goes.
     2. Where the dumps spell a function in different ways, both get one spelling. Calls are numbered by spelling:
-       where a dump has several, its calls are numbered again, in their order.
+       where a dump has several, its calls are numbered again, in the order of their forward entries. A backward entry
+       whose call has no forward entry is then not paired with one of another spelling.
     """
     sides = [[parse_name(full) for full in dict.fromkeys(names)] for names in (a, b)]
     wrapped = [_is_wrapped(names) for names in sides]
@@ -227,11 +228,14 @@ def _rename(
             root = f"Module.{ROOT}." if name.api == "module" else "Module."
             renamed[name.full] = root + name.full.removeprefix("Module.module.")
         elif name.number is not None and not name.is_module and own[group] != others.get(group, own[group]):
-            if len(own[group]) > 1 and name.direction == "forward":
-                numbers[name.full] = counts[group]
-                counts[group] += 1
+            number: int | None = name.number
+            if len(own[group]) > 1:
+                if name.direction == "forward":
+                    numbers[name.full] = counts[group]
+                    counts[group] += 1
+                number = numbers.get(name.forward)
             rest = name.full.removeprefix(f"{name.prefix}.{name.api}.{name.number}")
-            renamed[name.full] = f"{group}.{numbers.get(name.forward, name.number)}{rest}"
+            renamed[name.full] = f"{name.full} (not paired)" if number is None else f"{group}.{number}{rest}"
     return renamed
 
 

@@ -110,6 +110,19 @@ def test_spellings_of_one_function_are_numbered_together() -> None:
     assert [of_theirs[full] for full in theirs] == [of_ours.get(full, full) for full in ours]
 
 
+def test_backward_entries_of_several_spellings_are_not_paired_without_their_forward_entries() -> None:
+    """The first call is Tensor.add.0 in our dump, and may be either one in that of msprobe."""
+    theirs = ["Tensor.add.0.backward", "Tensor.__add__.0.backward", "Torch.relu.0.backward"]
+    ours = ["Tensor.add.1.backward", "Tensor.add.0.backward", "Functional.relu.0.backward"]
+    for pair in ((theirs, ours), (ours, theirs)):
+        a, b = (
+            {renamed.get(full, full) for full in names}
+            for names, renamed in zip(pair, common_names(*pair), strict=True)
+        )
+        assert (len(a), len(b)) == (3, 3)
+        assert a & b == {"Torch.relu.0.backward"}
+
+
 @pytest.mark.parametrize(
     ("full", "raw", "paths"),
     [
