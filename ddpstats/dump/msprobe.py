@@ -14,6 +14,9 @@ A process without torch.distributed writes ``rank``, and msprobe's of today ``pr
 
 A call is numbered when it begins, whether it is wanted or not: names do not depend on what was selected. Its backward
 pass has the number of the call, for it belongs to it.
+
+Two things of msprobe are in other files: the keys of its configurations in ``config.py``, each beside its legal values,
+and the sections of an entry (``input_args``, ``output``) where ``record`` fills them and ``analyze`` reads them.
 """
 
 from __future__ import annotations
