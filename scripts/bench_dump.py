@@ -5,7 +5,7 @@ before each step. A dumped step lasts from `start` to the end of `step`, so its 
 the forward and backward pass alone, which an asynchronous dump is to leave in peace. Steps that save all tensors are
 measured by themselves: each writes 340 MB, which keep the disk and a core busy long after its end. So is "idle", a dump
 that is enabled, but not in this step; it takes turns with plain steps on one model, whose memory is then the same.
-msprobe replaces torch's functions and has one debugger in a process: each of its levels has a process of its own.
+msprobe replaces torch's functions and has one debugger in a process: each of its levels runs in a separate process.
 """
 
 from __future__ import annotations

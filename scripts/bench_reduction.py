@@ -1,7 +1,7 @@
 """Rows of `scripts/bench.py` on reductions and windows: time, payload, memory, and what an import costs.
 
 Every variant's result is checked before a clock starts. "Per leaf" is espnet's own `recursive_average`, one all_gather
-for each leaf; "bare" is one all_reduce of as many float64 as our buffer has, on a gloo group of its own.
+for each leaf; "bare" is one all_reduce of as many float64 as our buffer has, on a separate gloo group.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def reduction(seconds: float, keys: int) -> list[Row]:
     A group's buffer has the size of the largest layout that the group has seen, hence the fresh ranks.
     """
     reducer, weight = StatsReducer(), _weight(dist.get_rank())
-    other, by_rank = StatsReducer(name="alternating"), StatsReducer(name="per rank", per_rank=True)
+    alternating, by_rank = StatsReducer(name="alternating"), StatsReducer(name="per rank", per_rank=True)
 
     def read_by_rank(stats: Any) -> Mapping[str, Any]:
         reduced = by_rank(stats, weight)
@@ -79,7 +79,7 @@ def reduction(seconds: float, keys: int) -> list[Row]:
     pairs = [(f"{leaves} / bare all_reduce", leaves, "bare", bare_limits[leaves == "tensors"]) for leaves in _LEAVES]
     if keys <= _ALL_VARIANTS_UP_TO:
         for leaves, make in _LEAVES.items():
-            calls[f"alternating {leaves}"] = checked(lambda stats: other(stats, weight).values, keys, make, True)
+            calls[f"alternating {leaves}"] = checked(lambda stats: alternating(stats, weight).values, keys, make, True)
             pairs.append((f"{leaves}, alternating / same keys", f"alternating {leaves}", leaves, 1.1))
         calls["per rank"] = checked(read_by_rank, keys, float)
         pairs.append(("floats, per_rank / without", "per rank", "floats", None))

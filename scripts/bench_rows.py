@@ -72,7 +72,7 @@ def ratios(seconds: Seconds, variant: str, to: str) -> list[float]:
 def take_turns(variants: Mapping[str, Variant], seconds: float) -> dict[str, list[float]]:
     """Run the variants round by round, as many rounds as fit into ``seconds``; two if it is 0. Collective.
 
-    A first round warms up and two more tell how long a round takes; none of them counts.
+    A first round warms up, and two more measure how long a round takes; none of them counts.
     """
     order, names = random.Random(0), list(variants)
     times: dict[str, list[float]] = {name: [] for name in names}  # start, end, start, end, ...

@@ -9,7 +9,7 @@
 1. A virtual environment is made in a temporary folder, and uv installed in it.
 2. What is named is installed with what it asks for itself, in today's versions, as a user gets it who installs it
    today. The rest of what the tests need is put on top of that, in the versions of constraints.txt.
-3. The tests run that tests/compatibility.txt lists for the named libraries or the device, or else for torch.
+3. The tests run that tests/compatibility.txt lists for the named libraries or the device; without any, those for torch.
 4. The row in the table whose first cell is these arguments is replaced, or a new one appended; the folder is removed.
 
 The exit status is 0 where all was installed and no test failed.
@@ -176,11 +176,11 @@ def install(python: str, folder: Path, asked: Asked, extras: Sequence[str]) -> d
     if "torch" not in map(normal, named):
         named += [line for line in constraints if normal(line) == "torch"]
     pip("install", "--quiet", *named)
-    there = installed()
-    kept = [f"{name}=={version}" for name, version in there.items()]
-    kept += [line for line in constraints if line[:1] not in ("", "#") and normal(line) not in there]
+    versions = installed()
+    kept = [f"{name}=={version}" for name, version in versions.items()]
+    kept += [line for line in constraints if line[:1] not in ("", "#") and normal(line) not in versions]
     (folder / "constraints.txt").write_text("\n".join(kept) + "\n")
-    wanted = ["setuptools", *(line for line in requirements(extras) if normal(line) not in there)]
+    wanted = ["setuptools", *(line for line in requirements(extras) if normal(line) not in versions)]
     pip("install", "--quiet", "--constraint", str(folder / "constraints.txt"), *wanted)
     if "espnet" in extras:  # setup.cfg says why without what it asks for
         pip("install", "--quiet", "--no-deps", *(espnet or ["espnet"]))

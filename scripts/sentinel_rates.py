@@ -166,7 +166,7 @@ class Trial:
     """One flip, and the layers that raised an alarm: layer -> whether it named that rank alone."""
 
     flip: BitFlip
-    found: dict[str, bool]
+    alarms: dict[str, bool]
 
 
 def _flips(seed: int, count: int, model: nn.Module, bits: int) -> list[BitFlip]:
@@ -274,10 +274,10 @@ def report(trials: Sequence[Trial], bits: Mapping[str, Sequence[int]]) -> str:
             shares = []
             for layer, reach in REACH.items():
                 reached = [trial for trial in group if not is_reached or trial.flip.where in reach]
-                shares.append(_share([trial.found.get(layer, False) for trial in reached]))
-            lines.append((name, str(len(group)), *shares, _share([any(trial.found.values()) for trial in group])))
+                shares.append(_share([trial.alarms.get(layer, False) for trial in reached]))
+            lines.append((name, str(len(group)), *shares, _share([any(trial.alarms.values()) for trial in group])))
         tables.append(aligned(lines))
-    alarms = [is_right for trial in trials for is_right in trial.found.values()]
+    alarms = [is_right for trial in trials for is_right in trial.alarms.values()]
     return "\n\n".join([*tables, f"alarms: {len(alarms)}; that named the right rank alone: {_share(alarms)}"])
 
 

@@ -2,8 +2,8 @@
 
 1. `on_files` adds the documents at the top of the repository (README.md is the first page), the notebook as a page, and
    a page for each module of the reference, and for each example that a page links to.
-2. `on_page_markdown` turns links to files of the repository into links to those pages. A link to anything else stays
-   as it is, and the strict build refuses it.
+2. `on_page_markdown` turns links to files of the repository into links to those pages. Any other link stays as it
+   is, and the strict build refuses it.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    here = page.file.src_uri
-    folder = "" if here in DOCUMENTS.values() else posixpath.join("docs", posixpath.dirname(here))
+    source = page.file.src_uri
+    folder = "" if source in DOCUMENTS.values() else posixpath.join("docs", posixpath.dirname(source))
 
     def leads_to(link: re.Match[str]) -> str:
         target = _page_of(posixpath.normpath(posixpath.join(folder, link[1])))
-        return f"]({posixpath.relpath(target, posixpath.dirname(here) or '.')}{link[2] or ''})"
+        return f"]({posixpath.relpath(target, posixpath.dirname(source) or '.')}{link[2] or ''})"
 
     return LINK.sub(leads_to, markdown)
 

@@ -32,7 +32,7 @@ def held() -> dict[str, int]:
     deadline = time.monotonic() + 10
     while any(thread.name == "ddpstats" for thread in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    threads = min(_threads_in_a_while() for _ in range(50))  # C++ ends threads of its own when it likes
+    threads = min(_threads_in_a_while() for _ in range(50))  # C++ may end its threads at any time
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),

@@ -1,7 +1,7 @@
 """Readers of foreign bytes, as functions of bytes alone, for `test_fuzz`.
 
 Each target takes any bytes, lets our readers have them, and returns. A reader may refuse with the error that it
-documents; anything else that it raises is a finding. The first byte chooses among the readers of a target. Seeds are
+documents; any other error is a finding. The first byte chooses among the readers of a target. Seeds are
 what honest writers write: the files of `tests/formats`, and messages of every kind.
 """
 

@@ -80,7 +80,7 @@ def test_parameters_of_the_table_are_those_of_torch() -> None:
 
 
 def test_a_function_of_two_names_has_one_row() -> None:
-    """Later versions of torch name three of them anew, and keep the old names."""
+    """Later versions of torch give three of them new names, and keep the old ones."""
     for name, new_name in (("all_gather_into_tensor", "all_gather_single"), ("gather_into_tensor", "gather_single")):
         assert operator_of(new_name) is operator_of(name) is not None
     assert operator_of("reduce_scatter_single") is operator_of("reduce_scatter_tensor") is not None
