@@ -195,8 +195,9 @@ def common_names(a: Iterable[str], b: Iterable[str]) -> tuple[dict[str, str], di
     1. Where all modules of one dump are inside of ``module``, which DistributedDataParallel calls its model, and those
        of the other are not, ``module`` goes.
     2. Where the dumps spell a function in different ways, both get one spelling. Calls are numbered by spelling:
-       where a dump has several, its calls are numbered again, in the order of their forward entries. A backward entry
-       whose call has no forward entry is then not paired with one of another spelling.
+       where a dump has several, its calls are numbered again, in the order of their forward entries and from the first
+       number of each spelling: the configuration may have left out what came before. A backward entry whose call has
+       no forward entry is then not paired with one of another spelling.
     """
     sides = [[parse_name(full) for full in dict.fromkeys(names)] for names in (a, b)]
     wrapped = [_is_wrapped(names) for names in sides]
@@ -220,10 +221,14 @@ def _spellings(names: Iterable[Name]) -> Mapping[str, set[str]]:
 
 
 def _rename(
-    names: Iterable[Name], unwrap: bool, own: Mapping[str, set[str]], others: Mapping[str, set[str]]
+    names: Sequence[Name], unwrap: bool, own: Mapping[str, set[str]], others: Mapping[str, set[str]]
 ) -> dict[str, str]:
     renamed: dict[str, str] = {}
-    counts: Counter[str] = Counter()
+    first: dict[str, dict[str, int]] = defaultdict(dict)  # numbers, by function and spelling
+    for name in names:
+        if name.number is not None and name.direction == "forward":
+            first[_spelling_group(name)].setdefault(f"{name.prefix}.{name.api}", name.number)
+    counts = Counter({group: sum(by_spelling.values()) for group, by_spelling in first.items()})
     numbers: dict[str, int] = {}  # by the forward entry's name
     for name in names:
         group = _spelling_group(name)

@@ -110,6 +110,12 @@ def test_spellings_of_one_function_are_numbered_together() -> None:
     assert [of_theirs[full] for full in theirs] == [of_ours.get(full, full) for full in ours]
 
 
+def test_numbers_of_spellings_go_on_from_calls_that_the_configuration_left_out() -> None:
+    theirs = ["Tensor.add.0.forward", "Tensor.__add__.1.forward", "Tensor.add.1.forward", "Tensor.add.1.backward"]
+    ours = ["Tensor.add.1.forward", "Tensor.add.2.forward", "Tensor.add.3.forward", "Tensor.add.3.backward"]
+    assert [common_names(theirs, ours)[0][full] for full in theirs] == ours
+
+
 def test_backward_entries_of_several_spellings_are_not_paired_without_their_forward_entries() -> None:
     """The first call is Tensor.add.0 in our dump, and may be either one in that of msprobe."""
     theirs = ["Tensor.add.0.backward", "Tensor.__add__.0.backward", "Torch.relu.0.backward"]
