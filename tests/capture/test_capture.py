@@ -205,9 +205,9 @@ def test_shards_are_nonfinite_without_a_culprit_and_are_written_by_their_owners(
 @shards_on_cpu
 def test_a_rank_without_an_element_of_any_parameter_has_those_of_all(two_ranks: RankPool, tmp_path: Path) -> None:
     verdict = same(two_ranks.run(runs.sharded_row, str(tmp_path)).values())
-    zero, one = (Bundle.open(verdict.bundle).parameters(rank) for rank in (0, 1))
-    assert one["weight"].shape == (1, 6)
-    assert one.keys() == zero.keys()
+    of_0, of_1 = (Bundle.open(verdict.bundle).parameters(rank) for rank in (0, 1))
+    assert of_1["weight"].shape == (1, 6)
+    assert of_1.keys() == of_0.keys()
 
 
 def test_memory_is_one_batch_by_reference_and_the_buffers(tmp_path: Path) -> None:

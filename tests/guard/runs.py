@@ -77,7 +77,7 @@ def warned() -> tuple[list[str], int]:
 
 
 def warned_and_then_alone(mode: Any) -> tuple[list[str], str]:
-    """Go on after a warning, until rank 1 dies of something else. Return the warnings, and the error of rank 0."""
+    """Go on after a warning, until rank 1 dies of another cause. Return the warnings, and the error of rank 0."""
     rank, error = dist.get_rank(), "nothing"
     with logged() as messages:
         try:
