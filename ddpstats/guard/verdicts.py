@@ -119,7 +119,7 @@ class Verdicts:
         ``last``: this rank's last event. ``overdue``: the others have had time to come.
         """
         group = group or (self._session.named.get(last.group.removesuffix(MESSAGES)) if last is not None else None)
-        if group is None or self._state.silent:
+        if group is None:
             return None
         alarm = self.agreement.alarm() or alarm_of(group, group.seq, overdue, tentative=True)
         try:
@@ -137,8 +137,9 @@ class Verdicts:
         self._session.note(finding.group, finding.seq, finding.kind == MISMATCH)
         self._state.recording.alarm("guard", finding.message)
         if self._warn and isinstance(error, CollectiveMismatch):
-            self._state.silent = True
-            log.warning("%s", error)
+            if not self._state.silent:
+                self._state.silent = True
+                log.warning("%s", error)
             return
         with self._lock:
             if self._state.verdict is None:  # otherwise another thread has come to it meanwhile
