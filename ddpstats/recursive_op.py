@@ -18,6 +18,7 @@ import torch
 
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.paths import Path
+from ddpstats._base.text import first_line
 from ddpstats._ranks.calls import ALONE
 from ddpstats._ranks.device import accelerator_in_use
 from ddpstats._reduction.flatten import FLOATS, flatten
@@ -160,16 +161,10 @@ def parse_losses(losses: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, flo
         rank 0: {"loss_cls": tensor(1.), "loss_mask": tensor(2.)}   rank 1: {"loss_cls": tensor(3.)}
         both log {"loss_cls": 2.0, "loss_mask": 2.0, "loss": 3.0}; rank 0 differentiates a loss of 3, rank 1 of 3
     """
-    try:
-        means = {name: _mean(value) for name, value in losses.items()}
-        numbers = {str(name): mean for name, mean in means.items() if isinstance(mean, torch.Tensor | float | int)}
-        loss: Any = sum(mean for name, mean in numbers.items() if "loss" in name)
-    except Exception as error:  # this rank must take part, and be refused
-        means, loss = {}, error
-    try:
-        log_vars: dict[str, float] = reduce_stats({**means, "loss": loss}, name="parse_losses").values
-    except InvalidStats as error:
-        raise error from (loss if isinstance(loss, Exception) else None)
+    means = {name: _mean(value) for name, value in losses.items()}
+    numbers = {str(name): mean for name, mean in means.items() if isinstance(mean, torch.Tensor | float | int)}
+    loss: Any = sum(mean for name, mean in numbers.items() if "loss" in name)
+    log_vars: dict[str, float] = reduce_stats({**means, "loss": loss}, name="parse_losses").values
     return loss, log_vars
 
 
@@ -191,12 +186,21 @@ def _reduce(
 
 
 def _mean(value: Any) -> Any:
-    """Return a tensor's mean, or the sum of the means in a list. What is neither is left for all ranks to refuse."""
-    if isinstance(value, torch.Tensor):
-        return (value if value.is_floating_point() else value * 1.0).mean()
-    if isinstance(value, list | tuple) and all(isinstance(tensor, torch.Tensor) for tensor in value):
-        return sum(map(_mean, value))
-    return value
+    """Return a tensor's mean, or the sum of the means in a list. What has none is left for all ranks to refuse."""
+    tensors = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        return value
+    try:
+        return sum((tensor if tensor.is_floating_point() else tensor * 1.0).mean() for tensor in tensors)
+    except RuntimeError as error:
+        return _WithoutMean(f"without a mean: {first_line(error)}")
+
+
+class _WithoutMean(ValueError):
+    """Stands for tensors of which torch makes no mean, and is raised where the value is read."""
+
+    def __float__(self) -> float:
+        raise self
 
 
 def _nest(reduced: Reduced, tensors: Sequence[torch.Tensor | None]) -> Any:

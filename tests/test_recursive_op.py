@@ -531,14 +531,14 @@ def test_parse_losses_of_what_is_no_loss_is_an_error_on_every_rank(two_ranks: Ra
 
 def losses_without_a_mean(is_bad: bool) -> Any:
     loss = torch.tensor([1.0, 2.0])
-    return parse_losses({"loss": torch.quantize_per_tensor(loss, 0.1, 0, torch.qint8) if is_bad else loss})
+    return parse_losses({"loss_mask": [loss, loss.to_sparse() if is_bad else loss]})
 
 
 def test_parse_losses_of_a_tensor_without_a_mean_is_an_error_on_every_rank(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(losses_without_a_mean, PerRank([False, True])).errors().values()
     assert type(first) is type(second) is InvalidStats
     assert str(first) == str(second)
-    assert "rank 1" in str(first)
+    assert "rank 1 at 'loss_mask': the value is without a mean: " in str(first)
 
 
 def test_drop_ins_without_a_group_are_local_and_take_what_the_originals_take() -> None:

@@ -92,7 +92,7 @@ def _replay(args: argparse.Namespace) -> dict[str, Any]:
         settings = _settings(args, part.device)  # on a device that torch may know from the program's own imports
         with _users_errors(f"--model {args.model}"):
             model = factory()
-        replay = Replay(model, step, part, parameters, settings)
+        replay = Replay(model, step, part, parameters, settings, not bundle.manifest.culprit_ranks)
         first: Outcome | None = None
         runs = list[RunFacts]()
         for _ in range(args.repeat):
@@ -300,9 +300,11 @@ class Replay:
         step: the user's ``fn(model, batch)``.
         part: the rank's part of the bundle.
         parameters: by name.
+        has_no_culprit: the capture names no rank.
 
     Attributes:
         part: the rank's part, with names as if nothing had gone through torch.compile.
+        is_unseen: no rank saw its own gradients, as under FSDP2, or of a backward pass outside of `micro_batch`.
         notes: what the reader of a result should know.
 
     Raises:
@@ -317,6 +319,7 @@ class Replay:
         part: RankPart,
         parameters: dict[str, Tensor],
         settings: RunSettings,
+        has_no_culprit: bool = False,
     ) -> None:
         from torch import nn
 
@@ -325,6 +328,7 @@ class Replay:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"--model returned a {type(model).__name__}, not a torch.nn.Module")
         self.part, self.model, self._settings = _with_plain_names(part), model, settings
+        self.is_unseen = has_no_culprit and all(micro.norms is None for micro in part.micro_batches)
         self._parameters = _plain(parameters.items())
         self._runner = Runner(model, step, "--step", settings, f"rank {part.rank}")
         self.notes = self._check_batches() + _adapt(model, settings.device)
@@ -369,8 +373,7 @@ class Replay:
         from ddpstats._observe.gradient_norms import elements, held_values, measure, parts_of
 
         batch, named, tensors = self._runner.batch(micro), self.named_parameters(), outcome.tensors
-        arrived, are_unseen = set[str](), all(each.norms is None for each in self.part.micro_batches)
-        has_backward = micro.norms is not None or are_unseen or self.part.error is not None  # unseen: FSDP2's gradients
+        arrived, has_backward = set[str](), micro.norms is not None or self.is_unseen or self.part.error is not None
         watching = search.watch(index, batch) if search else contextlib.nullcontext()
         with contextlib.ExitStack() as hooks, self._runner.restore_state(micro), watching:
             for name, parameter in named.items():
@@ -540,7 +543,7 @@ def _facts(
         "runs": len(runs),
         "reproduced_runs": sum(run.reproduced for run in runs),
         "runs_identical": all(run.is_identical for run in runs),
-        "nonfinite_then": [name for name in part.parameter_names if name in bad],
+        "nonfinite_then": None if replay.is_unseen else [name for name in part.parameter_names if name in bad],
         "nonfinite_now": list(dict.fromkeys(name for run in runs for name in run.nonfinite)),
         "error_then": part.error,
         "error_now": first.error,
@@ -631,7 +634,7 @@ def _as_text(facts: dict[str, Any]) -> str:
         *(f"note: {note}" for note in facts["notes"]),
         "",
         f"{'reproduced' if facts['reproduced'] else 'not reproduced'}: {what}",
-        f"  not finite then: {shorten(then, _SHOWN_NAMES) or 'none'}",
+        f"  not finite then: {'not known' if then is None else shorten(then, _SHOWN_NAMES) or 'none'}",
         f"  not finite now:  {shorten(now, _SHOWN_NAMES) or 'none'}",
         f"  losses now:      {shorten(facts['losses'], _SHOWN_NAMES)}",
     ]

@@ -187,7 +187,8 @@ def find(alarm: Alarm, statuses: Sequence[RankStatus]) -> GuardFinding | None:
     group, words, overdue = alarm.group, alarm.words, alarm.seq if alarm.overdue else None
     if group.endswith(MESSAGES):
         return _message_finding(group, words, {status.rank: status for status in statuses}, alarm.overdue)
-    by_rank: ByRank = {Rank(status.rank, alarm.ranks.index(status.rank)): status for status in statuses}
+    named = {rank: Rank(rank, group_rank) for group_rank, rank in enumerate(alarm.ranks)}
+    by_rank = {named.get(status.rank, status.rank): status for status in statuses}
     seq, judged = first_difference(statuses)
     if seq is not None:
         return _mismatch(group, words, by_rank, seq)
@@ -285,7 +286,8 @@ _ARGUMENTS = (
     Difference(
         "the shape",
         "Pass tensors of one shape on all ranks: pad them to the largest. Where they are gradients or parameters, make "
-        "all ranks build the same model, from the same configuration.",
+        "all ranks build the same model, from the same configuration. Where they stack the values of a dict, give all "
+        "ranks the same keys.",
         lambda signature: signature.sizes,
     ),
     Difference(
@@ -581,10 +583,10 @@ def find_unmatched(event: Event, rank: int, words: str, peer: RankStatus | None)
     """
     is_sent, waiting = event.signature.op == "send", ranks_text([rank])
     partner = "any rank" if peer is None else ranks_text([peer.rank])
-    op, answer, call = "receive", "send", f"send(dst={rank}, tag={event.tag})"
+    op, answer, call = "receive", "send", f"send(dst={rank:d}, tag={event.tag})"
     head = f"{waiting} waits for a message from {partner}, which has not come ({words}):"
     if is_sent:
-        op, answer, call = "send", "receive", f"recv(src={rank}, tag={event.tag})"
+        op, answer, call = "send", "receive", f"recv(src={rank:d}, tag={event.tag})"
         head = f"{waiting} sends a message to {partner}, which has not received it ({words}):"
     lines = [head, *call_lines([rank], event)]
     messages = () if peer is None or is_sent else peer.messages

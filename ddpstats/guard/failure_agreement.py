@@ -131,8 +131,7 @@ class FailureAgreement:
         event = status.message_waited_for() if alarm.group.endswith(MESSAGES) else status.at(alarm.seq)
         own_call = [] if event is None else diagnosis.call_lines([self.rank], event)
         head = f"{diagnosis.name_of(alarm.group, alarm.seq)} of {alarm.words} was not completed:"
-        message = loss.message([head, *own_call])
-        return GuardFinding(MISSING, message, alarm.group, alarm.seq, loss.missing)
+        return GuardFinding(MISSING, loss.message([head, *own_call]), alarm.group, alarm.seq, loss.missing)
 
     def _compare_memory(self, alarm: Alarm) -> GuardFinding | None:
         """Return a mismatch that shows in this host's memory: gloo ends a process that gets more than it expects."""

@@ -152,9 +152,7 @@ class IssuedCall:
 
 def identity() -> Identity | None:
     """Return whose record this process writes; None while there is no process group. Raises what the store raises."""
-    if not dist.is_initialized():
-        return None
-    return Identity(run_name(GLANCE_SEC), dist.get_rank(), dist.get_world_size())
+    return Identity(run_name(GLANCE_SEC), dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
 
 class Group:

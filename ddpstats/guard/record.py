@@ -357,7 +357,8 @@ def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRec
         for rank in described["ranks"]
         if (record := by_rank.get(rank)) is None or record.complete or name in record.events_by_group
     ]  # what the others did there was dropped
-    alarm = Alarm(name, described["words"], tuple(described["ranks"]), 0, overdue=False)
+    ranks = tuple(described["ranks"]) if name in _describe_groups(records) else ()  # otherwise their order is not known
+    alarm = Alarm(name, described["words"], ranks, 0, overdue=False)
     return find(alarm, statuses) if statuses else None
 
 

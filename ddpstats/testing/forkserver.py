@@ -66,7 +66,10 @@ class Fork(ForkServerProcess):
         self._streams: tuple[Any, ...] = (stdout, stderr)
 
     def start(self) -> None:
-        """Start it. Raises `RuntimeError` if there is no server to fork it from, or it does not answer in time."""
+        """Start it. Raises `RuntimeError` if there is no server to fork it from, or it does not answer in time.
+
+        A server that does not answer is killed: it is that of all of this process's ``multiprocessing``.
+        """
         with _lock, _state_for_the_server():
             standard_forkserver.ensure_running()
             server = (standard_forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]

@@ -255,6 +255,17 @@ def sharded_row(dirpath: str) -> CaptureVerdict:
     return captured(dirpath, sharded_model(one_row), 1, batch_of=batch_of, loss_of=sum_step).verdicts[0]
 
 
+def backward_on_rank_0(dirpath: str) -> CaptureVerdict:
+    """A step whose loss is not finite, for which rank 1 leaves out the backward pass."""
+    model, batch = one_row(), {"x": torch.full((2, 6), torch.nan)}
+    with NaNCapture(dirpath, model=model) as capture:
+        with capture.micro_batch(batch):
+            loss = sum_step(model, batch)
+            if rank() == 0:
+                loss.backward()  # type: ignore[no-untyped-call]
+        return capture.check()
+
+
 def changed_batch(dirpath: str) -> list[CaptureVerdict]:
     """Train a step whose batch is infinite, a finite one, and one whose batch is NaN; each changes it in place."""
     values = (torch.inf, 1.0, torch.nan)

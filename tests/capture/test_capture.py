@@ -196,7 +196,8 @@ def test_shards_are_nonfinite_without_a_culprit_and_are_written_by_their_owners(
     assert {name: tensor.tolist() for name, tensor in parameters.items()} == captured.parameters
     names = ["--model", "tests.capture.capture_runs:plain_model", "--step", "tests.training:loss_of"]
     assert cli.main(["replay", str(captured.verdict.bundle), *names, "--rank", "1"]) == 0
-    assert "reproduced: gradients of 4 of 4 parameters not finite" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "reproduced: gradients of 4 of 4 parameters not finite\n  not finite then: not known\n" in out
     (tmp_path / captured.verdict.bundle.name / "model.safetensors").unlink()
     with pytest.raises(BundleError, match=r"model\.safetensors cannot be read"):
         Bundle.open(captured.verdict.bundle).parameters(1)
@@ -208,6 +209,19 @@ def test_a_rank_without_an_element_of_any_parameter_has_those_of_all(two_ranks: 
     of_0, of_1 = (Bundle.open(verdict.bundle).parameters(rank) for rank in (0, 1))
     assert of_1["weight"].shape == (1, 6)
     assert of_1.keys() == of_0.keys()
+
+
+def test_a_rank_that_ran_no_backward_pass_is_replayed_without_one(
+    two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = same(two_ranks.run(runs.backward_on_rank_0, str(tmp_path)).values())
+    names = ["--model", "tests.capture.capture_runs:one_row", "--step", "tests.capture.capture_runs:sum_step"]
+    assert cli.main(["replay", str(verdict.bundle), *names, "--rank", "0"]) == 0
+    assert cli.main(["replay", str(verdict.bundle), *names, "--rank", "1"]) == 1
+    assert (
+        "not reproduced: gradients of 0 of 2 parameters not finite\n  not finite then: none\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_memory_is_one_batch_by_reference_and_the_buffers(tmp_path: Path) -> None:

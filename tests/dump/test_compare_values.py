@@ -170,6 +170,8 @@ def test_equal_arguments_and_devices_do_not_fail() -> None:
         (plain("int", 1), plain("float", 1.0)),
         (plain("float64", NAN), plain("float64", NAN)),
         (plain("float32", 1.0), plain("int64", 1)),
+        (plain("complex64", "(1+2j)"), plain("complex", "(1+2j)")),
+        (plain("float64", "nan"), plain("float", NAN)),
         (plain("float32", 1.0), {"type": "float32"}),  # of ddpstats 0.1.0
     ):
         assert not of_inputs(a, b).unequal

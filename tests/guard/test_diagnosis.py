@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 import ddpstats
+from ddpstats._base.text import Rank
 from ddpstats._ranks.store import BoundedStore
 from ddpstats.guard import collective_guard
-from ddpstats.guard.diagnosis import Alarm, RankStatus, find, message_place, what_differs
+from ddpstats.guard.diagnosis import Alarm, RankStatus, find, find_unmatched, message_place, what_differs
 from ddpstats.guard.event import BY_TORCH, MESSAGES, Event, Signature, digest_of, label_word
 from ddpstats.guard.labels import read, trace
 from ddpstats.testing import RankPool, run_ranks
@@ -279,6 +280,13 @@ def test_ranks_have_their_group_ranks_beside_them() -> None:
     assert finding is not None
     assert "  rank 1: all_reduce" in finding.message
     assert "  rank 3 (group rank 0): all_reduce" in finding.message
+    unordered = find(replace(alarm, ranks=()), [RankStatus(rank, [call], count=1) for rank, call in calls.items()])
+    assert unordered is not None
+    assert "group rank" not in unordered.message
+    received = replace(event(), signature=replace(event().signature, op="recv"), peer=3)
+    advice = find_unmatched(received, Rank(1, 0), "the group", None).message
+    assert "  rank 1 (group rank 0): recv" in advice
+    assert "dist.send(dst=1, tag=0)" in advice
 
 
 def test_rank_that_skipped_a_call_is_named() -> None:

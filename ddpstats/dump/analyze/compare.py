@@ -699,7 +699,10 @@ def _is_compared(leaf: DumpLeaf) -> bool:
 
 def _kind(leaf: DumpLeaf) -> str:
     """Return the type by which a value is compared: Python's, where the value is of numpy or an enum."""
-    return leaf.type if leaf.type in _PLAIN or leaf.type.startswith("torch.") else type(leaf.value).__name__
+    if leaf.type in _PLAIN or leaf.type.startswith("torch."):
+        return leaf.type
+    of_numpy = next((kind for kind in ("complex", "float") if leaf.type.startswith(kind)), None)  # may be text in JSON
+    return of_numpy or type(leaf.value).__name__
 
 
 def tally(counts: dict[Any, int], key: Hashable) -> None:
