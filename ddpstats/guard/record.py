@@ -341,13 +341,13 @@ def _describe_groups(records: Sequence[RankRecord]) -> dict[str, Mapping[str, An
 
 
 def _find_undescribed(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
-    """Return the ranks that used each group that no record describes (any more)."""
+    """Return the ranks that used each group that no record describes (any more); their order in it is not known."""
     described, ranks_of = _describe_groups(records), dict[str, list[int]]()
     for record in records:
         for name, events in record.events_by_group.items():
             if name not in described and not all(event.is_message for event in events):
                 ranks_of.setdefault(name, []).append(record.rank)
-    return {name: {"words": f"group {name!r}", "ranks": ranks} for name, ranks in ranks_of.items()}
+    return {name: {"words": f"group {name!r}", "ranks": ranks, "order": ()} for name, ranks in ranks_of.items()}
 
 
 def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRecord]) -> GuardFinding | None:
@@ -357,7 +357,7 @@ def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRec
         for rank in described["ranks"]
         if (record := by_rank.get(rank)) is None or record.complete or name in record.events_by_group
     ]  # what the others did there was dropped
-    ranks = tuple(described["ranks"]) if name in _describe_groups(records) else ()  # otherwise their order is not known
+    ranks = tuple(described.get("order", described["ranks"]))
     alarm = Alarm(name, described["words"], ranks, 0, overdue=False)
     return find(alarm, statuses) if statuses else None
 
