@@ -257,7 +257,8 @@ def table(chosen: Sequence[Program], ends: Ends) -> list[str]:
         "",
         *_sums(chosen, ends),
         "",
-        "Each program that does not raise if it is faulty, or is not silent if it is legal, in all four columns:",
+        "Each faulty program that does not raise in some column, and each legal one that is not silent in some column;",
+        "in bold where the guard should have said something:",
         "",
         *_exceptions(chosen, ends),
     ]
