@@ -44,20 +44,18 @@ _MAX_KEY_BITS = 1024
 Reading = Literal["numbers", "tensors", "plain", "general"]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Structure:
     """All that a signature determines: what a rank holds under which path, and how to read the values of its leaves.
 
     Attributes:
         leaves: one key for each leaf, in the order of the leaves.
         tags: the kind of each container that has a leaf, and the dtypes of leaves where the caller asked for them.
-        plan: the `read.Plan` of its leaves, once it has been made.
     """
 
     leaves: tuple[LeafKey, ...]
     tags: tuple[Tag, ...]
     reading: Reading = "general"
-    plan: Any = None
 
     @cached_property
     def encoded(self) -> str:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ddpstats._base.caches import EmptiedCache
 from ddpstats._base.lazy import is_fake
 from ddpstats._ranks.device import HostCopy, accelerator_in_use, is_capturing
 from ddpstats._ranks.exchange import Failure, InvalidLeaf, failure_of
@@ -149,7 +150,7 @@ class Plan:
         self._means = [index for index, leaf in enumerate(flat.leaves) if isinstance(leaf, Mean)]
         self._flags = [index for index, op in enumerate(ops) if op.is_flag]
         self._is_weighted = [op.is_weighted for op in ops]
-        self._format = f"{len(ops)}d"
+        self._pack = struct.Struct(f"{len(ops)}d").pack
         self._last_weights = math.nan, array("d")
 
     def read(self, leaves: list[Any], total: float) -> Row | None:
@@ -167,9 +168,7 @@ class Plan:
         try:
             if self._reading != "numbers":
                 leaves = self._numbers(leaves)
-            values = array(
-                "d", struct.pack(self._format, *leaves)
-            )  # in a third of the time that an array of the list takes
+            values = array("d", self._pack(*leaves))  # in a third of the time that an array of the list takes
             is_small = math.hypot(*leaves) <= LARGEST  # which proves that all are finite, and none is too large
         except (RuntimeError, TypeError, ValueError, struct.error):
             return None
@@ -205,11 +204,12 @@ class Plan:
         return [leaf.item() if type(leaf) is tensor else leaf for leaf in leaves]
 
 
+_plans: EmptiedCache[Structure, Plan] = EmptiedCache(max_entries=64, max_cost=65_536)
+
+
 def plan_of(flat: Flat) -> Plan:
     """Return how to read leaves of this structure together."""
-    plan: Plan = flat.structure.plan or Plan(flat)
-    flat.structure.plan = plan
-    return plan
+    return _plans.get(flat.structure) or _plans.keep(flat.structure, Plan(flat), len(flat.leaves) + 1)
 
 
 def as_tensor(values: array[float]) -> torch.Tensor:
