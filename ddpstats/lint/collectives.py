@@ -19,7 +19,7 @@ from itertools import islice
 from ddpstats._observe.operators import operator_of
 from ddpstats.lint.program import FunctionNode, Program, blocks_of, calls_in, exits, heads_of, last_name, name_of
 
-TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))  # ``except*`` has a node, since Python 3.11
+TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))  # ``except*`` makes a TryStar, since Python 3.11
 # Functions of torch.distributed that all ranks must call and that are no operators of c10d: the index of the process
 # group among their parameters (None: they make one), and whether all ranks get the same result.
 _BESIDE_OPERATORS: dict[str, tuple[int | None, bool]] = {
